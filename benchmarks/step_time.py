@@ -1,0 +1,197 @@
+"""Step time of the stage with codec `none` against stock DeepSpeed ZeRO-3, in one run, on this machine's processors.
+
+Both engines live in the same eight ranks and take turns, block of steps by block of steps, so that whatever else the
+machine does meets both. Prints the median step time of each preset as a ratio to ZeRO-3's, and writes a dated report.
+
+    python benchmarks/step_time.py [--ranks 8] [--presets lossless,zero3,topo] [--report benchmarks/reports]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROUNDS, STEPS_A_ROUND = 12, 5
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    """One rank: builds all engines, then times them in turn."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    import hzero
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.utils.logger.setLevel("ERROR")
+    nodes = arguments.ranks // 4
+    topology = {"nodes": nodes, "gpus_per_node": 2, "gcds_per_gpu": 2}
+    shape = {
+        "vocab_size": 1024,
+        "hidden_size": arguments.hidden,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * arguments.hidden,
+        "max_position_embeddings": 128,
+    }
+    engines: dict[str, Any] = {}
+    for name in ["stock ZeRO-3", *arguments.presets]:
+        torch.manual_seed(0)
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape))
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": arguments.accumulation,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "steps_per_print": 10**9,
+        }
+        if name != "stock ZeRO-3":
+            config["hzero"] = {"preset": name, "topology": topology}
+        engines[name] = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    tokens = torch.randint(0, 1024, (1, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def steps(engine: Any, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(arguments.accumulation):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+            dist.barrier()
+            times.append(time.perf_counter() - started)
+        return times
+
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for engine in engines.values():
+        steps(engine, 3)  # DeepSpeed records its trace in the first steps
+    for round_index in range(ROUNDS):
+        order = list(engines) if round_index % 2 == 0 else list(reversed(engines))
+        for name in order:
+            times[name] += steps(engines[name], STEPS_A_ROUND)
+        if dist.get_rank() == 0:
+            print(f"round {round_index + 1}/{ROUNDS}", file=sys.stderr, flush=True)
+    if dist.get_rank() == 0:
+        parameters = sum(p.ds_numel for p in next(iter(engines.values())).module.parameters())
+        result = {
+            "times": times,
+            "parameters": parameters,
+            "shape": shape,
+            "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "hzero": hzero.__version__},
+        }
+        Path(os.environ["HZERO_BENCH_OUT"]).write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)
+
+
+def render(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    times = result["times"]
+    stock = statistics.median(times["stock ZeRO-3"])
+    rows = [
+        f"| {name} | {statistics.median(t) * 1e3:.1f} | {min(t) * 1e3:.1f} | {max(t) * 1e3:.1f} "
+        f"| {statistics.median(t) / stock:.3f} |"
+        for name, t in times.items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join(
+        [
+            f"# Step time against stock ZeRO-3, {datetime.date.today().isoformat()}",
+            "",
+            f"Machine: {os.cpu_count()} cores, {platform.processor() or platform.machine()}, Python "
+            f"{platform.python_version()}; {versions}. All ranks share these cores, so this shows the cost of the stage's",
+            "own work; the links between real nodes, which it is made for, are not in it.",
+            "",
+            f"Configuration: {arguments.ranks} ranks as {arguments.ranks // 4} nodes x 2 GPUs x 2 GCDs, gloo, fp32, GPT-NeoX "
+            f"of {result['parameters']:,} parameters ({result['shape']}), 1 x 128 tokens a rank and micro-step, accumulation "
+            f"{arguments.accumulation}, persistence threshold 0 for all, {ROUNDS} interleaved rounds of {STEPS_A_ROUND} steps.",
+            "",
+            "| engine | median, ms | min | max | ratio of medians |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Repeat with `python benchmarks/step_time.py --ranks {arguments.ranks} --presets "
+            f"{','.join(arguments.presets)} --hidden {arguments.hidden} --layers {arguments.layers} "
+            f"--accumulation {arguments.accumulation}`.",
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Starts the ranks, prints the table, writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8, help="a multiple of 4: nodes of 2 GPUs x 2 GCDs (default 8)")
+    parser.add_argument("--presets", default="lossless,zero3,topo", help="presets to time (default lossless,zero3,topo)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
+    parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step (default 1)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for the whole run (default 900)")
+    parser.add_argument("--report", type=Path, help="folder to write a dated report into")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.presets = arguments.presets.split(",")
+    if arguments.ranks < 4 or arguments.ranks % 4:
+        parser.error(f"--ranks: found {arguments.ranks}, expected a multiple of 4")
+    if arguments.worker:
+        worker(arguments)
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        number = port.getsockname()[1]
+        port.close()
+        out = Path(folder) / "result.json"
+        env = {
+            **os.environ,
+            "WORLD_SIZE": str(arguments.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(number),
+            "HZERO_BENCH_OUT": str(out),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", *sys.argv[1:]],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(arguments.ranks)
+        ]
+        deadline = time.monotonic() + arguments.timeout
+        try:
+            while any(r.poll() is None for r in ranks):
+                if any(r.poll() for r in ranks):
+                    print("a rank failed; its message is above", file=sys.stderr)
+                    return 1
+                if time.monotonic() > deadline:
+                    print(f"not done after {arguments.timeout:.0f} s (--timeout)", file=sys.stderr)
+                    return 1
+                time.sleep(0.2)
+        finally:
+            for r in ranks:
+                r.kill()
+        report = render(arguments, json.loads(out.read_text()))
+    print(report)
+    if arguments.report is not None:
+        arguments.report.mkdir(parents=True, exist_ok=True)
+        path = arguments.report / f"{datetime.date.today().isoformat()}-step-time.md"
+        path.write_text(report)
+        print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,27 @@
+"""hzero: a ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.
+
+Three kinds of state (weights, gradients, optimizer states) are sharded over the package, the node or the world, and
+every collective goes tier by tier, each tier with its own codec. See docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hzero.config import ConfigError
+
+if TYPE_CHECKING:
+    from hzero.zero import enable, exact_weights, initialize, state
+
+__version__ = "0.1.0"
+
+__all__ = ["ConfigError", "__version__", "enable", "exact_weights", "initialize", "state"]
+
+
+def __getattr__(name: str) -> Any:
+    # DeepSpeed takes seconds to import, and a plan or a report does without it.
+    if name in ("enable", "exact_weights", "initialize", "state"):
+        from hzero import zero
+
+        return getattr(zero, name)
+    raise AttributeError(f"module 'hzero' has no attribute {name!r}")

@@ -1,0 +1,47 @@
+"""Bucket: the parameters that share one message a hop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a chain has to know of the tensors it moves.
+
+    Attributes:
+        keys: One stable id a tensor (DeepSpeed's ``ds_id``), by which residuals are kept.
+        chunks: Elements of one shard of each tensor: its size over the world, rounded up.
+        dtype: Type of the elements where they are decoded, and on the wire under codec ``none``.
+        role: ``weights`` or ``gradients``.
+    """
+
+    keys: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: torch.dtype
+    role: str
+
+    @property
+    def label(self) -> str:
+        """The bucket in an error message."""
+        return f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
+
+
+def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Cuts ``(item, elements)`` pairs into lists of at most ``limit`` elements, at least one item each."""
+    bucket: list[T] = []
+    filled = 0
+    for item, elements in items:
+        if bucket and filled + elements > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += elements
+    if bucket:
+        yield bucket

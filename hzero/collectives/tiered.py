@@ -1,0 +1,246 @@
+"""Tiered all-gather and reduce-scatter: one hop a tier, one message a hop, each with that tier's codec.
+
+The message layout is ``[outer][tensor][inner][record]`` (docs/payload_format.md). Gathers go node, gpu, gcd and pass
+payloads on as they are while codecs agree, so all ranks decode the same bytes and end with the same bits. Reduces go
+gcd, gpu, node: every hop decodes what it received, sums in float32 in peer order, and encodes for the next.
+The tiers are those of MI250X machines in arXiv 2501.04266; sum-then-requantise hops follow ZeRO++ (arXiv 2306.10209).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hzero.codecs import Codec
+from hzero.collectives.bucket import Bucket
+from hzero.collectives.chain import Chain, Hops
+from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.transport import Pending, Transport
+from hzero.collectives.wirelog import HopTimer, WireLog
+from hzero.config import CodecConfig
+from hzero.sharding.plan import Hop, ShardPlan
+
+
+class TieredCollectives:
+    """Starts chains of hops for one stage.
+
+    Args:
+        plan: The shard plan of this rank.
+        transport: Its tier groups.
+        wire_log: Where every hop is counted.
+        feedback: Residuals of lossy gradient hops; None where no tier keeps one.
+    """
+
+    def __init__(
+        self, plan: ShardPlan, transport: Transport, wire_log: WireLog, feedback: ErrorFeedback | None = None
+    ) -> None:
+        self.plan = plan
+        self.wire_log = wire_log
+        self.feedback = feedback
+        self._transport = transport
+
+    # ---- gather ------------------------------------------------------------------------------------------------
+
+    def gather(
+        self, hops: Sequence[Hop], bucket: Bucket, message: torch.Tensor, codec: Codec, *, rows: int = 1, seed: int = 0
+    ) -> Chain[tuple[torch.Tensor, Codec, int]]:
+        """Starts a tiered all-gather of payloads.
+
+        Args:
+            hops: Tiers to cross, outermost first.
+            bucket: The tensors.
+            message: uint8 payload of this rank, layout ``[tensor][rows][record]``, in ``codec``.
+            codec: Codec of ``message``.
+            rows: Shards of every tensor that this rank holds.
+            seed: Of stochastic rounding where a hop transcodes. Must be the same on all ranks.
+
+        Returns:
+            A chain. Its result: the payload ``[outer][tensor][rows][record]`` with the outermost index that of the
+            last hop, the codec it is in, and ``outer``.
+        """
+        return Chain(self._gather(hops, bucket, message, codec, rows, seed))
+
+    def _gather(
+        self, hops: Sequence[Hop], bucket: Bucket, message: torch.Tensor, codec: Codec, rows: int, seed: int
+    ) -> Hops[tuple[torch.Tensor, Codec, int]]:
+        outer = 1
+        for hop in hops:
+            message, codec = self.transcode(bucket, message, codec, hop.codec, outer=outer, rows=rows, seed=seed)
+            elements = outer * rows * sum(bucket.chunks)
+            pending = self._start("all_gather", hop, bucket, message, elements, peers_received=hop.size - 1)
+            yield pending
+            message = pending.wait()
+            outer *= hop.size
+        return message, codec, outer
+
+    def transcode(
+        self,
+        bucket: Bucket,
+        message: torch.Tensor,
+        codec: Codec,
+        target: CodecConfig,
+        *,
+        outer: int,
+        rows: int,
+        seed: int,
+    ) -> tuple[torch.Tensor, Codec]:
+        """The message in the codec of ``target``: as it is where that is the codec it is in, decoded and encoded else.
+
+        Args:
+            bucket: The tensors.
+            message: uint8 payload ``[outer][tensor][rows][record]``.
+            codec: Codec of ``message``.
+            target: Settings of the codec wanted.
+            outer: Size of the message's outer index; kept.
+            rows: Size of its inner index; kept.
+            seed: Of stochastic rounding; the same on all ranks, so that copies stay bit-identical.
+
+        Returns:
+            The payload and its codec.
+        """
+        wanted = Codec.from_config(target)
+        if wanted.format == codec.format:
+            return message, codec
+        decoded = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
+        return wanted.encode(decoded, bucket.chunks, sizes=[outer * rows], strides=[1], outer=outer, seed=seed), wanted
+
+    def decode_gathered(self, bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int) -> list[torch.Tensor]:
+        """Whole tensors in shard order from a payload gathered over the world.
+
+        Args:
+            bucket: The tensors.
+            message: uint8 payload over all shards, rows in hop order.
+            codec: Codec of ``message``.
+            outer: Size of its outer index.
+
+        Returns:
+            One flat tensor of ``bucket.dtype`` each, ``[world * chunk]``; what lies beyond the tensor's size is zero.
+        """
+        return codec.decode(
+            message,
+            bucket.chunks,
+            dtype=bucket.dtype,
+            sizes=self.plan.hop_sizes,
+            strides=self.plan.hop_strides,
+            outer=outer,
+        )
+
+    # ---- reduce ------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        hops: Sequence[Hop],
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        *,
+        rows: int,
+        whole: bool,
+        seed: int = 0,
+        scale: float = 1.0,
+    ) -> Chain[list[torch.Tensor]]:
+        """Starts a tiered reduce-scatter (sum).
+
+        Args:
+            hops: Tiers to cross, innermost first.
+            bucket: The tensors; ``bucket.dtype`` is the communication type of hops with codec ``none``.
+            tensors: Flat floating tensors of up to ``rows * chunk`` elements each; what is missing counts as zero.
+            rows: Shards that each tensor holds: the world's for whole gradients, fewer for partial sums.
+            whole: Whether ``tensors`` are in shard order (whole gradients) or in hop order (results of earlier hops).
+            seed: Of stochastic rounding.
+            scale: Loss scale of these gradients, by which residuals are brought to the same scale.
+
+        Returns:
+            A chain. Its result: one flat tensor each, ``[rows / product of hop sizes * chunk]``, in hop order; float32
+            after a hop with a codec, the communication type after one with ``none``.
+        """
+        return Chain(self._reduce(hops, bucket, tensors, rows, whole, seed, scale))
+
+    def _reduce(
+        self,
+        hops: Sequence[Hop],
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        rows: int,
+        whole: bool,
+        seed: int,
+        scale: float,
+    ) -> Hops[list[torch.Tensor]]:
+        chunks = bucket.chunks
+        sizes, strides = (self.plan.hop_sizes, self.plan.hop_strides) if whole else ((rows,), (1,))
+        message: torch.Tensor | None = None
+        for index, hop in enumerate(hops):
+            codec = Codec.from_config(hop.codec)
+            inner = rows // hop.size
+            if message is None:
+                if codec.name == "none":
+                    tensors = [tensor.to(bucket.dtype) for tensor in tensors]
+                elif self._keeps_residual(hop):
+                    assert self.feedback is not None
+                    tensors = self.feedback.add(hop.tier, bucket, tensors, rows, scale)
+                message = codec.encode(tensors, chunks, sizes=sizes, strides=strides, outer=hop.size, seed=seed)
+                if self._keeps_residual(hop):
+                    assert self.feedback is not None
+                    sent = codec.decode(
+                        message, chunks, dtype=torch.float32, sizes=sizes, strides=strides, outer=hop.size
+                    )
+                    self.feedback.keep(hop.tier, bucket, tensors, sent, scale)
+            elements = rows * sum(chunks)
+            kind = "reduce_scatter" if codec.name == "none" else "all_to_all"
+            pending = self._start(kind, hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
+            yield pending
+            received = pending.wait()
+            message = None
+            following = hops[index + 1] if index + 1 < len(hops) else None
+            if codec.name == "none":
+                tensors = codec.decode(received.view(torch.uint8), chunks, dtype=bucket.dtype)
+            elif following is not None and following.codec.codec != "none" and not self._keeps_residual(following):
+                message = codec.decode_sum_encode(
+                    received,
+                    hop.size,
+                    chunks,
+                    inner=inner,
+                    dtype=bucket.dtype,
+                    to=Codec.from_config(following.codec),
+                    outer=following.size,
+                    seed=seed,
+                )
+            else:
+                tensors = codec.decode_sum(received, hop.size, chunks, inner=inner, dtype=bucket.dtype)
+            rows, sizes, strides = inner, (inner,), (1,)
+        return list(tensors)
+
+    def _keeps_residual(self, hop: Hop) -> bool:
+        return self.feedback is not None and hop.tier in self.plan.error_feedback and hop.codec.codec != "none"
+
+    # ---- one hop -----------------------------------------------------------------------------------------------
+
+    def _start(
+        self, kind: str, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
+    ) -> Pending:
+        timer = HopTimer(message.device)
+        payload = message.numel()
+
+        def count() -> None:
+            timer.stop()
+            self.wire_log.add(
+                role=bucket.role,
+                tier=hop.tier,
+                codec=hop.codec.codec,
+                elements=elements,
+                payload_bytes=payload,
+                wire_bytes=round(payload * peers_received),
+                raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers_received),
+                timer=timer,
+            )
+
+        what = f"{bucket.label} in codec {hop.codec.codec}"
+        if kind == "reduce_scatter":
+            message = message.view(bucket.dtype)
+        start = {
+            "all_gather": self._transport.all_gather,
+            "all_to_all": self._transport.all_to_all,
+            "reduce_scatter": self._transport.reduce_scatter,
+        }[kind]
+        return start(hop.tier, message, what, count)

@@ -1,0 +1,120 @@
+"""Transport: one process group a tier, and the three collectives that hops are made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hzero.config import TIERS
+from hzero.sharding.plan import ShardPlan
+
+#: Longest wait for one hop where the caller gives none: torch.distributed's own default for gloo.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class HopError(RuntimeError):
+    """A hop failed or timed out. The message names the collective, what it carried, its tier and its ranks."""
+
+
+class Pending:
+    """A collective on its way. `wait` returns its output, once it may be read on the current stream."""
+
+    def __init__(
+        self, work: dist.Work | None, output: torch.Tensor, what: str, on_done: Callable[[], None] | None = None
+    ) -> None:
+        self._work = work
+        self._output = output
+        self._what = what
+        self._on_done = on_done
+        self._started = time.monotonic()
+
+    def wait(self) -> torch.Tensor:
+        """Waits for the collective.
+
+        Raises:
+            HopError: The collective failed, a peer is gone or the group's timeout passed.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                waited = time.monotonic() - self._started
+                raise HopError(f"{self._what} failed after {waited:.1f} s: {error}") from error
+            self._work = None
+            if self._on_done is not None:
+                self._on_done()
+        return self._output
+
+
+class _Groups:
+    """The tier groups of this process, shared by its engines for as long as torch.distributed's world lives.
+
+    They cannot be made anew for every engine: with ``use_local_synchronization`` torch names a group after its ranks, and
+    a group made after another of the same ranks was destroyed meets what that one left in the store, and hangs.
+    """
+
+    def __init__(self) -> None:
+        self._world: dist.ProcessGroup | None = None
+        self._made: dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup] = {}
+
+    def get(self, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+        """The group of ``ranks``, in this order; made if this is the first time. All its ranks must ask alike."""
+        if self._world is not dist.group.WORLD:
+            self._world, self._made = dist.group.WORLD, {}
+        key = (tuple(ranks), timeout)
+        if key not in self._made:
+            self._made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, sort_ranks=False)
+        return self._made[key]
+
+
+_groups = _Groups()
+
+
+class Transport:
+    """Tier groups over torch.distributed, and collectives on them.
+
+    Every rank asks for one group a tier, its own, in the order gcd, gpu, node; a tier of size 1 has none. The number of
+    calls and the memory do not depend on the size of the world.
+
+    Args:
+        plan: The shard plan of this rank.
+        timeout: Longest wait for one hop.
+    """
+
+    def __init__(self, plan: ShardPlan, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._ranks: dict[str, list[int]] = {}
+        self._rank = plan.rank
+        for tier in TIERS:
+            if plan.grid.size(tier) == 1:
+                continue
+            self._ranks[tier] = list(plan.tier_group(tier))
+            self._groups[tier] = _groups.get(self._ranks[tier], timeout)
+
+    def all_gather(self, tier: str, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+        """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
+        output = message.new_empty(message.numel() * len(self._ranks[tier]))
+        work = dist.all_gather_into_tensor(output, message, group=self._groups[tier], async_op=True)
+        return Pending(work, output, self._describe("all-gather", tier, what, output), on_done)
+
+    def all_to_all(self, tier: str, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+        """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part of each peer."""
+        output = torch.empty_like(message)
+        work = dist.all_to_all_single(output, message, group=self._groups[tier], async_op=True)
+        return Pending(work, output, self._describe("all-to-all", tier, what, output), on_done)
+
+    def reduce_scatter(self, tier: str, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+        """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of everyone's part for this rank."""
+        output = elements.new_empty(elements.numel() // len(self._ranks[tier]))
+        work = dist.reduce_scatter_tensor(output, elements, group=self._groups[tier], async_op=True)
+        return Pending(work, output, self._describe("reduce-scatter", tier, what, elements), on_done)
+
+    def _describe(self, kind: str, tier: str, what: str, tensor: torch.Tensor) -> str:
+        ranks = self._ranks[tier]
+        shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
+        size = tensor.numel() * tensor.element_size()
+        return f"hzero: {kind} of {what} on tier {tier!r} (rank {self._rank} among {shown}, {size:,} bytes)"

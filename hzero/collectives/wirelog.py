@@ -1,0 +1,128 @@
+"""Wire log: what every hop moved, per role and tier, counted without synchronising the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class WireEntry:
+    """Totals of all hops of one role on one tier with one codec, as this rank saw them.
+
+    Attributes:
+        role: ``weights`` or ``gradients``.
+        tier: ``gcd``, ``gpu`` or ``node``.
+        codec: Name of the codec of the messages.
+        hops: Number of collectives.
+        elements: Elements this rank encoded into its own messages.
+        payload_bytes: Bytes of this rank's own messages, scales and record padding included.
+        wire_bytes: Bytes that entered this rank from the other ranks of the tier group.
+        raw_bytes: What ``wire_bytes`` would have been with codec ``none``.
+        seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.
+    """
+
+    role: str
+    tier: str
+    codec: str
+    hops: int = 0
+    elements: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    raw_bytes: int = 0
+    seconds: float = 0.0
+
+
+class HopTimer:
+    """Time of one hop: device events where there is a device, the host clock otherwise."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.Event, torch.Event] | None = None
+        self._started = time.perf_counter()
+        self._elapsed: float | None = None
+        if device.type != "cpu":
+            self._events = (torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True))
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """Marks the end of the hop; on a device only an event is recorded."""
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._elapsed = time.perf_counter() - self._started
+
+    def ready(self) -> bool:
+        """Whether `seconds` can be read without waiting for the device."""
+        return self._elapsed is not None or (self._events is not None and self._events[1].query())
+
+    def seconds(self) -> float:
+        """Elapsed seconds; waits for the device where the hop has not ended there."""
+        if self._elapsed is None:
+            if self._events is None:
+                return 0.0
+            self._events[1].synchronize()
+            self._elapsed = self._events[0].elapsed_time(self._events[1]) / 1e3
+        return self._elapsed
+
+
+class WireLog:
+    """Counts every hop of one stage. Asked for totals, it adds up; logging itself never synchronises."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str, str], WireEntry] = {}
+        self._running: deque[tuple[WireEntry, HopTimer]] = deque()
+
+    def add(
+        self,
+        *,
+        role: str,
+        tier: str,
+        codec: str,
+        elements: int,
+        payload_bytes: int,
+        wire_bytes: int,
+        raw_bytes: int,
+        timer: HopTimer,
+    ) -> None:
+        """Adds one finished hop. Fields as in `WireEntry`; ``timer`` has been stopped."""
+        entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
+        entry.hops += 1
+        entry.elements += elements
+        entry.payload_bytes += payload_bytes
+        entry.wire_bytes += wire_bytes
+        entry.raw_bytes += raw_bytes
+        self._running.append((entry, timer))
+        while self._running and self._running[0][1].ready():
+            self._settle()
+
+    def _settle(self) -> None:
+        entry, timer = self._running.popleft()
+        entry.seconds += timer.seconds()
+
+    def entries(self) -> list[WireEntry]:
+        """Totals since the last `reset`, sorted by role, tier and codec; copies, safe to keep."""
+        while self._running:
+            self._settle()
+        return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """`entries` as plain dictionaries, for JSON."""
+        return [dataclasses.asdict(entry) for entry in self.entries()]
+
+    def wire_bytes(self, tier: str | None = None, role: str | None = None) -> int:
+        """Bytes received by this rank, of one tier and one role or of all."""
+        return sum(
+            entry.wire_bytes
+            for entry in self._entries.values()
+            if tier in (None, entry.tier) and role in (None, entry.role)
+        )
+
+    def reset(self) -> None:
+        """Forgets everything counted so far."""
+        self._entries.clear()
+        self._running.clear()

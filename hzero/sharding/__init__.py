@@ -1,0 +1,1 @@
+"""Shard plan, index maps, bytes and memory: pure arithmetic."""

@@ -1,0 +1,197 @@
+"""The `"hzero"` block of a DeepSpeed configuration: found, read, and checked against what the stage supports."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from hzero.config import ConfigError, HZeroConfig, parse_config
+
+#: Top-level key of the block.
+KEY = "hzero"
+
+#: What the stage overrides or calls, with the arguments it counts on. Read in DeepSpeed 0.19.8.
+_EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (DeepSpeedEngine, "_do_sanity_check", ("self",)),
+    (DeepSpeedZeRoOffload, "partition_all_parameters", ("self",)),
+    (
+        DeepSpeedZeroOptimizer_Stage3,
+        "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+        ("self", "params_to_reduce", "communication_data_type"),
+    ),
+    (DeepSpeedZeroOptimizer_Stage3, "partition_grads", ("self", "params_to_release", "grad_partitions")),
+    (DeepSpeedZeroOptimizer_Stage3, "independent_gradient_partition_epilogue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),
+    (DeepSpeedZeroOptimizer_Stage3, "step", ("self", "closure")),
+    (DeepSpeedZeroOptimizer_Stage3, "_post_step", ("self", "timer_names")),
+    (DeepSpeedZeroOptimizer_Stage3, "checkpoint_event_epilogue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
+    (DeepSpeedZeroOptimizer_Stage3, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
+    (DeepSpeedZeroOptimizer_Stage3, "reload_states", ("self", "non_blocking")),
+)
+
+
+def check_deepspeed() -> None:
+    """Checks that this DeepSpeed is one the stage was written for.
+
+    Raises:
+        ConfigError: The version is outside ``>=0.19.8,<0.20``, or something the stage overrides is missing or takes
+            other arguments.
+    """
+    supported = "hzero supports deepspeed >=0.19.8,<0.20"
+    numbers = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3] if part.isdigit())
+    if not (0, 19, 8) <= numbers < (0, 20):
+        raise ConfigError(f"deepspeed {deepspeed.__version__} found; {supported}")
+    for owner, name, arguments in _EXPECTED:
+        method = getattr(owner, name, None)
+        found = _arguments(method) if method is not None else ()
+        if found[: len(arguments)] != arguments:
+            raise ConfigError(
+                f"deepspeed {deepspeed.__version__} has another {owner.__name__}.{name} than the stage expects "
+                f"(arguments {found or 'none: it is missing'}, expected {arguments}); {supported}"
+            )
+
+
+def _arguments(method: Any) -> tuple[str, ...]:
+    """Names of a method's arguments, also of one that DeepSpeed's profiling decorator hides behind (*args, **kwargs)."""
+    found = tuple(inspect.signature(method).parameters)
+    if found == ("args", "kwargs"):
+        for cell in method.__closure__ or ():
+            if inspect.isfunction(cell.cell_contents):
+                return _arguments(cell.cell_contents)
+    return found
+
+
+def find_block(ds_config: Any) -> Mapping[str, Any] | None:
+    """The block of a DeepSpeed configuration, or None where it has none.
+
+    Args:
+        ds_config: What ``deepspeed.initialize(config=...)`` takes: a dictionary or the path of a JSON file.
+
+    Raises:
+        ConfigError: The block is there and is not a mapping.
+    """
+    if ds_config is None:
+        return None
+    if not isinstance(ds_config, Mapping):
+        import hjson  # a dependency of DeepSpeed, which reads its configurations with it
+
+        try:
+            with open(ds_config, encoding="utf-8") as file:
+                ds_config = hjson.load(file)
+        except (OSError, TypeError, ValueError):
+            return None  # Not ours to judge: DeepSpeed says what is wrong with it.
+    if KEY not in ds_config:
+        return None
+    if not isinstance(ds_config[KEY], Mapping):
+        raise ConfigError(f"{KEY}: found {ds_config[KEY]!r}, expected a block of keys")
+    return ds_config[KEY]
+
+
+def read_block(ds_config: Any) -> HZeroConfig | None:
+    """`find_block`, parsed."""
+    block = find_block(ds_config)
+    return None if block is None else parse_config(block)
+
+
+def sets_persistence_threshold(ds_config: Any) -> bool:
+    """Whether the user chose a persistence threshold himself; without one hzero's default is 0."""
+    if not isinstance(ds_config, Mapping):
+        import hjson
+
+        with open(ds_config, encoding="utf-8") as file:
+            ds_config = hjson.load(file)
+    zero = ds_config.get("zero_optimization", {})
+    return any(key in zero for key in ("stage3_param_persistence_threshold", "param_persistence_threshold"))
+
+
+def check_engine(engine: DeepSpeedEngine) -> None:
+    """Refuses, by name, what DeepSpeed can do and the stage cannot do with it.
+
+    Args:
+        engine: An engine whose configuration has been read and whose model has not been touched.
+
+    Raises:
+        ConfigError: Naming the key, what was found and what is possible.
+    """
+    if engine.zero_optimization_stage() != 3:
+        raise ConfigError(
+            f"{KEY} needs zero_optimization.stage 3, found {engine.zero_optimization_stage()}; "
+            f"set it to 3 or remove the {KEY} block"
+        )
+    config, zero = engine._config, engine._config.zero_config
+    offload_param = getattr(zero.offload_param, "device", "none")
+    offload_optimizer = getattr(zero.offload_optimizer, "device", "none")
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("compile.deepcompile", True, bool(getattr(config.compile_config, "deepcompile", False)), "false"),
+        ("zero_optimization.zenflow", "a block", zero.zenflow is not None, "no such key"),
+        (
+            "expert_parallel (AutoEP)",
+            "enabled",
+            bool(getattr(config.expert_parallel_config, "enabled", False)),
+            "disabled",
+        ),
+        ("zero_optimization.offload_optimizer.super_offload", True, bool(engine.super_offload()), "false"),
+        ("optimizer.type", engine.optimizer_name(), str(engine.optimizer_name()).lower() == "muon", "another optimizer"),
+        ("zero_optimization.offload_param.device", str(offload_param), _is_set(offload_param), "none"),
+        (
+            "zero_optimization.offload_optimizer.device",
+            str(offload_optimizer),
+            _is_set(offload_optimizer, "cpu"),
+            "none or cpu",
+        ),
+        ("zero_optimization.reduce_scatter", False, not zero.reduce_scatter, "true"),
+        (
+            "zero_optimization.zero_hpz_partition_size",
+            zero.zero_hpz_partition_size,
+            zero.zero_hpz_partition_size > 1,
+            f'1; {KEY} has "shard": {{"weights": "node"}} for it',
+        ),
+        ("zero_optimization.zero_quantized_weights", True, zero.zero_quantized_weights, f"false; {KEY} has codecs"),
+        (
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            True,
+            zero.zero_quantized_nontrainable_weights,
+            f"false; {KEY} has codecs",
+        ),
+        ("zero_optimization.zero_quantized_gradients", True, zero.zero_quantized_gradients, f"false; {KEY} has codecs"),
+        ("tensor_parallel.autotp_size", engine.autotp_size(), engine.autotp_size() > 1, "1"),
+        ("torch_autocast.enabled", True, engine.torch_autocast_enabled(), "false; use bf16 or fp16"),
+        (
+            "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+            True,
+            zero.use_all_reduce_for_fetch_params,
+            "false",
+        ),
+        ("zero_optimization.stage3_allgather_sequential", True, zero.allgather_sequential, "false"),
+    ]
+    for key, found, is_refused, possible in refused:
+        if is_refused:
+            raise ConfigError(f"{key}: found {found}, which {KEY} does not support; possible: {possible}")
+
+
+def _is_set(device: Any, *allowed: str) -> bool:
+    name = str(getattr(device, "value", device))
+    return name not in ("none", "None", *allowed)
+
+
+def check_group(group: Any, what: str) -> None:
+    """Refuses a partition group that is not the whole world.
+
+    Raises:
+        ConfigError: The group is smaller, as under AutoTP, expert parallelism or an mpu.
+    """
+    size = dist.get_world_size() if group is None else dist.get_world_size(group)
+    if size != dist.get_world_size():
+        raise ConfigError(
+            f"{what}: partitioned over {size} of {dist.get_world_size()} ranks; {KEY} needs the whole world "
+            "(no tensor, expert or model parallelism)"
+        )

@@ -1,0 +1,175 @@
+"""The stage: DeepSpeed's ZeRO-3 optimizer with tiered gradients and resident weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from hzero.zero.block import check_group, find_block
+from hzero.zero.state import StageState
+
+StockStage3 = DeepSpeedZeroOptimizer_Stage3
+
+
+class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO-3 whose weights and gradients have shard degrees of their own.
+
+    The primary partition of weights, gradients and optimizer states stays DeepSpeed's, over the world: norms, clipping,
+    loss scaling, offload and checkpoints are stock. Gradients come to it through `hzero.zero.gradients`; forward and
+    backward gather through `hzero.zero.weights`. Constructed with a configuration that has no ``hzero`` block, it is
+    the stock class.
+    """
+
+    hzero: StageState
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the stock class where the configuration has no block."""
+        if find_block(kwargs.get("ds_config")) is None:
+            return StockStage3(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_group(kwargs.get("dp_process_group"), "the data-parallel group")
+        super().__init__(*args, **kwargs)
+        self.hzero = self.parameter_offload.hzero
+        # Stock gathers persistent parameters flat over the world after each step. Here they come back with the next
+        # forward, by tier and codec, and then stay (ds_persist) until the step.
+        self.persistent_parameters = []
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - the mangled name is how stock calls it
+        self, params_to_reduce: list[torch.nn.Parameter], communication_data_type: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Averages and reduces one bucket over the gradients' scope; see `Gradients.micro`."""
+        divisor = self.hzero.plan.grid.world_size / float(self.sequence_parallel_size)
+        gradients = self.hzero.gradients
+        sums = gradients.micro(params_to_reduce, communication_data_type, divisor, float(self.loss_scale))
+        if self.hzero.plan.accumulates:
+            return sums
+        return [s.to(self.gradient_accumulation_dtype) for s in gradients.cut(params_to_reduce, sums)]
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """Stock where gradients are sharded over the world; else they wait in the accumulators for the boundary."""
+        if not self.hzero.plan.accumulates:
+            return super().partition_grads(params_to_release, grad_partitions)
+        self.hzero.gradients.accumulate(params_to_release, grad_partitions)
+        for param in params_to_release:
+            param.grad = None
+        return []
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """After a backward: stock, and at the boundary the outer hops."""
+        super().independent_gradient_partition_epilogue()
+        if self.is_gradient_accumulation_boundary():
+            self._cross_boundary()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Unmanaged accumulation: the engine calls this first thing in ``step``."""
+        self.set_gradient_accumulation_boundary(True)
+        self._cross_boundary()
+        super().finalize_gradient_accumulation_boundary()
+
+    def step(self, closure: Any = None) -> None:
+        """Stock step; gradients that still wait cross first."""
+        if self.hzero.gradients.waiting:
+            self._cross_boundary()
+        super().step(closure)
+        self.hzero.gradients.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Stock, and the accumulation window starts anew."""
+        self.hzero.gradients.clear()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def _cross_boundary(self) -> None:
+        if not self.hzero.plan.accumulates:
+            return
+        with get_accelerator().stream(self.reduce_and_partition_stream):
+            self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
+            self._silence()
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+
+    def _deliver(self, params: list[torch.nn.Parameter], shards: list[torch.Tensor]) -> None:
+        """Hands shards to stock, which copies the first delivery of a window and adds later ones.
+
+        There are later ones where re-entrant checkpointing runs several epilogues in one backward.
+        """
+        for again in (False, True):
+            chosen = [i for i, param in enumerate(params) if self.hzero.gradients.arrived(param) == again]
+            with self._as_micro_step(int(again)):
+                super().partition_grads(
+                    [params[i] for i in chosen], [shards[i].to(self.gradient_accumulation_dtype) for i in chosen]
+                )
+
+    @contextlib.contextmanager
+    def _as_micro_step(self, micro_step: int) -> Iterator[None]:
+        before, self.micro_step_id = self.micro_step_id, micro_step
+        try:
+            yield
+        finally:
+            self.micro_step_id = before
+
+    def _silence(self) -> None:
+        """Zeroes the shards of parameters that received no gradient in this window.
+
+        Stock leaves there what the step before left, and would apply it again.
+        """
+        for group in self.fp16_groups:
+            for param in group:
+                if param.requires_grad and not self.hzero.gradients.arrived(param):
+                    self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id].zero_()
+                    if self.offload_optimizer:
+                        super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
+
+    def _get_fp32_grad_state_partition(self, param: torch.nn.Parameter, release_swap_buffers: bool) -> Any:
+        self._refuse_early_reader(param)
+        return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[torch.nn.Parameter]) -> None:
+        """Stock, at the boundary; see `_refuse_early_reader`."""
+        for param in param_list:
+            self._refuse_early_reader(param)
+        super().update_fp32_grad_for_param_vectorized(update_func, param_list)
+
+    def _refuse_early_reader(self, param: torch.nn.Parameter) -> None:
+        if self.hzero.gradients.holds(param):
+            raise RuntimeError(
+                f"hzero: the gradient of parameter {param.ds_id} is a partial sum inside its node until the accumulation "
+                "boundary. Read it after the backward of the last micro-step, before step()"
+            )
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def _post_step(self, timer_names: Any) -> None:
+        """After an optimizer step that was not skipped: the trainable weights have changed."""
+        super()._post_step(timer_names)
+        self.hzero.weights.mark_stale(param for group in self.fp16_groups for param in group)
+
+    def checkpoint_event_epilogue(self) -> None:
+        """After a checkpoint was saved or loaded. Which of the two is not told, and a rebuild is cheap beside either."""
+        super().checkpoint_event_epilogue()
+        self.hzero.weights.mark_stale()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Stock; resident payloads, waiting gradients and residuals belong to what was there before."""
+        self._partition_all_parameters()
+        super().load_state_dict(*args, **kwargs)
+        self.hzero.replaced()
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Stock; resident payloads are freed too, and rebuilt at their next use."""
+        super().offload_states(*args, **kwargs)
+        self.hzero.weights.drop()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Stock; resident payloads are rebuilt at their next use."""
+        super().reload_states(non_blocking)
+        self.hzero.weights.mark_stale()

@@ -1,0 +1,106 @@
+"""What hzero keeps for one engine."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireLog
+from hzero.collectives.transport import DEFAULT_TIMEOUT
+from hzero.config import HZeroConfig
+from hzero.sharding.plan import ShardPlan
+from hzero.topology.declared import resolve_grid
+from hzero.zero.block import check_group
+from hzero.zero.gradients import Gradients
+from hzero.zero.weights import Weights
+
+logger = logging.getLogger("hzero")
+
+#: Most elements of parameters that share one message of the refresh or the boundary where DeepSpeed's configuration
+#: names no ``reduce_bucket_size``.
+DEFAULT_BUCKET_NUMEL = 50_000_000
+
+
+class StageState:
+    """Plan, tier groups, wire log, weights and gradients of one engine.
+
+    Attributes:
+        config: The block, presets applied.
+        plan: The shard plan of this rank.
+        wire_log: What every hop has moved.
+        weights: Resident payloads and gathers.
+        gradients: Reductions and accumulators.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed.
+        config: The block.
+        bucket_numel: Most elements of parameters that share one message of the refresh or the boundary.
+        timeout: Longest wait for one hop.
+
+    Raises:
+        ConfigError: The topology does not fit the world, or parameters are partitioned over less than the world.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: HZeroConfig,
+        bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+        timeout: timedelta | None = None,
+    ) -> None:
+        for name, param in module.named_parameters():
+            check_group(param.ds_process_group, f"parameter {name}")
+        self.config = config
+        grid = resolve_grid(config.topology, dist.get_world_size())
+        self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
+        self.wire_log = WireLog()
+        self._feedback = ErrorFeedback() if config.error_feedback else None
+        transport = Transport(self.plan, timeout or DEFAULT_TIMEOUT)
+        collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback)
+        self.weights = Weights(module, collectives, bucket_numel)
+        self.gradients = Gradients(collectives, bucket_numel)
+        if self.plan.rank == 0:
+            for note in self.plan.notes:
+                logger.info("hzero: %s", note)
+
+    def replaced(self) -> None:
+        """The primary shards have been replaced as a whole, as by a checkpoint."""
+        self.weights.mark_stale()
+        self.gradients.clear()
+        if self._feedback is not None:
+            self._feedback.clear()
+
+    def memory(self, optimizer: Any = None) -> dict[str, int]:
+        """Measured bytes of each state on this rank; transient buffers are not among them.
+
+        Args:
+            optimizer: The engine's optimizer, where there is one.
+        """
+        return {
+            "primary weights": self.weights.primary_bytes(),
+            "resident weights": self.weights.resident_bytes(),
+            "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
+            "node gradients": self.gradients.bytes(),
+            "optimizer": _optimizer_bytes(optimizer),
+            "error feedback": self._feedback.bytes() if self._feedback is not None else 0,
+        }
+
+    def destroy(self) -> None:
+        """Frees payloads and accumulators."""
+        self.weights.drop()
+        self.gradients.drop()
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    masters = list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
+    inner = getattr(optimizer, "optimizer", None)
+    states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]
+    return _bytes(masters) + _bytes(states)

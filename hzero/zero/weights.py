@@ -1,0 +1,309 @@
+"""Weights of one engine: resident payloads, and the gathers of forward and backward from them.
+
+Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. Beside
+it this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and backward
+gather from resident payloads, over the inner tiers only. Whatever changes primary shards marks payloads stale; they are
+rebuilt, all stale ones together, before their next use, crossing the outer tiers once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from hzero.codecs import Codec
+from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipelined
+from hzero.sharding.records import chunk_numel
+
+
+@dataclass
+class _Managed:
+    """One parameter that this engine gathers.
+
+    Attributes:
+        param: The parameter, with DeepSpeed's attributes on it.
+        payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
+        stale: Whether the primary shard has changed since ``payload`` was built.
+        stock_gather: DeepSpeed's own exact gather of several parameters.
+        decoded: Whether ``param.data``, while it is available, came through a codec.
+    """
+
+    param: torch.nn.Parameter
+    stock_gather: Any
+    payload: torch.Tensor | None = None
+    stale: bool = True
+    decoded: bool = False
+
+
+class GatherHandle:
+    """Handle of one gather, as DeepSpeed's coordinator waits on it."""
+
+    def __init__(self, weights: Weights, params: Sequence[torch.nn.Parameter], bucket: Bucket, chain: Chain) -> None:
+        self._weights = weights
+        self._params = params
+        self._bucket = bucket
+        self._chain = chain
+        self._complete = False
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Makes the parameters available. ``handle_dependency`` is DeepSpeed's and has no meaning here: the decoded
+        tensors are made on the current stream and alias no communication buffer.
+        """
+        if self._complete:
+            return
+        message, codec, outer = self._chain.wait()
+        whole = self._weights.collectives.decode_gathered(self._bucket, message, codec, outer)
+        for param, flat in zip(self._params, whole):
+            param.data = flat[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        self._complete = True
+
+
+class Handles:
+    """Several handles behind one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Waits on each."""
+        for handle in self._handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+class Weights:
+    """The weights of one engine.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed over the world.
+        collectives: The stage's tiered collectives.
+        bucket_numel: Most elements of parameters that share one refresh message.
+    """
+
+    def __init__(self, module: torch.nn.Module, collectives: TieredCollectives, bucket_numel: int) -> None:
+        self.collectives = collectives
+        self._module = module
+        self._plan = collectives.plan
+        self._bucket_numel = bucket_numel
+        self._refresh_hops = self._plan.refresh_hops()
+        self._fetch_hops = self._plan.fetch_hops() if self._refresh_hops else self._plan.gather_hops()
+        self._lossy = any(hop.codec.codec != "none" for hop in self._plan.gather_hops())
+        self._exact = False
+        self._version = 0
+        self._managed: dict[int, _Managed] = {}
+        for param in module.parameters():
+            self._manage(param)
+
+    # ---- attaching to DeepSpeed's parameters ------------------------------------------------------------------------
+
+    def _manage(self, param: torch.nn.Parameter) -> None:
+        if param.ds_id in self._managed:
+            return
+        managed = _Managed(param, stock_gather=param.all_gather_coalesced)
+        self._managed[param.ds_id] = managed
+        stock_all_gather, stock_partition = param.all_gather, param.partition
+        param.all_gather_coalesced = self.gather
+        param.all_gather = partial(self._all_gather, managed, stock_all_gather)
+        param.partition = partial(self._partition, managed, stock_partition)
+
+    def _all_gather(
+        self, managed: _Managed, stock: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+    ) -> Any:
+        """``param.all_gather``: exact, except for a parameter that a forward reads outside its own module."""
+        if param_list is None:
+            in_forward = getattr(self._module._parameters, "_in_forward", False)
+            if in_forward and managed.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                return self.gather([managed.param]).wait()
+        for param in [managed.param] if param_list is None else param_list:
+            # What is available may have been decoded. An exact reader, and above all one that writes back, must not
+            # see that: put it away, and let DeepSpeed gather the primary shards.
+            own = self._managed.get(param.ds_id)
+            if own is None or param.ds_status != ZeroParamStatus.AVAILABLE or param.ds_active_sub_modules:
+                continue
+            if own.decoded:
+                param.partition()
+        gathered = stock(param_list=param_list, async_op=async_op, hierarchy=hierarchy)
+        for param in [managed.param] if param_list is None else param_list:
+            if param.ds_id in self._managed and param.ds_status == ZeroParamStatus.AVAILABLE:
+                self._managed[param.ds_id].decoded &= bool(param.ds_active_sub_modules)
+        return gathered
+
+    def _partition(
+        self,
+        managed: _Managed,
+        stock: Any,
+        param_list: Any = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """``param.partition``: as stock; parameters written back leave their resident payloads stale."""
+        stock(param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+        for param in [managed.param] if param_list is None else param_list:
+            own = self._managed.get(param.ds_id)
+            if own is not None:
+                own.decoded = False
+                own.stale |= has_been_updated
+
+    # ---- staleness --------------------------------------------------------------------------------------------------
+
+    def mark_stale(self, params: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Marks the payloads of ``params``, or of all parameters, to be rebuilt before their next use.
+
+        Must be called on all ranks alike: the rebuilding is a collective.
+        """
+        self._version += 1
+        for managed in self._managed.values() if params is None else (self._managed[p.ds_id] for p in params):
+            managed.stale = True
+
+    def drop(self) -> None:
+        """Frees all resident payloads; they are rebuilt at their next use."""
+        for managed in self._managed.values():
+            managed.payload, managed.stale = None, True
+
+    def resident_bytes(self) -> int:
+        """Memory of the resident payloads on this rank, in bytes."""
+        return sum(m.payload.numel() for m in self._managed.values() if m.payload is not None)
+
+    def primary_bytes(self) -> int:
+        """Memory of the primary shards on this rank, in bytes."""
+        return sum(m.param.ds_tensor.numel() * m.param.ds_tensor.element_size() for m in self._managed.values())
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Inside, forward and backward gather the primary shards themselves, without codecs, as stock DeepSpeed."""
+        before, self._exact = self._exact, True
+        self._put_away_decoded()
+        try:
+            yield
+        finally:
+            self._put_away_all()
+            self._exact = before
+
+    def _put_away_decoded(self) -> None:
+        for managed in self._managed.values():
+            if managed.decoded and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
+                managed.param.partition()
+
+    def _put_away_all(self) -> None:
+        for managed in self._managed.values():
+            if managed.param.ds_status == ZeroParamStatus.AVAILABLE and not managed.param.ds_active_sub_modules:
+                managed.param.partition()
+
+    # ---- gather -----------------------------------------------------------------------------------------------------
+
+    def gather(self, params: Iterable[torch.nn.Parameter], safe_mode: bool = False, quantize: bool = False) -> Any:
+        """Starts the gather of whole parameters for forward or backward (``param.all_gather_coalesced``).
+
+        Args:
+            params: Parameters that are not available, the same on all ranks in any order.
+            safe_mode: DeepSpeed's; honoured by the exact path only.
+            quantize: DeepSpeed's own weight quantisation, which the stage refuses at start; always False.
+
+        Returns:
+            A handle whose ``wait`` sets ``param.data``, ``[ds_shape]``, and the status AVAILABLE.
+
+        Raises:
+            RuntimeError: A parameter is already available or under way.
+        """
+        params = sorted(params, key=lambda param: param.ds_id)
+        for param in params:
+            self._manage(param)
+        if not params or self._exact or self._plan.grid.world_size == 1:
+            stock = self._managed[params[0].ds_id].stock_gather if params else None
+            return stock(params, safe_mode=safe_mode, quantize=quantize) if stock else Handles([])
+        for param in params:
+            if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(f"hzero: asked to gather a parameter that is not put away: {param.ds_summary()}")
+            param.ds_status = ZeroParamStatus.INFLIGHT
+        self.refresh()
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for param in params:
+            by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
+        return Handles([self._start_gather(same) for _, same in sorted(by_dtype.items(), key=lambda i: str(i[0]))])
+
+    def _start_gather(self, params: Sequence[torch.nn.Parameter]) -> GatherHandle:
+        bucket = self._bucket(params)
+        if self._refresh_hops:
+            payloads = [self._managed[param.ds_id].payload for param in params]
+            message = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
+            codec, rows = self._resident_codec(), self._plan.resident_rows
+        else:
+            codec, rows = self._birth_codec(), 1
+            message = self._encode_primary(params, bucket, codec)
+        for param in params:
+            self._managed[param.ds_id].decoded = self._lossy
+        chain = self.collectives.gather(self._fetch_hops, bucket, message, codec, rows=rows, seed=self._version)
+        return GatherHandle(self, params, bucket, chain)
+
+    # ---- refresh ----------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Rebuilds every stale resident payload; a collective where there is one, else nothing."""
+        if not self._refresh_hops:
+            return
+        stale = [managed for managed in self._managed.values() if managed.stale or self._resized(managed)]
+        by_dtype: dict[torch.dtype, list[_Managed]] = {}
+        for managed in stale:
+            by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
+        for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+            buckets = list(in_buckets(((m, m.param.ds_numel) for m in same), self._bucket_numel))
+            chains = pipelined(partial(self._start_refresh, bucket) for bucket in buckets)
+            for managed_bucket, (message, codec, outer) in zip(buckets, chains):
+                self._keep(managed_bucket, message, codec, outer)
+
+    def _resized(self, managed: _Managed) -> bool:
+        if managed.payload is None:
+            return True
+        chunk = managed.param.ds_tensor.ds_numel
+        itemsize = managed.param.ds_tensor.element_size()
+        expected = self._resident_codec().message_bytes([chunk], self._plan.resident_rows, itemsize)
+        return managed.payload.numel() != expected
+
+    def _start_refresh(self, managed: Sequence[_Managed]) -> Chain:
+        params = [m.param for m in managed]
+        bucket, codec = self._bucket(params), self._birth_codec()
+        message = self._encode_primary(params, bucket, codec)
+        return self.collectives.gather(self._refresh_hops, bucket, message, codec, seed=self._version)
+
+    def _keep(self, managed: Sequence[_Managed], message: torch.Tensor, codec: Codec, outer: int) -> None:
+        """Cuts a refreshed payload ``[outer][tensor][1][record]`` into one resident payload a parameter."""
+        bucket = self._bucket([m.param for m in managed])
+        resident = self._resident_codec()
+        if resident.format != codec.format:
+            message, _ = self.collectives.transcode(
+                bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=self._version
+            )
+        sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
+        for own, payload in zip(managed, message.view(outer, -1).split(sizes, dim=1)):
+            own.payload, own.stale = payload.reshape(-1).clone(), False
+
+    def _birth_codec(self) -> Codec:
+        return Codec.from_config(self._plan.gather_hops()[0].codec)
+
+    def _resident_codec(self) -> Codec:
+        # The codec of the next tier inwards; where no tier is left, the last one received.
+        return Codec.from_config((self._fetch_hops[0] if self._fetch_hops else self._refresh_hops[-1]).codec)
+
+    def _encode_primary(self, params: Sequence[torch.nn.Parameter], bucket: Bucket, codec: Codec) -> torch.Tensor:
+        device = params[0].device
+        sources = []
+        for param, chunk in zip(params, bucket.chunks):
+            # The tail of the last shards belongs to no element; DeepSpeed leaves it uninitialised.
+            valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
+            sources.append(param.ds_tensor.detach().view(-1)[:valid].to(device))
+        return codec.encode(sources, bucket.chunks, seed=self._version)
+
+    def _bucket(self, params: Sequence[torch.nn.Parameter]) -> Bucket:
+        return Bucket(
+            keys=tuple(param.ds_id for param in params),
+            chunks=tuple(chunk_numel(param.ds_numel, self._plan.grid.world_size) for param in params),
+            dtype=params[0].ds_tensor.dtype,
+            role="weights",
+        )

@@ -1,0 +1,227 @@
+"""Tiered collectives against what one process computes from everyone's data. Run by test_tiered.py on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+
+import torch
+import torch.distributed as dist
+
+from hzero.codecs import Codec
+from hzero.collectives import Bucket, Chain, ErrorFeedback, TieredCollectives, Transport, WireLog, pipelined
+from hzero.config import CodecConfig, parse_config
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel
+from hzero.topology.grid import Grid
+
+NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+GRIDS = {
+    8: [Grid(2, 2, 2), Grid(1, 4, 2), Grid(8, 1, 1), Grid(1, 1, 8), Grid(2, 2, 2, order=("gcd", "node", "gpu"))],
+    6: [Grid(3, 1, 2), Grid(1, 3, 2)],
+}
+
+
+def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None) -> TieredCollectives:
+    block = {"preset": "lossless", "codecs": {"weights": weights or {}, "gradients": gradients or {}}}
+    if shard:
+        block["shard"] = shard
+    plan = ShardPlan.from_config(
+        parse_config({**block, "topology": dataclasses.asdict(grid), "error_feedback": list(feedback)}),
+        grid,
+        dist.get_rank(),
+    )
+    return TieredCollectives(plan, Transport(plan), WireLog(), ErrorFeedback() if feedback else None)
+
+
+def _bucket(role: str, dtype: torch.dtype) -> Bucket:
+    return Bucket(tuple(range(len(NUMELS))), tuple(chunk_numel(n, WORLD) for n in NUMELS), dtype, role)
+
+
+def _everyones(dtype: torch.dtype, seed: int = 0) -> list[list[torch.Tensor]]:
+    """Tensors of every rank, the same on all: [rank][tensor]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(n, generator=generator).to(dtype) for n in NUMELS] for _ in range(WORLD)]
+
+
+def _gather(collectives: TieredCollectives, whole: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    bucket = _bucket("weights", dtype)
+    rank = dist.get_rank()
+    shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
+    hops = collectives.plan.gather_hops()
+    codec = Codec.from_config(hops[0].codec)
+    chain = collectives.gather(hops, bucket, codec.encode(shards, bucket.chunks), codec)
+    message, codec, outer = chain.wait()
+    return collectives.decode_gathered(bucket, message, codec, outer)
+
+
+def _same_everywhere(tensors: list[torch.Tensor]) -> None:
+    mine = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in tensors])
+    everyones = [torch.empty_like(mine) for _ in range(WORLD)]
+    dist.all_gather(everyones, mine)
+    for other in everyones:
+        assert torch.equal(other, mine)
+
+
+def check_gather_exact() -> None:
+    for grid, dtype in itertools.product(GRIDS[WORLD], (torch.float32, torch.bfloat16, torch.float16)):
+        whole = _everyones(dtype)[0]
+        for got, want in zip(_gather(_collectives(grid), whole, dtype), whole):
+            assert torch.equal(got[: want.numel()], want)
+
+
+def check_gather_codecs_bit_identical_and_bounded() -> None:
+    mixes = [
+        {"node": "int8", "gpu": "int8", "gcd": "int8"},
+        {"node": "int4", "gpu": "int8", "gcd": "none"},
+        {"node": "none", "gpu": "int8", "gcd": "bf16"},
+        {"node": {"codec": "int8", "rounding": "stochastic"}, "gpu": "int4", "gcd": {"codec": "int8", "block_size": 64}},
+    ]
+    for grid, mix in itertools.product(GRIDS[WORLD], mixes):
+        whole = _everyones(torch.float32)[0]
+        collectives = _collectives(grid, weights=mix)
+        got = _gather(collectives, whole, torch.float32)
+        _same_everywhere(got)
+        used = [Codec.from_config(hop.codec) for hop in collectives.plan.gather_hops()]
+        for tensor, want in zip(got, whole):
+            largest = float(want.abs().max())
+            allowed = sum(codec.error_bound(largest) for codec in used) * 1.2
+            assert float((tensor[: want.numel()] - want).abs().max()) <= allowed + 1e-7, (grid, mix)
+
+
+def check_pass_through_equals_one_encoding() -> None:
+    """Where all tiers have one codec the payload is encoded once: what arrives is one round trip of each shard."""
+    for grid in GRIDS[WORLD]:
+        whole = _everyones(torch.float32)[0]
+        got = _gather(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8")), whole, torch.float32)
+        codec = Codec.from_config(CodecConfig(codec="int8"))
+        bucket = _bucket("weights", torch.float32)
+        for index, (tensor, chunk) in enumerate(zip(whole, bucket.chunks)):
+            for rank in range(WORLD):
+                shard = tensor[rank * chunk : (rank + 1) * chunk]
+                payload = codec.encode([shard], [chunk])
+                (once,) = codec.decode(payload, [chunk], dtype=torch.float32)
+                kept = got[index][rank * chunk : rank * chunk + shard.numel()]
+                assert torch.equal(kept, once[: shard.numel()])
+
+
+def check_reduce_exact() -> None:
+    for grid, dtype in itertools.product(GRIDS[WORLD], (torch.float32, torch.bfloat16)):
+        everyones = _everyones(dtype)
+        collectives = _collectives(grid)
+        bucket = _bucket("gradients", dtype)
+        rank = dist.get_rank()
+        shards = collectives.reduce(
+            collectives.plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, whole=True
+        ).wait()
+        for index, chunk in enumerate(bucket.chunks):
+            total = torch.stack([ranks[index].float() for ranks in everyones]).sum(0)
+            want = total[rank * chunk : (rank + 1) * chunk]
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(
+                shards[index][: want.numel()].float(), want, rtol=tolerance, atol=tolerance * WORLD
+            )
+
+
+def check_reduce_codecs_bounded_and_in_two_parts() -> None:
+    """Lossy hops keep their summed bounds; a chain cut at the boundary gives the same bits as one in a piece."""
+    mixes = [
+        dict.fromkeys(("gcd", "gpu", "node"), "int8"),
+        dict.fromkeys(("gcd", "gpu", "node"), "bf16"),
+        {"gcd": "none", "gpu": "int8", "node": "int4"},
+        {"gcd": "int8", "gpu": "none", "node": "int8"},
+    ]
+    for grid, mix in itertools.product(GRIDS[WORLD], mixes):
+        everyones = _everyones(torch.float32)
+        collectives = _collectives(grid, gradients=mix, shard={"weights": "package", "gradients": "node"})
+        plan, bucket, rank = collectives.plan, _bucket("gradients", torch.float32), dist.get_rank()
+        whole = collectives.reduce(plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, whole=True).wait()
+        inside = collectives.reduce(plan.micro_hops(), bucket, everyones[rank], rows=WORLD, whole=True).wait()
+        split = collectives.reduce(plan.boundary_hops(), bucket, inside, rows=plan.gradient_rows, whole=False).wait()
+        for index, chunk in enumerate(bucket.chunks):
+            assert torch.equal(whole[index].float(), split[index].float())
+            total = torch.stack([ranks[index] for ranks in everyones]).sum(0)
+            want = total[rank * chunk : (rank + 1) * chunk]
+            largest = sum(float(ranks[index].abs().max()) for ranks in everyones)
+            allowed = sum(Codec.from_config(hop.codec).error_bound(largest) for hop in plan.reduce_hops()) * 1.2
+            error = float((whole[index][: want.numel()] - want).abs().max()) if want.numel() else 0.0
+            assert error <= allowed + 1e-4, (grid, mix, error, allowed)
+
+
+def check_error_feedback_recovers_what_was_lost() -> None:
+    """The mean of many reductions of the same gradients tends to the exact sum only where residuals are kept."""
+    grid = GRIDS[WORLD][0]
+    mix = dict.fromkeys(("gcd", "gpu", "node"), "int4")
+    errors = {}
+    for feedback in ((), ("gcd", "gpu", "node")):
+        collectives = _collectives(grid, gradients=mix, feedback=feedback)
+        bucket, rank, rounds = _bucket("gradients", torch.float32), dist.get_rank(), 30
+        everyones = _everyones(torch.float32)
+        total = [torch.zeros(c) for c in bucket.chunks]
+        for _ in range(rounds):
+            shards = collectives.reduce(
+                collectives.plan.reduce_hops(), bucket, [t.clone() for t in everyones[rank]], rows=WORLD, whole=True
+            ).wait()
+            total = [t + s / rounds for t, s in zip(total, shards)]
+        squares = 0.0
+        for index, chunk in enumerate(bucket.chunks):
+            want = torch.stack([ranks[index] for ranks in everyones]).sum(0)[rank * chunk : (rank + 1) * chunk]
+            squares += float((total[index][: want.numel()] - want).square().sum())
+        errors[feedback] = squares
+    assert errors[("gcd", "gpu", "node")] < errors[()] / 10
+
+
+def check_overflow_survives() -> None:
+    for bad in (float("nan"), float("inf")):
+        collectives = _collectives(
+            GRIDS[WORLD][0], gradients=dict.fromkeys(("gcd", "gpu", "node"), "int4"), feedback=("node",)
+        )
+        bucket, rank = _bucket("gradients", torch.float32), dist.get_rank()
+        mine = _everyones(torch.float32)[rank]
+        if rank == WORLD - 1:
+            mine[4][7] = bad
+        shards = collectives.reduce(
+            collectives.plan.reduce_hops(), bucket, mine, rows=WORLD, whole=True
+        ).wait()
+        owner = 7 // bucket.chunks[4]
+        assert bool(torch.isfinite(shards[4]).all()) == (rank != owner)
+        again = collectives.reduce(
+            collectives.plan.reduce_hops(), bucket, _everyones(torch.float32)[rank], rows=WORLD, whole=True
+        ).wait()
+        assert all(bool(torch.isfinite(t).all()) for t in again)
+
+
+def check_wire_log_counts_what_the_layout_says() -> None:
+    grid = GRIDS[WORLD][0]
+    collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
+    _gather(collectives, _everyones(torch.float32)[0], torch.float32)
+    codec, bucket, rows = Codec.from_config(CodecConfig(codec="int8")), _bucket("weights", torch.float32), 1
+    entries = {(entry.role, entry.tier): entry for entry in collectives.wire_log.entries()}
+    for hop in collectives.plan.gather_hops():
+        entry = entries[("weights", hop.tier)]
+        assert entry.payload_bytes == codec.message_bytes(bucket.chunks, rows, 4)
+        assert entry.wire_bytes == (hop.size - 1) * entry.payload_bytes
+        assert entry.elements == rows * sum(bucket.chunks) and entry.hops == 1 and entry.seconds > 0
+        rows *= hop.size
+    collectives.wire_log.reset()
+    assert collectives.wire_log.entries() == []
+
+
+def check_pipelined_chains_give_their_own_results() -> None:
+    grid = GRIDS[WORLD][0]
+    collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
+    whole = _everyones(torch.float32)[0]
+    bucket, rank, hops = _bucket("weights", torch.float32), dist.get_rank(), collectives.plan.gather_hops()
+    codec = Codec.from_config(hops[0].codec)
+
+    def start(factor: int) -> Chain:
+        shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, bucket.chunks)]
+        return collectives.gather(hops, bucket, codec.encode(shards, bucket.chunks), codec)
+
+    starts = [lambda factor=factor: start(factor) for factor in (1, 2, 4, 8, 16)]
+    for factor, (message, used, outer) in zip((1, 2, 4, 8, 16), pipelined(starts)):
+        once = _gather(collectives, whole, torch.float32)
+        for got, want in zip(collectives.decode_gathered(bucket, message, used, outer), once):
+            assert torch.equal(got, want * factor)

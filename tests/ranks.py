@@ -1,0 +1,103 @@
+"""Runs checks on several ranks: one launch for all checks of a module, since starting ranks is what costs.
+
+A module of checks has functions ``check_*(ranks)``, run in the order in which they are written, on all ranks alike.
+`collect` gives their names to pytest without importing them; `launch` runs them and tells how each ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Longest wait of one collective in a check: a hang must fail, and soon.
+HOP_TIMEOUT_S = 90
+
+
+def collect(module: str) -> list[str]:
+    """Names of the checks of a module, in order."""
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("check_")]
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(module: str, world_size: int, *, timeout: float = 420, **environment: str) -> dict[str, str]:
+    """Runs all checks of ``module`` on ``world_size`` ranks.
+
+    Returns:
+        For every check "passed", or why it did not: the traceback of the first rank that failed, or which check before
+        it failed, or the timeout.
+    """
+    names = collect(module)
+    with tempfile.TemporaryDirectory() as folder:
+        env = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "HZERO_CHECKS_OUT": folder,
+            **environment,
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_main", module],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=folder,
+                stdout=open(Path(folder) / f"rank{rank}.log", "w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + timeout
+        try:
+            while any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            failed = [rank for rank, r in enumerate(ranks) if r.poll()]
+            if failed:
+                time.sleep(0.5)  # the rank that failed first may still be writing
+        finally:
+            for r in ranks:
+                if r.poll() is None:
+                    os.killpg(r.pid, signal.SIGKILL)
+                r.wait()
+        return _outcomes(Path(folder), names, timeout)
+
+
+def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, str]:
+    done_file = folder / "done"
+    done = done_file.read_text().split() if done_file.exists() else []
+    failures = sorted((json.loads(p.read_text()) for p in folder.glob("failed*.json")), key=lambda f: f["time"])
+    outcomes = {name: "passed" for name in done}
+    if len(done) < len(names):
+        first = names[len(done)]
+        logs = "\n".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(folder.glob("rank*.log"))[:2])
+        why = (
+            f"rank {failures[0]['rank']}:\n{failures[0]['traceback']}"
+            if failures
+            else f"a rank died, or {timeout:.0f} s were not enough\n{logs}"
+        )
+        outcomes[first] = why
+        for name in names[len(done) + 1 :]:
+            outcomes[name] = f"not run, because {first} failed before it"
+    return outcomes

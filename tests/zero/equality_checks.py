@@ -1,0 +1,104 @@
+"""Codec `none` gives ZeRO-3's and DDP's losses, on every layout of this world. Run by test_stage.py on several ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tests.zero.training import (
+    AwkwardNet,
+    assert_losses,
+    ds_config,
+    engine_of,
+    same_on_all_ranks,
+    train,
+    train_ddp,
+)
+
+STEPS = 20
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+LAYOUTS = {8: [(2, 2, 2)], 4: [(1, 2, 2), (1, 1, 4)], 6: [(3, 1, 2)]}
+
+
+def _topology(layout: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), layout))
+
+
+def _stock(accumulation: int, cache: dict[int, list[float]] = {}) -> list[float]:  # noqa: B006 - a cache on purpose
+    """Losses of stock ZeRO-3, which have been compared with DDP's once."""
+    if accumulation not in cache:
+        stock = engine_of(ds_config(accumulation=accumulation))
+        assert type(stock.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
+        cache[accumulation] = train(stock, STEPS, accumulation)
+        stock.destroy()
+        assert_losses(cache[accumulation], train_ddp(STEPS, accumulation))
+        assert cache[accumulation][-1] < cache[accumulation][0] - 0.1
+    return cache[accumulation]
+
+
+def _compare(preset: str, accumulation: int) -> None:
+    for layout in LAYOUTS[WORLD]:
+        config = ds_config({"preset": preset, "topology": _topology(layout)}, accumulation)
+        engine = engine_of(config)
+        assert type(engine.optimizer).__name__ == "HZeroStage3"
+        assert_losses(train(engine, STEPS, accumulation), _stock(accumulation))
+        engine.destroy()
+
+
+def check_lossless_without_accumulation() -> None:
+    _compare("lossless", 1)
+
+
+def check_lossless_with_accumulation_4() -> None:
+    _compare("lossless", 4)
+
+
+def check_zero3_preset_without_accumulation() -> None:
+    _compare("zero3", 1)
+
+
+def check_hpz_preset_with_accumulation_4() -> None:
+    _compare("hpz", 4)
+
+
+def check_determinism() -> None:
+    """The same configuration twice gives the same bits."""
+    for preset in ("lossless", "topo"):
+        runs = []
+        for _ in range(2):
+            engine = engine_of(ds_config({"preset": preset, "topology": _topology(LAYOUTS[WORLD][0])}, 2))
+            runs.append(train(engine, 5, 2))
+            engine.destroy()
+        assert runs[0] == runs[1]
+
+
+def check_weights_are_bit_identical_after_every_gather() -> None:
+    """With every codec, what forward and backward read is the same on all ranks."""
+    leaves = ["none", "bf16", "int8", "int4", {"codec": "int8", "rounding": "stochastic", "block_size": 64}]
+    for layout in LAYOUTS[WORLD]:
+        for leaf in leaves:
+            for shard in ("package", "node", "world"):
+                model = AwkwardNet()
+                block = {
+                    "preset": "lossless",
+                    "shard": {"weights": shard, "gradients": "world"},
+                    "codecs": {"weights": dict.fromkeys(("gcd", "gpu", "node"), leaf)},
+                    "topology": _topology(layout),
+                }
+                engine = engine_of(ds_config(block), model)
+                seen: list[torch.Tensor] = []
+                own = engine.optimizer.hzero.weights
+                collectives = own.collectives
+                decode = collectives.decode_gathered
+
+                def spy(*args, decode=decode, seen=seen):
+                    whole = decode(*args)
+                    seen.extend(t.clone() for t in whole)
+                    return whole
+
+                collectives.decode_gathered = spy
+                train(engine, 2)
+                assert len(seen) > 2 * 7
+                assert same_on_all_ranks(seen), (layout, leaf, shard)
+                engine.destroy()

@@ -1,0 +1,426 @@
+"""What a stage has to survive inside DeepSpeed. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+import hzero
+from hzero.config import ConfigError
+from hzero.sharding.traffic import node_bytes, plan_traffic
+from tests.zero.training import AwkwardNet, assert_losses, batch, ds_config, engine_of, mean_over_ranks, train
+
+TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+
+
+def _block(preset: str, **changes: Any) -> dict[str, Any]:
+    return {"preset": preset, "topology": TOPOLOGY, **changes}
+
+
+def _shared_folder() -> Path:
+    """One folder that all ranks know."""
+    name = [tempfile.mkdtemp(dir=os.environ["HZERO_CHECKS_OUT"])] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(name, 0)
+    return Path(name[0])
+
+
+def _masters(engine: Any) -> dict[str, torch.Tensor]:
+    """Exact float32 weights by name."""
+    return {
+        name: safe_get_full_fp32_param(param).clone()
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }
+
+
+def check_lossy_presets_train() -> None:
+    """The lossy presets follow the exact run closely on this small problem."""
+    exact = engine_of(ds_config(_block("lossless"), 2))
+    want = train(exact, 20, 2)
+    exact.destroy()
+    for preset in ("topo", "mild", "zeropp"):
+        engine = engine_of(ds_config(_block(preset), 2))
+        assert_losses(train(engine, 20, 2), want, 0.02)
+        engine.destroy()
+
+
+def check_bytes_between_nodes() -> None:
+    """`topo` moves at most 0.78 M f a step into a node, whatever the accumulation, and exactly what the plan says."""
+    for accumulation in (1, 3):
+        model = AwkwardNet(width=256, inner=1024)
+        numels = [p.numel() for p in model.parameters() if p.requires_grad]
+        frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
+        engine = engine_of(ds_config(_block("topo"), accumulation, bf16={"enabled": True}), model)
+        state = hzero.state(engine)
+        train(engine, 1, accumulation)
+        state.wire_log.reset()
+        train(engine, 2, accumulation, first=1)
+        moved = torch.tensor([float(state.wire_log.wire_bytes("node"))])
+        ranks_of_my_node = [r for r in range(8) if r // 4 == dist.get_rank() // 4]
+        everyones = [torch.empty(1) for _ in range(8)]
+        dist.all_gather(everyones, moved)
+        into_node = sum(float(everyones[r]) for r in ranks_of_my_node) / 2
+        m, f = 2 * sum(numels), 1 / 2
+        assert 0.70 * m * f < into_node <= 0.78 * m * f, into_node / (m * f)
+        planned = plan_traffic(state.plan, numels, itemsize=2, accumulation=accumulation, comm_itemsize=2)
+        assert into_node == node_bytes(planned, state.plan)
+        # Inside the node the frozen parameters are fetched too, though they are never refreshed.
+        fetched = plan_traffic(state.plan, numels + frozen, itemsize=2, accumulation=accumulation, comm_itemsize=2)
+        logged = {(e.role, e.tier): e.wire_bytes for e in state.wire_log.entries()}
+        for traffic in planned:
+            if traffic.role == "gradients" and traffic.used:
+                assert logged[(traffic.role, traffic.tier)] == 2 * traffic.wire_bytes, traffic
+        gcd = next(t for t in fetched if (t.role, t.tier) == ("weights", "gcd"))
+        assert abs(logged[("weights", "gcd")] - 2 * gcd.wire_bytes) <= 0.05 * 2 * gcd.wire_bytes
+        engine.destroy()
+
+
+def check_activation_checkpointing() -> None:
+    """Both kinds give the losses of none."""
+    for accumulation in (1, 2):
+        plain = engine_of(ds_config(_block("lossless"), accumulation))
+        want = train(plain, 6, accumulation)
+        plain.destroy()
+        for kind in ("reentrant", "non-reentrant"):
+            engine = engine_of(ds_config(_block("lossless"), accumulation), AwkwardNet(checkpointing=kind))
+            assert_losses(train(engine, 6, accumulation), want)
+            engine.destroy()
+
+
+def check_unmanaged_accumulation() -> None:
+    """The boundary at ``step()`` alone; a gradient that came in an early micro-step only is not lost."""
+    managed = engine_of(ds_config(_block("lossless"), 2))
+    want = train(managed, 5, 2)
+    managed.destroy()
+    engine = engine_of(ds_config(_block("lossless"), 2, managed_gradient_accumulation=False))
+    got = []
+    for step in range(5):
+        total = 0.0
+        for micro in range(2):
+            loss = engine(batch(step, micro))
+            total += mean_over_ranks(loss) / 2
+            engine.backward(loss / 2)
+        engine.step()
+        got.append(total)
+    assert_losses(got, want)
+    engine.destroy()
+
+
+def check_silent_parameters_match_ddp() -> None:
+    """A parameter used in some micro-steps and steps only gets the gradients that DDP would give it, and no stale one."""
+
+    class Sometimes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.always = torch.nn.Linear(5, 7)
+            self.sometimes = torch.nn.Linear(7, 7)
+
+        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+            y = self.always(x)
+            return (self.sometimes(y) if use else y).square().mean()
+
+    def data(step: int, micro: int) -> tuple[torch.Tensor, bool]:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + dist.get_rank()))
+        return x, (step % 3 == 0 and micro == 0) or (step % 3 == 1 and micro == 1)
+
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = engine_of(ds_config(_block("lossless"), 2, optimizer=sgd, gradient_clipping=0.0), Sometimes())
+    reference = Sometimes()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(7):
+        for micro in range(2):
+            loss = engine(*data(step, micro))
+            engine.backward(loss)
+            engine.step()
+            (reference(*data(step, micro)) / 2).backward()
+        for param in reference.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, master in _masters(engine).items():
+            torch.testing.assert_close(master, dict(reference.named_parameters())[name].detach(), msg=f"{step} {name}")
+    engine.destroy()
+
+
+def check_early_gradient_readers_are_told() -> None:
+    """Before the boundary a reader gets an error, after it DDP's gradient."""
+    engine = engine_of(ds_config(_block("lossless"), 2, gradient_clipping=0.0))
+    reference = AwkwardNet()
+    weight = engine.module.up.weight
+    for micro in range(2):
+        engine.backward(engine(batch(0, micro)))
+        (reference(batch(0, micro)) / 2).backward()
+        if micro == 0:
+            try:
+                safe_get_full_grad(weight)
+            except RuntimeError as error:
+                assert "boundary" in str(error)
+            else:
+                raise AssertionError("an early reader got a partial sum")
+        else:
+            dist.all_reduce(reference.up.weight.grad)
+            want = reference.up.weight.grad / dist.get_world_size()
+            torch.testing.assert_close(safe_get_full_grad(weight).float(), want)
+        engine.step()
+    engine.destroy()
+
+
+def check_fp16_skips_a_step_and_goes_on() -> None:
+    """An overflow skips the step, keeps payloads valid, clears the window, and training goes on finite."""
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 100}
+    for preset in ("lossless", "topo"):
+        engine = engine_of(ds_config(_block(preset), 1, fp16=fp16))
+        before, scale = _masters(engine), engine.optimizer.loss_scale
+        train(engine, 1)
+        assert engine.optimizer.overflow and engine.optimizer.loss_scale < scale
+        for name, master in _masters(engine).items():
+            assert torch.equal(master, before[name])
+        refreshed = hzero.state(engine).wire_log.entries()
+        train(engine, 1, first=1)
+        node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
+        again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
+        assert node == again, "a skipped step must leave the resident payloads valid"
+        losses = train(engine, 30, first=2)
+        assert not engine.optimizer.overflow and losses[-1] < losses[0]
+        engine.destroy()
+
+
+def check_bf16_follows_stock() -> None:
+    stock = engine_of(ds_config(None, 2, bf16={"enabled": True}))
+    want = train(stock, 10, 2)
+    stock.destroy()
+    engine = engine_of(ds_config(_block("lossless"), 2, bf16={"enabled": True}))
+    assert_losses(train(engine, 10, 2), want, 0.02)
+    engine.destroy()
+
+
+def check_cpu_offload_optimizer() -> None:
+    """Optimizer states on the host: managed and unmanaged."""
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    plain = engine_of(ds_config(_block("lossless"), 2))
+    want = train(plain, 5, 2)
+    plain.destroy()
+    changes: dict[str, Any] = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
+    engine = engine_of(ds_config(_block("lossless"), 2, **changes))
+    assert engine.optimizer.offload_optimizer
+    assert_losses(train(engine, 5, 2), want)
+    engine.destroy()
+
+
+def check_zero_init_and_persistent_parameters() -> None:
+    """A model made under zero.Init, with and without a persistence threshold, trains as one made whole."""
+    plain = engine_of(ds_config(_block("lossless")))
+    want = train(plain, 5)
+    plain.destroy()
+    for threshold in (None, 100, 10**6):
+        zero: dict[str, Any] = {"stage": 3}
+        if threshold is not None:
+            zero["stage3_param_persistence_threshold"] = threshold
+        for preset, tolerance in (("lossless", 1e-5), ("topo", 0.02)):
+            config = ds_config(_block(preset), zero_optimization=zero)
+            hzero.enable()
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = AwkwardNet()
+            engine = engine_of(config, model)
+            kept = [p.ds_id for p in engine.module.parameters() if p.ds_persist]
+            assert bool(kept) == (threshold is not None)
+            state = hzero.state(engine)
+            got = train(engine, 5)
+            assert_losses(got, want, tolerance)
+            if threshold == 10**6 and preset == "topo":
+                # The decoded weights that stay available must never be read back as exact ones.
+                engine(batch(9, 0))
+                masters = _masters(engine)
+                with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+                    for name, param in engine.module.named_parameters():
+                        if param.requires_grad:
+                            assert torch.equal(param.detach(), masters[name]), name
+                for name, master in _masters(engine).items():
+                    assert torch.equal(master, masters[name])
+                assert {e.codec for e in state.wire_log.entries() if e.role == "weights"} == {"int8"}
+            engine.destroy()
+
+
+def check_gathered_parameters_and_exact_readers() -> None:
+    """Exact readers see primary shards; a modifier rank's edit reaches forward; exact_weights differs from decoded."""
+    engine = engine_of(ds_config(_block("topo")))
+    train(engine, 2)
+    masters = _masters(engine)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for name, param in engine.module.named_parameters():
+            if param.requires_grad:
+                assert torch.equal(param.detach(), masters[name])
+    with torch.no_grad():
+        decoded = mean_over_ranks(engine(batch(50, 0)))
+        with hzero.exact_weights(engine):
+            exact = mean_over_ranks(engine(batch(50, 0)))
+        again = mean_over_ranks(engine(batch(50, 0)))
+    reference = AwkwardNet()
+    state = {name: masters.get(name, p.detach()) for name, p in reference.named_parameters()}
+    reference.load_state_dict(state, strict=False)
+    assert abs(exact - mean_over_ranks(reference(batch(50, 0)))) < 1e-6
+    assert decoded == again and decoded != exact and abs(decoded - exact) < 0.05
+    with deepspeed.zero.GatheredParameters(engine.module.gain, modifier_rank=1):
+        if dist.get_rank() == 1:
+            engine.module.gain.data.fill_(5.0)
+    with torch.no_grad():
+        assert abs(mean_over_ranks(engine(batch(50, 0))) - decoded) > 0.01
+    engine.destroy()
+
+
+def check_master_weights_set_by_the_user() -> None:
+    engine = engine_of(ds_config(_block("topo"), optimizer={"type": "SGD", "params": {"lr": 0.0}}))
+    train(engine, 1)
+    value = torch.full_like(safe_get_full_fp32_param(engine.module.gain), 3.0)
+    safe_set_full_fp32_param(engine.module.gain, value)
+    train(engine, 1)
+    with deepspeed.zero.GatheredParameters(engine.module.gain):
+        assert float(engine.module.gain) == 3.0
+    engine.destroy()
+
+
+def check_checkpoints_are_stock() -> None:
+    """Saved under one preset, loaded under another, and by stock; and converted by stock's tool. Resume is bit for bit."""
+    folder = _shared_folder()
+    writer = engine_of(ds_config(_block("lossless"), 2))
+    train(writer, 4, 2)
+    writer.save_checkpoint(str(folder), tag="here")
+    masters = _masters(writer)
+    want = train(writer, 4, 2, first=4)
+    writer.destroy()
+    state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="here")
+    for name, master in masters.items():
+        assert torch.equal(state[name].cpu(), master), name
+    resumed = engine_of(ds_config(_block("lossless"), 2), AwkwardNet(seed=9))
+    train(resumed, 1, 2)
+    resumed.load_checkpoint(str(folder), tag="here")
+    assert train(resumed, 4, 2, first=4) == want
+    resumed.destroy()
+    for block, tolerance in ((None, 1e-5), (_block("zero3"), 1e-5), (_block("topo"), 0.02)):
+        other = engine_of(ds_config(block, 2), AwkwardNet(seed=9))
+        other.load_checkpoint(str(folder), tag="here")
+        for name, master in _masters(other).items():
+            assert torch.equal(master, masters[name])
+        assert_losses(train(other, 4, 2, first=4), want, tolerance)
+        other.destroy()
+    lossy = engine_of(ds_config(_block("topo"), 2))
+    train(lossy, 3, 2)
+    lossy.save_checkpoint(str(folder), tag="lossy")
+    masters = _masters(lossy)
+    exported = lossy._zero3_consolidated_16bit_state_dict()
+    lossy.destroy()
+    stock = engine_of(ds_config(None, 2), AwkwardNet(seed=9))
+    stock.load_checkpoint(str(folder), tag="lossy")
+    for name, master in _masters(stock).items():
+        assert torch.equal(master, masters[name])
+        if dist.get_rank() == 0:
+            assert torch.equal(exported[name], master)
+    stock.destroy()
+
+
+def check_several_engines_and_no_optimizer() -> None:
+    """Two stages, a stock engine and one without an optimizer, interleaved in one process."""
+    first = engine_of(ds_config(_block("lossless")))
+    stock = engine_of(ds_config(None))
+    second = engine_of(ds_config(_block("topo")), AwkwardNet(seed=1))
+    no_optimizer = {k: v for k, v in ds_config(_block("topo")).items() if k != "optimizer"}
+    judge = hzero.initialize(model=AwkwardNet(), config=no_optimizer)[0]
+    assert hzero.state(stock) is None and hzero.state(judge) is not None
+    reference = AwkwardNet()
+    for step in range(3):
+        a, b = train(first, 1, first=step), train(stock, 1, first=step)
+        assert_losses(a, b)
+        train(second, 1, first=step)
+        with torch.no_grad():
+            assert abs(mean_over_ranks(judge(batch(step, 0))) - mean_over_ranks(reference(batch(step, 0)))) < 0.05
+    assert {e.tier for e in hzero.state(judge).wire_log.entries()} == {"gcd", "gpu", "node"}
+    for engine in (first, stock, second, judge):
+        engine.destroy()
+
+
+def check_offloaded_states_come_back() -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    plain = engine_of(ds_config(_block("topo")))
+    want = train(plain, 4)
+    plain.destroy()
+    engine = engine_of(ds_config(_block("topo")))
+    got = train(engine, 2)
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads], pin_memory=False)
+    assert hzero.state(engine).memory(engine.optimizer)["resident weights"] == 0
+    engine.reload_states()
+    assert got + train(engine, 2, first=2) == want
+    engine.destroy()
+
+
+def check_memory_is_what_the_plan_says() -> None:
+    from hzero.sharding.memory import plan_memory
+
+    engine = engine_of(ds_config(_block("topo", error_feedback=["node"])))
+    train(engine, 2)
+    state = hzero.state(engine)
+    measured = state.memory(engine.optimizer)
+    numels = [p.ds_numel for p in engine.module.parameters()]
+    planned = {m.name: m.bytes for m in plan_memory(state.plan, numels, itemsize=4)}
+    assert measured["resident weights"] == planned["resident weights"]
+    trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
+    planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4)}
+    assert measured["node gradients"] == planned["node gradients"]
+    assert measured["error feedback"] == planned["error feedback"]
+    engine.destroy()
+
+
+def check_unsupported_features_are_refused_by_name() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "reduce_scatter"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
+        ({"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}}, "stage3_allgather_sequential"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}},
+            "stage3_use_all_reduce_for_fetch_params",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+            "offload_optimizer.device",
+        ),
+        ({"compile": {"deepcompile": True}}, "deepcompile"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type"),
+    ]
+    for changes, name in cases:
+        config = copy.deepcopy(ds_config(_block("topo")))
+        config.update(changes)
+        _expect_refusal(config, name)
+    _expect_refusal(ds_config({"preset": "topo", "topology": {**TOPOLOGY, "nodes": 3}}), "nodes")
+    _expect_refusal(ds_config(_block("tpoo")), "topo")
+    _expect_refusal(ds_config(_block("topo", shard={"weights": "world", "gradients": "node"})), "weights")
+    _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
+
+
+def _expect_refusal(config: dict[str, Any], name: str) -> None:
+    try:
+        engine_of(config)
+    except ConfigError as error:
+        assert name in str(error) and "\n" not in str(error), str(error)
+    else:
+        raise AssertionError(f"{name} was not refused")

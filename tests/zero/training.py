@@ -1,0 +1,150 @@
+"""A small model of awkward sizes, and loops that train it under DDP, stock ZeRO-3 and hzero."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F  # noqa: N812
+
+import hzero
+
+LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
+
+
+class AwkwardNet(torch.nn.Module):
+    """Tied, frozen, 1-D, single-element and odd-sized parameters; optionally re-entrant checkpointing."""
+
+    def __init__(self, seed: int = 0, checkpointing: str = "none", width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.checkpointing = checkpointing
+        self.embed = torch.nn.Embedding(VOCAB, width)
+        self.up = torch.nn.Linear(width, inner)
+        self.norm = torch.nn.LayerNorm(inner)
+        self.down = torch.nn.Linear(inner, width)
+        self.frozen = torch.nn.Linear(width, width, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self.tilt = torch.nn.Parameter(torch.zeros(3))
+        self.head = torch.nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        """One residual block."""
+        return x + self.down(torch.relu(self.norm(self.up(x)))) + self.frozen(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean next-token loss, a scalar, of int64 ``[batch, length]``."""
+        x = self.embed(tokens[:, :-1])
+        if self.checkpointing == "none":
+            x = self.block(x)
+        else:
+            x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=self.checkpointing == "reentrant")
+        x = x * self.gain + self.tilt.sum()
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int, micro: int, rank: int | None = None, size: int = 2, length: int = 9) -> torch.Tensor:
+    """Deterministic tokens, int64 ``[size, length]``, other ones for every step, micro-step and rank."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(step * 10_007 + micro * 101 + rank)
+    start = torch.randint(0, VOCAB, (size, 1), generator=generator)
+    noise = torch.randint(0, 3, (size, length), generator=generator)
+    return (start + torch.arange(length) * 2 + noise) % VOCAB
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """The mean of a scalar over all ranks, in float64."""
+    value = loss.detach().double().clone()
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **changes: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration for these tests; ``changes`` are merged one level deep."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "betas": [0.9, 0.99], "weight_decay": 0.01, "torch_adam": True},
+        },
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+    }
+    for key, value in changes.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    if block is not None:
+        config["hzero"] = block
+    return config
+
+
+def engine_of(config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> Any:
+    """An engine; stock where the configuration has no block."""
+    model = AwkwardNet() if model is None else model
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    with _quiet():
+        return hzero.initialize(model=model, model_parameters=trainable, config=config, **kwargs)[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    yield
+
+
+def train(engine: Any, steps: int, accumulation: int = 1, first: int = 0) -> list[float]:
+    """Losses of ``steps`` optimizer steps, each the mean over ranks and micro-steps."""
+    losses = []
+    for step in range(first, first + steps):
+        total = 0.0
+        for micro in range(accumulation):
+            loss = engine(batch(step, micro))
+            total += mean_over_ranks(loss) / accumulation
+            engine.backward(loss)
+            engine.step()
+        losses.append(total)
+    return losses
+
+
+def train_ddp(steps: int, accumulation: int = 1, model: torch.nn.Module | None = None) -> list[float]:
+    """The same under DistributedDataParallel with torch's AdamW and the same clipping."""
+    model = AwkwardNet() if model is None else model
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            with ddp.no_sync() if micro + 1 < accumulation else contextlib.nullcontext():
+                loss = ddp(batch(step, micro))
+                total += mean_over_ranks(loss) / accumulation
+                (loss / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5) -> None:
+    """Asserts that two runs agree to a relative tolerance at every step."""
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+    assert worst <= tolerance, f"losses differ by {worst:.2e} relative:\n{got}\n{want}"
+
+
+def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = torch.cat([t.detach().reshape(-1).contiguous().view(torch.uint8) for t in tensors])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    equal = torch.tensor([int(torch.equal(first, mine))])
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal.item())
