@@ -1,0 +1,140 @@
+"""Memory: bytes of every state on one rank, transient buffers and residuals included."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel, record_format
+from hzero.topology.grid import Grid
+
+#: DeepSpeed's default ``stage3_prefetch_bucket_size``: elements in flight in a gather, and in a message of the refresh.
+BUCKET_NUMEL = 50_000_000
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """One state's memory on one rank.
+
+    Attributes:
+        name: The state, as `hzero.zero.StageState.memory` names it.
+        bytes: Bytes on the device.
+        what: What it is made of.
+    """
+
+    name: str
+    bytes: int
+    what: str
+
+
+def plan_memory(
+    plan: ShardPlan,
+    numels: Sequence[int],
+    *,
+    itemsize: int = 2,
+    optimizer_bytes: int = 12,
+    accumulation_itemsize: int = 4,
+    bucket_numel: int = BUCKET_NUMEL,
+) -> list[StateMemory]:
+    """Bytes of every state of the stage on one rank; activations are not among them.
+
+    Args:
+        plan: The shard plan.
+        numels: Elements of each trainable parameter.
+        itemsize: Bytes of one weight.
+        optimizer_bytes: Of one parameter: float32 master and Adam's two moments make 12.
+        accumulation_itemsize: Bytes of one element of the gradient shard.
+        bucket_numel: Elements of parameters gathered or reduced together.
+    """
+    world = plan.grid.world_size
+    chunks = [chunk_numel(numel, world) for numel in numels]
+    shard = sum(chunks)
+    resident = 0
+    if plan.resident:
+        fetch = plan.fetch_hops()
+        codec = fetch[0].codec if fetch else plan.refresh_hops()[-1].codec
+        resident = record_format(codec).message_bytes(chunks, plan.resident_rows, itemsize)
+    residual = sum(
+        4 * shard * _rows_before(plan, tier)
+        for tier in plan.error_feedback
+        if plan.grid.size(tier) > 1 and plan.codecs.gradients[tier].codec != "none"
+    )
+    largest = max(numels, default=0)
+    bucket = min(max(bucket_numel, largest), sum(numels))
+    gather_bits = max((_element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
+    reduce_bits = max((_element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
+    first = plan.reduce_hops()[0].size if plan.reduce_hops() else 1
+    lossless = all(hop.codec.codec == "none" for hop in plan.reduce_hops())
+    return [
+        StateMemory("primary weights", shard * itemsize, f"{itemsize} bytes over the world"),
+        StateMemory("resident weights", resident, _resident_what(plan)),
+        StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
+        StateMemory(
+            "node gradients",
+            4 * shard * plan.gradient_rows if plan.accumulates else 0,
+            f"float32 over the {plan.gradients_scope}" if plan.accumulates else "none: gradients are over the world",
+        ),
+        StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
+        StateMemory("error feedback", residual, "float32 residuals" if residual else "none"),
+        StateMemory(
+            "transient gather",
+            round(bucket * (itemsize + gather_bits)),
+            f"whole weights and payload of {bucket:,} elements",
+        ),
+        StateMemory(
+            "transient reduce",
+            round(bucket * (itemsize + 2 * reduce_bits + (0 if lossless else 4 + 4 / first))),
+            f"gradients, two payloads, float32 staging of {bucket:,} elements",
+        ),
+    ]
+
+
+def zero3_memory(
+    grid: Grid,
+    numels: Sequence[int],
+    *,
+    itemsize: int = 2,
+    optimizer_bytes: int = 12,
+    accumulation_itemsize: int = 4,
+    bucket_numel: int = BUCKET_NUMEL,
+) -> list[StateMemory]:
+    """The same for plain ZeRO-3."""
+    shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)
+    bucket = min(max(bucket_numel, max(numels, default=0)), sum(numels))
+    return [
+        StateMemory("primary weights", shard * itemsize, f"{itemsize} bytes over the world"),
+        StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
+        StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
+        StateMemory("transient gather", 2 * bucket * itemsize, f"whole weights and bucket of {bucket:,} elements"),
+        StateMemory("transient reduce", 2 * bucket * itemsize, f"gradients and bucket of {bucket:,} elements"),
+    ]
+
+
+def as_dicts(states: Sequence[StateMemory]) -> list[dict[str, object]]:
+    """As plain dictionaries, for JSON."""
+    return [dataclasses.asdict(state) for state in states]
+
+
+def _rows_before(plan: ShardPlan, tier: str) -> int:
+    """Shards that a rank still holds when a reduction comes to a tier."""
+    rows = plan.grid.world_size
+    for hop in plan.reduce_hops():
+        if hop.tier == tier:
+            return rows
+        rows //= hop.size
+    return 0
+
+
+def _element_bytes(codec: object, itemsize: int) -> float:
+    fmt = record_format(codec)  # type: ignore[arg-type]
+    return fmt.record_bytes(1 << 16, itemsize) / (1 << 16)
+
+
+def _resident_what(plan: ShardPlan) -> str:
+    if not plan.resident:
+        return "none: nothing lies outside the weights' scope"
+    fetch = plan.fetch_hops()
+    codec = fetch[0].codec if fetch else plan.refresh_hops()[-1].codec
+    return f"{codec.codec} over the {plan.weights_scope}"
