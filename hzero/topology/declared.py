@@ -12,13 +12,14 @@ from hzero.config import ConfigError, TopologyConfig, parse_topology
 from hzero.topology.grid import Grid
 
 
-def resolve_grid(topology: str | TopologyConfig, world_size: int) -> Grid:
+def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
     """The grid of a declared machine.
 
     Args:
         topology: A declared machine, or the path of a YAML or JSON file with the same keys (at the top, or under
             ``topology``). ``nodes`` may be left out: it then follows from the world size.
         world_size: Ranks of the world.
+        where: The key that holds it, for messages.
 
     Raises:
         ConfigError: The file cannot be read, a key is wrong, or the product is not the world size; the message names
@@ -26,7 +27,6 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int) -> Grid:
     """
     if topology == "auto":
         raise ConfigError(_no_discovery(world_size))
-    where = "hzero.topology"
     if isinstance(topology, str):
         where = topology
         topology = _read(Path(topology))

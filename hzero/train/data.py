@@ -1,0 +1,220 @@
+"""Text to tokens: a corpus found on the machine or given, a BPE tokenizer trained once, tokens in a mapped file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hzero.config import ConfigError
+
+#: Of the standard library: what is no source of it, or not everywhere there.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
+_FORMAT = 1
+
+
+def stdlib_files() -> list[Path]:
+    """Sources of Python's standard library on this machine, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts))
+    return sorted(p for p in found if p.is_file())
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file itself, or every visible text file below a folder, sorted.
+
+    Raises:
+        ConfigError: There is no such path, it cannot be read, or no text is in it.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"data.path: no file or folder {str(path)!r}")
+    visible = (
+        p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts) and p.is_file()
+    )
+    found = sorted(p for p in visible if _is_text(p))
+    if not found:
+        raise ConfigError(f"data.path: the folder {str(path)!r} holds no text file")
+    return found
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"\0" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def read_texts(files: Iterable[Path], max_bytes: int) -> Iterator[str]:
+    """Texts of files, decoded as UTF-8 with replacement, of at most ``max_bytes`` together (0: all)."""
+    left = max_bytes or None
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"data.path: cannot read {str(file)!r}: {error.strerror}") from None
+        if left is not None:
+            content = content[:left]
+            left -= len(content)
+        yield content.decode("utf-8", errors="replace")
+        if left is not None and left <= 0:
+            return
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised corpus, mapped from its file.
+
+    Attributes:
+        train: Token ids for training, 1-D, uint16 or uint32.
+        evaluation: Token ids for evaluation.
+        vocab_size: Size of the tokenizer's vocabulary.
+        key: Hash of the text and of the settings that led here.
+        source: Where the text came from.
+    """
+
+    train: np.ndarray
+    evaluation: np.ndarray
+    vocab_size: int
+    key: str
+    source: str
+
+    def batch(self, *, seed: int, step: int, rank: int, micro: int, size: int, length: int) -> np.ndarray:
+        """A training batch that depends on its arguments alone, so that a resumed run sees what it would have seen.
+
+        Returns:
+            int64 ``[size, length]``: windows at random places.
+        """
+        random = np.random.default_rng([seed, step, rank, micro])
+        starts = random.integers(0, len(self.train) - length + 1, size)
+        return np.stack([self.train[s : s + length] for s in starts]).astype(np.int64)
+
+    def evaluation_batch(self, *, index: int, size: int, length: int) -> np.ndarray:
+        """An evaluation batch, the same in every run: windows spread over the text, int64 ``[size, length]``."""
+        last = len(self.evaluation) - length
+        starts = [((index * size + i) * length) % (last + 1) for i in range(size)]
+        return np.stack([self.evaluation[s : s + length] for s in starts]).astype(np.int64)
+
+
+def cache_root(data: dict[str, Any]) -> Path:
+    """Where tokenised corpora are kept."""
+    if data["cache_dir"]:
+        return Path(data["cache_dir"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hzero"
+
+
+def prepare(
+    data: dict[str, Any],
+    vocab_size: int,
+    length: int,
+    batch_sequences: int,
+    say: Callable[[str], None] = lambda message: None,
+) -> Tokens:
+    """The corpus that the settings name, tokenised; from the cache where it is there, complete, and of the same text.
+
+    Args:
+        data: The ``data`` group.
+        vocab_size: Of the model; the tokenizer takes at most that many.
+        length: Tokens of a sequence.
+        batch_sequences: Sequences of one micro-step of all ranks, which the text must at least hold.
+        say: Takes a line on what is being done.
+
+    Raises:
+        ConfigError: The path is missing, unreadable, empty or too short, or the cache cannot be written.
+    """
+    path = data["path"]
+    files = stdlib_files() if path is None else text_files(Path(path).expanduser())
+    if not files:
+        raise ConfigError("data.path: this Python has no sources of its standard library; give a text file or folder")
+    texts = list(read_texts(files, data["max_bytes"]))
+    source = "Python standard library" if path is None else str(path)
+    if not any(text.strip() for text in texts):
+        raise ConfigError(f"data.path: {source!r} is empty")
+    key = _key(texts, vocab_size)
+    folder = cache_root(data) / f"tokens-{key[:24]}"
+    if not _complete(folder):
+        say(f"tokenising {sum(map(len, texts)) / 1e6:.1f} million characters of {source} (once; kept in {folder})")
+        _build(texts, vocab_size, folder, key)
+    tokens = load(folder, data["eval_share"], source)
+    needed = batch_sequences * length
+    if len(tokens.train) < needed or len(tokens.evaluation) < length:
+        raise ConfigError(
+            f"data.path: {source!r} is too short: {len(tokens.train) + len(tokens.evaluation):,} tokens, of which "
+            f"{len(tokens.evaluation):,} for evaluation; one batch of all ranks takes {needed:,} tokens and evaluation "
+            f"{length:,} (data.eval_share, train.micro_batch and model.seq_length set these)"
+        )
+    return tokens
+
+
+def load(folder: Path, eval_share: float, source: str) -> Tokens:
+    """Maps a tokenised corpus."""
+    meta = json.loads((folder / "meta.json").read_text())
+    mapped = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+    cut = len(mapped) - int(len(mapped) * eval_share)
+    return Tokens(mapped[:cut], mapped[cut:], meta["vocab_size"], meta["key"], source)
+
+
+def folder_of(data: dict[str, Any], tokens: Tokens) -> Path:
+    """The cache folder of a corpus."""
+    return cache_root(data) / f"tokens-{tokens.key[:24]}"
+
+
+def _key(texts: list[str], vocab_size: int) -> str:
+    digest = hashlib.sha256(f"{_FORMAT} {vocab_size}".encode())
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        expected = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
+        return (folder / "tokens.bin").stat().st_size == expected and (folder / "tokenizer.json").stat().st_size > 0
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _build(texts: list[str], vocab_size: int, folder: Path, key: str) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir: cannot write below {str(folder.parent)!r}: {error.strerror}") from None
+    try:
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(texts, vocab_size=vocab_size, min_frequency=2, show_progress=False)
+        dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        count = 0
+        with open(work / "tokens.bin", "wb") as file:
+            for start in range(0, len(texts), 64):
+                for encoding in tokenizer.encode_batch(texts[start : start + 64]):
+                    np.asarray(encoding.ids, dtype=dtype).tofile(file)
+                    count += len(encoding.ids)
+        tokenizer.save(str(work / "tokenizer.json"))
+        meta = {"tokens": count, "dtype": np.dtype(dtype).name, "vocab_size": tokenizer.get_vocab_size(), "key": key}
+        (work / "meta.json").write_text(json.dumps(meta))
+        if folder.exists() and not _complete(folder):
+            shutil.rmtree(folder)  # torn: whoever wrote it was interrupted
+        try:
+            work.rename(folder)
+        except OSError:
+            if not _complete(folder):  # else another run was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""The model: GPT-NeoX from a configuration, with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from hzero.sharding.shapes import gpt_neox_numels
+
+#: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
+ZERO_INIT_FROM = 500_000_000
+
+
+def numels(model: dict[str, Any]) -> list[int]:
+    """Elements of every parameter of the ``model`` group's model."""
+    return gpt_neox_numels(
+        hidden=model["hidden_size"],
+        layers=model["num_layers"],
+        vocab=model["vocab_size"],
+        intermediate=model["intermediate_size"],
+    )
+
+
+def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpointing: bool) -> torch.nn.Module:
+    """A model whose weights depend on the configuration and the seed alone; without dropout.
+
+    Args:
+        model: The ``model`` group.
+        seed: Of the random weights.
+        ds_config: DeepSpeed's configuration, for ``deepspeed.zero.Init``.
+        checkpointing: Whether activations are recomputed in backward.
+    """
+    config = GPTNeoXConfig(
+        vocab_size=model["vocab_size"],
+        hidden_size=model["hidden_size"],
+        num_hidden_layers=model["num_layers"],
+        num_attention_heads=model["num_heads"],
+        intermediate_size=model["intermediate_size"],
+        max_position_embeddings=model["seq_length"],
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cache=False,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    partition = model["zero_init"]
+    if partition == "auto":
+        partition = sum(numels(model)) >= ZERO_INIT_FROM
+    if partition:
+        import deepspeed
+
+        import hzero
+
+        hzero.enable()
+        context: Any = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    else:
+        context = contextlib.nullcontext()
+    with context:
+        built = GPTNeoXForCausalLM(config)
+    if checkpointing:
+        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return built
+
+
+def flops_per_token(model: dict[str, Any]) -> float:
+    """Floating-point operations of forward and backward a token, attention included, recomputation not.
+
+    6 a parameter and 12 x layers x hidden x length for the attention scores (Narayanan et al., arXiv 2104.04473,
+    without their factor for recomputation). The input embedding is a lookup and is not counted.
+    """
+    sizes = numels(model)
+    attention = 12 * model["num_layers"] * model["hidden_size"] * model["seq_length"]
+    return 6.0 * (sum(sizes) - sizes[0]) + attention

@@ -1,0 +1,139 @@
+"""Settings of a run, checked before any rank starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from hzero.config import ConfigError, parse_config, parse_topology
+from hzero.sharding.plan import ShardPlan
+from hzero.topology.declared import resolve_grid
+from hzero.topology.grid import Grid
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+#: Keys with the least value they may have.
+_AT_LEAST = {
+    "train.steps": 1,
+    "train.micro_batch": 1,
+    "train.grad_accumulation": 1,
+    "train.warmup_steps": 0,
+    "train.eval_every": 0,
+    "train.eval_batches": 1,
+    "train.timeout_s": 1,
+    "train.grad_clip": 0,
+    "train.lr": 0,
+    "train.weight_decay": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "data.max_bytes": 0,
+    "launcher.threads": 1,
+    "launcher.start_timeout_s": 1,
+    "model.hidden_size": 1,
+    "model.num_layers": 1,
+    "model.num_heads": 1,
+    "model.intermediate_size": 1,
+    "model.vocab_size": 257,
+    "model.seq_length": 2,
+}
+
+
+def without_nulls(value: Any) -> Any:
+    """A nested dictionary without its null leaves and the blocks that are empty then."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return {key: item for key, item in kept.items() if item != {}}
+
+
+class Settings:
+    """A composed configuration whose parts have been checked against each other.
+
+    Attributes:
+        config: The configuration as plain dictionaries, resolved.
+        world_size: Ranks of the run.
+        grid: Where they stand.
+        block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
+
+    Args:
+        config: As Hydra composed it.
+        world_size: Ranks that a launcher has started; None where the run may choose.
+
+    Raises:
+        ConfigError: Naming the key, what was found, what is possible.
+    """
+
+    def __init__(self, config: DictConfig | dict[str, Any], world_size: int | None = None) -> None:
+        resolved = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+        assert isinstance(resolved, dict)
+        self.config: dict[str, Any] = {str(key): value for key, value in resolved.items()}
+        self._check_numbers()
+        topology = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
+        declared = parse_topology("topology", topology)
+        if world_size is None:
+            world_size = self.config["launcher"]["world_size"]
+        if world_size is None:
+            if declared.nodes is None:
+                raise ConfigError(
+                    "topology.nodes: not given, and nothing else says how many ranks to start; give topology.nodes=.. or "
+                    "launcher.world_size=.."
+                )
+            world_size = declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(f"launcher.world_size: found {world_size!r}, expected a positive number of ranks")
+        self.world_size = world_size
+        self.grid: Grid = resolve_grid(declared, world_size, where="topology")
+        self.block = self._block()
+        if self.block is not None:
+            ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0)
+
+    def __getitem__(self, group: str) -> Any:
+        return self.config[group]
+
+    @property
+    def preset(self) -> str:
+        """Name of the preset; ``stock`` without one."""
+        return self.config["zero"].get("preset") or "stock"
+
+    def _block(self) -> dict[str, Any] | None:
+        zero = without_nulls(self.config["zero"])
+        if "preset" not in zero:
+            if zero:
+                raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
+            return None
+        grid = self.grid
+        return {
+            **zero,
+            "topology": {
+                "nodes": grid.nodes,
+                "gpus_per_node": grid.gpus_per_node,
+                "gcds_per_gpu": grid.gcds_per_gpu,
+                "order": list(grid.order),
+            },
+        }
+
+    def _check_numbers(self) -> None:
+        for key, least in _AT_LEAST.items():
+            group, name = key.split(".")
+            value = self.config[group][name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+                raise ConfigError(f"{key}: found {value!r}, expected a number of at least {least}")
+            whole = key not in ("train.grad_clip", "train.lr", "train.weight_decay")
+            if whole and not isinstance(value, int):
+                raise ConfigError(f"{key}: found {value!r}, expected a whole number")
+        model, train = self.config["model"], self.config["train"]
+        if model["hidden_size"] % model["num_heads"]:
+            raise ConfigError(
+                f"model.num_heads: found {model['num_heads']}, which does not divide model.hidden_size "
+                f"{model['hidden_size']}"
+            )
+        if train["dtype"] not in DTYPES:
+            raise ConfigError(f"train.dtype: found {train['dtype']!r}, possible: {', '.join(DTYPES)}")
+        share = self.config["data"]["eval_share"]
+        if not isinstance(share, (int, float)) or not 0 < share < 1:
+            raise ConfigError(f"data.eval_share: found {share!r}, expected a share between 0 and 1")
+        betas = train["betas"]
+        if not (isinstance(betas, list) and len(betas) == 2 and all(0 <= b < 1 for b in betas)):
+            raise ConfigError(f"train.betas: found {betas!r}, expected two numbers from 0 to below 1")
