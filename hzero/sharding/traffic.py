@@ -115,7 +115,7 @@ def node_bytes(traffic: Sequence[TierTraffic], plan: ShardPlan) -> int:
 
 
 def zero3_traffic(
-    grid: Grid, numels: Sequence[int], *, itemsize: int = 2, accumulation: int = 1, fetches: int = 2
+    grid: Grid, numels: Sequence[int], *, itemsize: int = 2, accumulation: int = 1, fetches: float = 2
 ) -> list[TierTraffic]:
     """What plain ZeRO-3 receives a step: flat collectives, every peer's part over the outermost tier between the two.
 
@@ -128,8 +128,8 @@ def zero3_traffic(
         peers = inside * (grid.size(tier) - 1)
         inside *= grid.size(tier)
         for role, times in (("weights", fetches * accumulation), ("gradients", accumulation)):
-            size = peers * shards * times
-            rows.append(TierTraffic(role, tier, "none", size, size, times, peers > 0))
+            size = round(peers * shards * times)
+            rows.append(TierTraffic(role, tier, "none", size, size, round(times), peers > 0))
     return sorted(rows, key=lambda row: (ROLES.index(row.role), TIERS.index(row.tier)))
 
 

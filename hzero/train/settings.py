@@ -97,6 +97,16 @@ class Settings:
         """Name of the preset; ``stock`` without one."""
         return self.config["zero"].get("preset") or "stock"
 
+    @property
+    def dtype(self) -> str:
+        """Type of the weights, ``auto`` decided: fp32 on processors, bf16 on accelerators."""
+        chosen = self.config["train"]["dtype"]
+        if chosen != "auto":
+            return str(chosen)
+        import torch
+
+        return "bf16" if torch.cuda.is_available() else "fp32"
+
     def _block(self) -> dict[str, Any] | None:
         zero = without_nulls(self.config["zero"])
         if "preset" not in zero:

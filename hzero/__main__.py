@@ -1,0 +1,5 @@
+"""``python -m hzero``."""
+
+from hzero.cli import main
+
+raise SystemExit(main())

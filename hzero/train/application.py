@@ -1,0 +1,150 @@
+"""``hzero train``: a Hydra application. Checks everything, prepares text and folder, then starts the ranks or is one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import main as hydra_main
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hzero.config import ConfigError
+from hzero.train import checkpoint, data, folder
+from hzero.train.conf import conf_dir, one_line
+from hzero.train.launch import Ranks, free_port, rank_environment
+from hzero.train.settings import Settings
+from hzero.train.worker import STARTED, prepare_process, train_rank, write_job
+
+
+def run(overrides: Sequence[str]) -> int:
+    """Runs the application on Hydra's arguments; ``-m``, ``--help`` and ``--cfg job`` are among them.
+
+    Returns:
+        Exit status: 0, 1 where a rank died, 2 for input that cannot be used (one line on stderr), 130 after Ctrl-C.
+    """
+    statuses: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        # In a multirun the first bad run must not keep the others from running.
+        try:
+            statuses.append(_train(config))
+        except ConfigError as error:
+            print(f"hzero: error: {error}", file=sys.stderr)
+            statuses.append(2)
+
+    argv = sys.argv
+    sys.argv = ["hzero train", *overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
+    try:
+        hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(one_line(error)) from None
+    finally:
+        sys.argv = argv
+    return max(statuses, default=0)
+
+
+def _train(config: DictConfig) -> int:
+    outside = _rank_of_a_launcher()
+    if outside is not None:
+        os.environ.update(outside)
+        return _train_as_rank(config)
+    settings = Settings(config)
+    run_dir = _prepare(settings, _run_dir(settings))
+    threads = settings["launcher"]["threads"]
+    port = free_port()
+    return Ranks(
+        [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
+        [rank_environment(rank, settings.world_size, port, threads) for rank in range(settings.world_size)],
+        run_dir / "logs",
+        run_dir / "logs" / STARTED,
+        settings["launcher"]["start_timeout_s"],
+    ).run()
+
+
+def _run_dir(settings: Settings) -> Path:
+    run = settings["run"]
+    directory = run["dir"]
+    if HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN"):
+        directory = f"{directory}-{HydraConfig.get().job.num}-{settings.preset}"
+    return folder.choose(directory, settings["resume"], run["overwrite"])
+
+
+def _prepare(settings: Settings, run_dir: Path) -> Path:
+    """Everything that can go wrong goes wrong here, before anything is written into the run's folder."""
+    prepare_process(settings["launcher"]["threads"])
+    sequences = settings.world_size * settings["train"]["micro_batch"]
+    tokens = data.prepare(
+        settings["data"], settings["model"]["vocab_size"], settings["model"]["seq_length"], sequences, _say
+    )
+    found = checkpoint.find(settings["resume"], run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
+    if found is not None and found.step >= settings["train"]["steps"]:
+        raise ConfigError(f"train.steps: found {settings['train']['steps']}, but the run has {found.step} steps already")
+    if settings["resume"] == "auto" and found is None:
+        _say("no checkpoint to go on from: starting at the first step")
+    if str(run_dir) != settings["run"]["dir"]:
+        _say(f"run folder {run_dir} (run.overwrite=true would replace {settings['run']['dir']})")
+    text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
+    folder.create(run_dir, text, settings["run"]["overwrite"], found.step if found else None)
+    write_job(run_dir, data.folder_of(settings["data"], tokens), tokens.source, found.folder if found else None)
+    grid, preset = settings.grid, settings.preset
+    _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
+    return run_dir
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+def _warn(message: str) -> None:
+    print(f"hzero: warning: {message}", file=sys.stderr, flush=True)
+
+
+def _rank_of_a_launcher() -> dict[str, str] | None:
+    """What torch.distributed needs to know where torchrun or srun has started this process as one of several."""
+    env = os.environ
+    if int(env.get("WORLD_SIZE", "1")) > 1 and "RANK" in env:
+        return {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        if "MASTER_ADDR" not in env:
+            raise ConfigError("MASTER_ADDR: not set; the job script must export the first host of the allocation")
+        import torch
+
+        # One visible device is device 0 for every rank, whatever Slurm's local id is.
+        local = env["SLURM_LOCALID"] if torch.cuda.device_count() > 1 else "0"
+        return {
+            "RANK": env["SLURM_PROCID"],
+            "WORLD_SIZE": env["SLURM_NTASKS"],
+            "LOCAL_RANK": local,
+            "MASTER_PORT": env.get("MASTER_PORT", "3442"),
+        }
+    return None
+
+
+def _train_as_rank(config: DictConfig) -> int:
+    """This process is one rank of torchrun's or srun's: rank 0 prepares, the others wait for it."""
+    import torch.distributed as dist
+
+    from hzero.train.loop import start_process_group
+
+    settings = Settings(config, world_size=int(os.environ["WORLD_SIZE"]))
+    prepare_process(settings["launcher"]["threads"])
+    start_process_group(settings["train"]["timeout_s"])
+    found: list[str | None] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found = [str(_prepare(settings, _run_dir(settings)).resolve()), None]
+        except ConfigError as error:
+            found = [None, str(error)]
+    dist.broadcast_object_list(found, 0)
+    if found[1] is not None:
+        raise ConfigError(found[1]) if dist.get_rank() == 0 else SystemExit(2)
+    assert found[0] is not None
+    train_rank(Path(found[0]))
+    dist.destroy_process_group()
+    return 0

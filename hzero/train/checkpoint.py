@@ -1,0 +1,188 @@
+"""Checkpoints of a run: stock DeepSpeed folders, each with a note that says it is complete and what it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hzero.config import ConfigError
+from hzero.train.settings import Settings
+
+NOTE = "complete.json"
+_TAG = re.compile(r"step_(\d+)$")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must have in common with the run that loads it.
+
+    Attributes:
+        model: Hash of the model's shape.
+        data: Hash of the tokenised text.
+        seed: Of weights and batches.
+        world_size: Ranks; ZeRO-3's files are one a rank.
+        dtype: Type of the weights.
+    """
+
+    model: str
+    data: str
+    seed: int
+    world_size: int
+    dtype: str
+
+
+def model_hash(model: dict[str, Any]) -> str:
+    """Hash of the keys of the ``model`` group that fix the shape."""
+    shape = {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init")}
+    return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
+
+
+def identity_of(settings: Settings, data_key: str) -> Identity:
+    """What the checkpoints of a run belong to."""
+    return Identity(
+        model=model_hash(settings["model"]),
+        data=data_key,
+        seed=settings["train"]["seed"],
+        world_size=settings.world_size,
+        dtype=settings.dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: The folder that DeepSpeed wrote, named after its tag.
+        step: Optimizer steps done.
+        identity: What it belongs to.
+    """
+
+    folder: Path
+    step: int
+    identity: Identity
+
+
+def tag_of(step: int) -> str:
+    """Name of the checkpoint of a step."""
+    return f"step_{step:06d}"
+
+
+def publish(folder: Path, step: int, identity: Identity, keep: int) -> None:
+    """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
+
+    The note lists every file with its size and is put in place in one move, so that an interruption at any moment
+    leaves either a complete checkpoint or one that `find` passes over.
+    """
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    note = {"step": step, "identity": asdict(identity), "files": files}
+    _write(folder / NOTE, json.dumps(note, indent=1))
+    _write(folder.parent / "latest", folder.name)
+    for _, old in _tags(folder.parent)[:-keep]:
+        if old != folder:
+            (old / NOTE).unlink(missing_ok=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def _tags(folder: Path) -> list[tuple[int, Path]]:
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _TAG.match(path.name)
+        if match and path.is_dir():
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Reads a checkpoint's note and checks its files against it.
+
+    Raises:
+        ConfigError: It is torn or none; the message says what is missing.
+    """
+    try:
+        note = json.loads((folder / NOTE).read_text())
+        identity, files, step = Identity(**note["identity"]), note["files"], int(note["step"])
+    except FileNotFoundError:
+        raise ConfigError(f"resume: {str(folder)!r} is no complete checkpoint: it has no {NOTE}") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"resume: {str(folder)!r} is torn: its {NOTE} cannot be read") from None
+    for name, size in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise ConfigError(f"resume: {str(folder)!r} is torn: {name} {state}")
+    return Checkpoint(folder, step, identity)
+
+
+def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
+    """The newest complete checkpoint of a ``checkpoints`` folder; torn ones are passed over, with a warning."""
+    for _, path in reversed(_tags(folder)):
+        try:
+            return read(path)
+        except ConfigError as error:
+            warn(f"{error}; trying the one before")
+    return None
+
+
+def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda message: None) -> Checkpoint | None:
+    """The checkpoint that ``resume`` asks for.
+
+    Args:
+        resume: False; ``"auto"`` for the newest of this run, if it has one; or the path of a checkpoint, of a
+            ``checkpoints`` folder or of a run.
+        run_dir: This run's folder.
+        identity: What the run is.
+        warn: Takes a line on each torn checkpoint that is passed over.
+
+    Raises:
+        ConfigError: The path is none, is torn, or is of another model, world or seed; the message says what differs.
+    """
+    if resume in (False, None, "false"):
+        return None
+    if resume == "auto":
+        found = newest(run_dir / "checkpoints", warn)
+    else:
+        if not isinstance(resume, str):
+            raise ConfigError(f"resume: found {resume!r}, possible: false, auto or a path")
+        path = Path(resume).expanduser()
+        if not path.is_dir():
+            raise ConfigError(f"resume: no folder {resume!r}; possible: false, auto or a path")
+        if _TAG.match(path.name):
+            found = read(path)
+        else:
+            inside = path / "checkpoints"
+            found = newest(inside if inside.is_dir() else path, warn)
+            if found is None:
+                raise ConfigError(f"resume: no complete checkpoint below {resume!r}")
+    if found is not None:
+        _compare(found, identity)
+    return found
+
+
+def _compare(found: Checkpoint, identity: Identity) -> None:
+    said = {
+        "model": "was saved by a model of another shape (the model group differs)",
+        "data": "was trained on other text (data.path, data.max_bytes or the vocabulary differ)",
+        "seed": f"was trained with train.seed={found.identity.seed}, not {identity.seed}",
+        "world_size": f"was saved by {found.identity.world_size} ranks, and this run has {identity.world_size}",
+        "dtype": f"was trained in {found.identity.dtype}, not {identity.dtype}",
+    }
+    for name, message in said.items():
+        if getattr(found.identity, name) != getattr(identity, name):
+            raise ConfigError(f"resume: {str(found.folder)!r} {message}")

@@ -1,0 +1,244 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import hzero
+from hzero.train import checkpoint, folder, model
+from hzero.train.data import Tokens
+from hzero.train.progress import Progress
+from hzero.train.settings import Settings
+from hzero.train.summary import build_summary, print_summary
+from hzero.train.worker import STARTED
+
+def deepspeed_config(settings: Settings) -> dict[str, Any]:
+    """DeepSpeed's configuration of the run."""
+    train = settings["train"]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": train["micro_batch"],
+        "gradient_accumulation_steps": train["grad_accumulation"],
+        "gradient_clipping": float(train["grad_clip"]),
+        "zero_optimization": {"stage": 3},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": train["lr"],
+                "betas": train["betas"],
+                "weight_decay": train["weight_decay"],
+                "torch_adam": True,
+            },
+        },
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+    }
+    if settings.block is None:
+        # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if settings.dtype != "fp32":
+        config[settings.dtype] = {"enabled": True}
+    _merge(config, settings["deepspeed"])
+    if settings.block is not None:
+        config["hzero"] = settings.block
+    return config
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def learning_rate(train: dict[str, Any], step: int) -> float:
+    """Rate of a step (from 1): linear warm-up, then a cosine down to ``min_lr_ratio``."""
+    warmup, total = train["warmup_steps"], train["steps"]
+    if step <= warmup:
+        return float(train["lr"]) * step / warmup
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    low = train["min_lr_ratio"]
+    return float(train["lr"]) * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Loop:
+    """Trains one run on one rank.
+
+    Args:
+        settings: The checked settings.
+        run_dir: The run's folder, made by whoever started the ranks.
+        tokens: The tokenised text.
+        resume_from: Checkpoint to go on from.
+    """
+
+    def __init__(
+        self, settings: Settings, run_dir: Path, tokens: Tokens, resume_from: checkpoint.Checkpoint | None
+    ) -> None:
+        self._settings, self._run_dir, self._tokens = settings, run_dir, tokens
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._identity = checkpoint.identity_of(settings, tokens.key)
+        self._device = torch.device(get_accelerator().current_device_name())
+        config = deepspeed_config(settings)
+        train = settings["train"]
+        built = model.build(settings["model"], train["seed"], config, train["activation_checkpointing"])
+        self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in built.parameters())
+        self._engine = hzero.initialize(model=built, model_parameters=built.parameters(), config=config)[0]
+        self._done = 0
+        if resume_from is not None:
+            self._engine.load_checkpoint(str(resume_from.folder.parent), tag=resume_from.folder.name)
+            self._done = resume_from.step
+        self._stop = False
+        self._times: list[float] = []
+        self._rows: list[dict[str, Any]] = []
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def _ask_to_stop(self, number: int, frame: object) -> None:
+        self._stop = True
+
+    def run(self) -> None:
+        """Trains to the last step or until asked to stop; evaluates, saves and sums up."""
+        train, every = self._settings["train"], self._settings["checkpoint"]["every"]
+        first = self._rank == 0
+        metrics = folder.Metrics(self._run_dir) if first else None
+        stopped = False
+        evaluation: dict[str, float] = {}
+        if first:
+            (self._run_dir / "logs" / STARTED).touch()
+        with Progress(train["steps"], start=self._done, enabled=first) as progress:
+            if self._done:
+                progress.message(f"going on after step {self._done}")
+            for step in range(self._done + 1, train["steps"] + 1):
+                row, stopped = self._step(step)
+                self._done = step
+                if metrics is not None:
+                    metrics.add(row)
+                    progress.update(
+                        step=step, loss=row["loss"], tokens_per_s=row["tokens_per_s"], tflops=row["tflops_per_rank"]
+                    )
+                last = step == train["steps"]
+                if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
+                    evaluation = self._evaluate(step, metrics)
+                if (every and (last or step % every == 0)) or stopped:
+                    self._save(step)
+                if stopped:
+                    progress.message(f"stopped after step {step}; resume=auto goes on from there")
+                    break
+        if not stopped:
+            evaluation = self._evaluate(self._done, metrics)
+        if metrics is not None:
+            metrics.close()
+        self._sum_up(evaluation, interrupted=stopped)
+
+    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
+        """One optimizer step. Returns its row of metrics, the same on all ranks, and whether any rank has to stop."""
+        train, length = self._settings["train"], self._settings["model"]["seq_length"]
+        started = time.perf_counter()
+        rate = learning_rate(train, step)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=self._device)
+        for micro in range(train["grad_accumulation"]):
+            batch = self._tokens.batch(
+                seed=train["seed"], step=step, rank=self._rank, micro=micro, size=train["micro_batch"], length=length
+            )
+            ids = torch.from_numpy(batch).to(self._device)
+            loss = self._engine(input_ids=ids, labels=ids).loss
+            total += loss.detach().float()
+            self._engine.backward(loss)
+            self._engine.step()
+        # The ranks agree on the loss and on stopping in one message.
+        shared = torch.stack([total / train["grad_accumulation"], torch.tensor(float(self._stop), device=self._device)])
+        dist.all_reduce(shared)
+        loss_mean, stops = shared.tolist()
+        seconds = time.perf_counter() - started
+        self._times.append(seconds)
+        tokens = self._world * train["micro_batch"] * train["grad_accumulation"] * length
+        per_second = tokens / seconds
+        norm = self._engine.get_global_grad_norm()
+        row = {
+            "kind": "step",
+            "step": step,
+            "loss": loss_mean / self._world,
+            "lr": rate,
+            "grad_norm": float(norm) if norm is not None else None,
+            "tokens": step * tokens,
+            "tokens_per_s": per_second,
+            "tflops_per_rank": per_second * model.flops_per_token(self._settings["model"]) / self._world / 1e12,
+            "step_s": seconds,
+            "skipped": bool(getattr(self._engine.optimizer, "overflow", False)),
+        }
+        self._rows.append(row)
+        return row, stops > 0
+
+    def _evaluate(self, step: int, metrics: folder.Metrics | None) -> dict[str, float]:
+        losses = {"loss_decoded": self._evaluation_loss()}
+        with hzero.exact_weights(self._engine):
+            losses["loss_exact"] = self._evaluation_loss()
+        if metrics is not None:
+            metrics.add({"kind": "eval", "step": step, **losses})
+        return losses
+
+    @torch.no_grad()
+    def _evaluation_loss(self) -> float:
+        train, length = self._settings["train"], self._settings["model"]["seq_length"]
+        self._engine.eval()
+        total = torch.zeros((), device=self._device)
+        for index in range(train["eval_batches"]):
+            batch = self._tokens.evaluation_batch(
+                index=index * self._world + self._rank, size=train["micro_batch"], length=length
+            )
+            ids = torch.from_numpy(batch).to(self._device)
+            total += self._engine(input_ids=ids, labels=ids).loss.float()
+        self._engine.train()
+        dist.all_reduce(total)
+        return float(total) / self._world / train["eval_batches"]
+
+    def _save(self, step: int) -> None:
+        path, tag = self._run_dir / "checkpoints", checkpoint.tag_of(step)
+        self._engine.save_checkpoint(str(path), tag=tag, save_latest=False)
+        dist.barrier()
+        if self._rank == 0:
+            checkpoint.publish(path / tag, step, self._identity, self._settings["checkpoint"]["keep"])
+
+    def _sum_up(self, evaluation: dict[str, float], interrupted: bool) -> None:
+        own = hzero.state(self._engine)
+        mine = {
+            "traffic": own.wire_log.as_dicts() if own is not None else [],
+            "memory": own.memory(self._engine.optimizer) if own is not None else {},
+        }
+        everyones: list[Any] = [None] * self._world if self._rank == 0 else []
+        dist.gather_object(mine, everyones if self._rank == 0 else None)
+        if self._rank == 0:
+            summary = build_summary(
+                self._settings,
+                parameters=self._parameters,
+                rows=self._rows,
+                everyones=everyones,
+                evaluation=evaluation,
+                interrupted=interrupted,
+                plan=own.plan if own is not None else None,
+                itemsize=4 if self._settings.dtype == "fp32" else 2,
+            )
+            folder.write_summary(self._run_dir, summary)
+            print_summary(summary)
+            print(f"run folder: {self._run_dir}", flush=True)
+
+
+def start_process_group(timeout_s: float) -> None:
+    """Joins the run's world; quiet, and without the C++ extension that DeepSpeed would build and stage 3 never uses."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)

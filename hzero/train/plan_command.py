@@ -1,0 +1,168 @@
+"""``hzero plan``: memory, bytes and times of a model on a machine, computed before hours are spent."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hzero.config import TIERS, ConfigError, parse_config
+from hzero.sharding import memory as memory_plan
+from hzero.sharding import traffic as traffic_plan
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.shapes import gpt_neox_numels
+from hzero.train.conf import compose
+from hzero.train.settings import Settings
+from hzero.train.summary import size_text
+
+#: Short names of keys that a plan is mostly asked for.
+SHORT = {
+    "nodes": "topology.nodes",
+    "gpus_per_node": "topology.gpus_per_node",
+    "gcds_per_gpu": "topology.gcds_per_gpu",
+    "preset": "zero.preset",
+    "accumulation": "train.grad_accumulation",
+}
+_EXAMPLES = """examples:
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48
+  hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
+
+short for keys of the trainer's configuration: """ + ", ".join(f"{k}= ({v})" for k, v in SHORT.items())
+
+
+def run_plan(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="hzero plan",
+        description="Computes memory a device, bytes a step by tier, and least times from the links' bandwidths.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
+    parser.add_argument("--itemsize", type=int, choices=(2, 4), default=2, help="bytes of a weight: 2 (bf16) or 4 (fp32)")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parsed = parser.parse_intermixed_args(list(arguments))
+    result = compute(parsed.overrides, parsed.itemsize)
+    if parsed.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result, Console())
+    return 0
+
+
+def compute(overrides: Sequence[str], itemsize: int) -> dict[str, Any]:
+    """The plan as plain values: what ``--json`` prints.
+
+    Args:
+        overrides: Overrides of the trainer's configuration, short names allowed.
+        itemsize: Bytes of a weight.
+    """
+    settings = Settings(compose([_long(override) for override in overrides]))
+    if settings.block is None:
+        raise ConfigError("zero.preset: none given; a plan is of the stage, beside plain ZeRO-3 (as in preset=topo)")
+    model, train, grid = settings["model"], settings["train"], settings.grid
+    numels = gpt_neox_numels(
+        hidden=model["hidden_size"],
+        layers=model["num_layers"],
+        vocab=model["vocab_size"],
+        intermediate=model["intermediate_size"],
+    )
+    plan = ShardPlan.from_config(parse_config(settings.block, "zero"), grid, 0)
+    accumulation = train["grad_accumulation"]
+    traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
+    stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)
+    into_node = {
+        f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
+        **traffic_plan.peers_node_bytes(grid, numels, itemsize=itemsize, accumulation=accumulation),
+    }
+    bandwidth = settings["topology"].get("bandwidth_gb_s") or {}
+    return {
+        "model": model["name"],
+        "parameters": sum(numels),
+        "grid": {tier: grid.size(tier) for tier in TIERS},
+        "world_size": grid.world_size,
+        "preset": settings.preset,
+        "weights": plan.weights_scope,
+        "gradients": plan.gradients_scope,
+        "accumulation": accumulation,
+        "itemsize": itemsize,
+        "notes": list(plan.notes),
+        "memory": memory_plan.as_dicts(memory_plan.plan_memory(plan, numels, itemsize=itemsize)),
+        "zero3_memory": memory_plan.as_dicts(memory_plan.zero3_memory(grid, numels, itemsize=itemsize)),
+        "traffic": traffic_plan.as_dicts(traffic),
+        "zero3_traffic": traffic_plan.as_dicts(stock),
+        "node_bytes": into_node,
+        "least_seconds": _least_seconds(traffic, bandwidth),
+        "zero3_least_seconds": _least_seconds(stock, bandwidth),
+    }
+
+
+def _long(override: str) -> str:
+    key, sign, value = override.partition("=")
+    return f"{SHORT.get(key, key)}{sign}{value}"
+
+
+def _least_seconds(traffic: Sequence[traffic_plan.TierTraffic], bandwidth: dict[str, float]) -> dict[str, float]:
+    """Bytes a rank receives over what its link carries, by tier: no step can take less."""
+    return {
+        tier: sum(row.wire_bytes for row in traffic if row.tier == tier) / (bandwidth[tier] * 1e9)
+        for tier in TIERS
+        if bandwidth.get(tier)
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints a plan as tables."""
+    grid = " x ".join(f"{result['grid'][t]} {n}" for t, n in zip(TIERS[::-1], ("nodes", "GPUs", "GCDs")))
+    console.print(
+        f"[bold]{result['model']}[/]: {result['parameters']:,} parameters of {result['itemsize']} bytes on "
+        f"{result['world_size']:,} devices ({grid})\npreset {result['preset']}: weights over the {result['weights']}, "
+        f"gradients over the {result['gradients']}, optimizer over the world; {result['accumulation']} micro-steps a step",
+        highlight=False,
+    )
+    for note in result["notes"]:
+        console.print(f"note: {note}", highlight=False)
+    memory = Table(title="memory a device, without activations")
+    for name, justify in (("state", "left"), ("bytes", "right"), ("of", "left"), ("ZeRO-3", "right")):
+        memory.add_column(name, justify=justify)  # type: ignore[arg-type]
+    stock = {state["name"]: state["bytes"] for state in result["zero3_memory"]}
+    for state in result["memory"]:
+        beside = size_text(stock[state["name"]]) if state["name"] in stock else ""
+        memory.add_row(state["name"], size_text(state["bytes"]), state["what"], beside)
+    total = sum(state["bytes"] for state in result["memory"])
+    memory.add_row("all", size_text(total), "", size_text(sum(stock.values())), style="bold")
+    console.print(memory)
+
+    traffic = Table(title="bytes received a device and optimizer step")
+    for name in ("role", "tier", "codec", "crossings", "bytes", "ratio", "ZeRO-3"):
+        traffic.add_column(name, justify="left" if name in ("role", "tier", "codec") else "right")
+    flat = {(row["role"], row["tier"]): row["wire_bytes"] for row in result["zero3_traffic"]}
+    for row in result["traffic"]:
+        if not row["used"]:
+            continue
+        ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
+        key = (row["role"], row["tier"])
+        traffic.add_row(*key, row["codec"], str(row["crossings"]), size_text(row["wire_bytes"]), ratio, size_text(flat[key]))
+    console.print(traffic)
+
+    nodes = Table(title="bytes into one node a step (all but the first by their schemes' closed forms)")
+    nodes.add_column("scheme")
+    nodes.add_column("bytes", justify="right")
+    nodes.add_column("against ZeRO-3", justify="right")
+    for name, count in result["node_bytes"].items():
+        against = f"{count / result['node_bytes']['ZeRO-3']:.3f}" if result["node_bytes"]["ZeRO-3"] else ""
+        nodes.add_row(name, size_text(count), against)
+    console.print(nodes)
+
+    if result["least_seconds"]:
+        times = Table(title="least time of the links a step: computed from bandwidths, not measured")
+        for name in ("tier", "hzero", "ZeRO-3"):
+            times.add_column(name, justify="left" if name == "tier" else "right")
+        for tier, seconds in result["least_seconds"].items():
+            times.add_row(tier, f"{seconds:.3f} s", f"{result['zero3_least_seconds'][tier]:.3f} s")
+        console.print(times)

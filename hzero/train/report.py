@@ -1,0 +1,225 @@
+"""``hzero report``: loss curves and bytes by tier of one or more runs, as PNG and one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from hzero.config import ROLES, TIERS, ConfigError
+from hzero.train.folder import CONFIG, METRICS, SUMMARY, read_metrics
+from hzero.train.summary import size_text
+
+#: Okabe and Ito's colours, which stay apart for colour-blind readers.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as its folder tells it.
+
+    Attributes:
+        name: Shown in plots: the folder's name.
+        steps: Rows of metrics of steps.
+        evaluations: Rows of metrics of evaluations.
+        summary: ``summary.json``; empty where the run has not ended.
+        config: Text of the resolved configuration.
+        torn: Lines of metrics that could not be read.
+    """
+
+    name: str
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any]
+    config: str
+    torn: int
+
+
+def read_run(path: Path) -> Run:
+    """Reads a run's folder.
+
+    Raises:
+        ConfigError: There is no such folder, it holds no run, or no step has been logged.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"RUN: no folder {str(path)!r}")
+    if not (path / METRICS).is_file():
+        raise ConfigError(f"RUN: {str(path)!r} holds no {METRICS}; it is not the folder of a run")
+    rows, torn = read_metrics(path)
+    steps = [row for row in rows if row.get("kind") == "step"]
+    if not steps:
+        raise ConfigError(f"RUN: no step has been logged in {str(path / METRICS)!r}")
+    try:
+        summary = json.loads((path / SUMMARY).read_text())
+    except (OSError, ValueError):
+        summary = {}
+    config = (path / CONFIG).read_text() if (path / CONFIG).exists() else ""
+    evaluations = [row for row in rows if row.get("kind") == "eval"]
+    return Run(path.resolve().name, steps, evaluations, summary, config, torn)
+
+
+def run_report(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for a folder that holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="hzero report",
+        description="Draws loss curves and bytes by tier of runs: loss.png, bytes.png and report.html.",
+        epilog="example: hzero report runs/lossless runs/mild runs/topo -o comparison",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, as runs/default")
+    parser.add_argument("-o", "--output", type=Path, help="folder to write to (default RUN/report, of several ./report)")
+    parsed = parser.parse_args(list(arguments))
+    runs = [read_run(path) for path in parsed.runs]
+    output = parsed.output or (parsed.runs[0] / "report" if len(runs) == 1 else Path("report"))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        write_report(runs, output)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
+    print(f"written: {output / 'report.html'} (with loss.png and bytes.png beside it)")
+    return 0
+
+
+def write_report(runs: Sequence[Run], output: Path) -> None:
+    """Writes ``loss.png``, ``bytes.png`` and ``report.html`` with both inside."""
+    images = {"loss.png": _loss_figure(runs), "bytes.png": _bytes_figure(runs)}
+    for name, figure in images.items():
+        if figure is not None:
+            figure.savefig(output / name, dpi=130)
+            plt.close(figure)
+    shown = [name for name, figure in images.items() if figure is not None]
+    (output / "report.html").write_text(_page(runs, output, shown), encoding="utf-8")
+
+
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential mean, corrected for its start."""
+    smoothed, mean, norm = [], 0.0, 0.0
+    for value in values:
+        mean, norm = mean * weight + value * (1 - weight), norm * weight + (1 - weight)
+        smoothed.append(mean / norm)
+    return smoothed
+
+
+def _loss_figure(runs: Sequence[Run]) -> Any:
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for index, run in enumerate(runs):
+        colour = COLOURS[index % len(COLOURS)]
+        steps, losses = [row["step"] for row in run.steps], [row["loss"] for row in run.steps]
+        axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smooth(losses), color=colour, linewidth=1.8, label=run.name)
+        if run.evaluations:
+            points = [(row["step"], row["loss_exact"]) for row in run.evaluations]
+            axes.scatter(*zip(*points), color=colour, marker="D", s=28, zorder=3)
+    axes.set(xlabel="optimizer step", ylabel="loss, nats a token", title="Training loss (diamonds: evaluation)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _bytes_figure(runs: Sequence[Run]) -> Any:
+    logged = [run for run in runs if run.summary.get("zero3")]
+    if not logged:
+        return None
+    bars: list[tuple[str, dict[tuple[str, str], float]]] = []
+    for run in logged:
+        if run.summary["traffic"]:
+            steps = max(run.summary["steps_here"], 1)
+            bars.append((run.name, {(r["role"], r["tier"]): r["wire_bytes"] / steps for r in run.summary["traffic"]}))
+    first = logged[0].summary
+    world = first["world_size"]
+    stock = {(r["role"], r["tier"]): r["wire_bytes"] * world for r in first["zero3"]["traffic"]}
+    bars.append(("ZeRO-3 (computed)", stock))
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    width = 0.8 / len(bars)
+    for index, (name, sizes) in enumerate(bars):
+        colour = "#999999" if name.startswith("ZeRO-3") else COLOURS[index % len(COLOURS)]
+        for role, hatch in zip(ROLES, ("", "//")):
+            places = [place + index * width for place in range(len(TIERS))]
+            heights = [sizes.get((role, tier), 0) / 1e6 for tier in TIERS]
+            below = [sum(sizes.get((r, tier), 0) for r in ROLES[: ROLES.index(role)]) / 1e6 for tier in TIERS]
+            label = name if role == "weights" else None
+            axes.bar(places, heights, width * 0.92, below, color=colour, hatch=hatch, edgecolor="white", label=label)
+    middles = [place + width * (len(bars) - 1) / 2 for place in range(len(TIERS))]
+    axes.set_xticks(middles, [f"tier {tier}" for tier in TIERS])
+    axes.set(ylabel="MB received a step, all ranks", title="Bytes by tier (plain: weights, hatched: gradients)")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1rem 0}td,th{border-bottom:1px solid #ddd;padding:.3rem .8rem;text-align:right}
+td:first-child,th:first-child{text-align:left}img{max-width:100%}pre{background:#f6f6f6;padding:1rem;overflow:auto}
+.note{color:#777}"""
+
+
+def _page(runs: Sequence[Run], output: Path, images: Sequence[str]) -> str:
+    parts = [f"<!doctype html><meta charset=utf-8><title>hzero report</title><style>{_STYLE}</style><h1>hzero report</h1>"]
+    parts.append(_runs_table(runs))
+    for name in images:
+        data = base64.b64encode((output / name).read_bytes()).decode()
+        parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{data}"></p>')
+    for run in runs:
+        parts.append(f"<h2>{html.escape(run.name)}</h2>")
+        if run.torn:
+            parts.append(f"<p class=note>{run.torn} lines of its metrics could not be read and are left out.</p>")
+        if not run.summary:
+            parts.append("<p class=note>The run has no summary: it is under way, or was ended from outside.</p>")
+        elif run.summary.get("traffic"):
+            parts.append(_traffic(run.summary))
+        versions = run.summary.get("versions")
+        if versions:
+            parts.append(f"<p class=note>{html.escape(', '.join(f'{k} {v}' for k, v in versions.items()))}</p>")
+        parts.append(f"<details><summary>configuration</summary><pre>{html.escape(run.config)}</pre></details>")
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + line(head, "th") + "".join(line(row, "td") for row in rows) + "</table>"
+
+
+def _runs_table(runs: Sequence[Run]) -> str:
+    rows = []
+    for run in runs:
+        evaluation = run.summary.get("eval") or {}
+        rate = run.summary.get("tokens_per_s")
+        rows.append(
+            [
+                run.name,
+                str(run.summary.get("preset", "")),
+                run.summary.get("status", "no summary"),
+                f"{run.steps[-1]['step']:,}",
+                f"{run.steps[0]['loss']:.4f}",
+                f"{run.steps[-1]['loss']:.4f}",
+                f"{evaluation['loss_decoded']:.4f}" if evaluation else "",
+                f"{evaluation['loss_exact']:.4f}" if evaluation else "",
+                f"{rate:,.0f}" if rate else "",
+            ]
+        )
+    head = ["run", "preset", "status", "steps", "first loss", "last loss", "eval, decoded", "eval, exact", "tokens/s"]
+    return _table(head, rows)
+
+
+def _traffic(summary: dict[str, Any]) -> str:
+    steps, world = max(summary["steps_here"], 1), summary["world_size"]
+    stock = {(row["role"], row["tier"]): row["wire_bytes"] * world for row in summary["zero3"]["traffic"]}
+    rows = []
+    for row in summary["traffic"]:
+        ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
+        flat = size_text(stock.get((row["role"], row["tier"]), 0))
+        rows.append(
+            [f"{row['role']} {row['tier']}", row["codec"], size_text(row["wire_bytes"] / steps), f"{ratio:.2f}", flat]
+        )
+    return _table(["received a step, all ranks", "codec", "bytes", "ratio", "ZeRO-3 (computed)"], rows)

@@ -1,0 +1,211 @@
+"""Summary of a run: built at its end, kept as JSON, shown as tables."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hzero.config import ROLES, TIERS
+from hzero.sharding.memory import plan_memory, zero3_memory
+from hzero.sharding.memory import as_dicts as memory_dicts
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.traffic import as_dicts as traffic_dicts
+from hzero.sharding.traffic import zero3_traffic
+from hzero.train.settings import Settings
+
+#: Steps at either end whose mean is given as first and last loss.
+WINDOW = 10
+
+
+def build_summary(
+    settings: Settings,
+    *,
+    parameters: int,
+    rows: Sequence[dict[str, Any]],
+    everyones: Sequence[dict[str, Any]],
+    evaluation: dict[str, float],
+    interrupted: bool,
+    plan: ShardPlan | None,
+    itemsize: int,
+) -> dict[str, Any]:
+    """The content of ``summary.json``.
+
+    Args:
+        settings: Of the run.
+        parameters: Of the model.
+        rows: Metrics of the steps of this process' life.
+        everyones: Wire log (``traffic``) and ``memory`` of every rank.
+        evaluation: Losses with decoded and with exact weights.
+        interrupted: Whether the run was asked to stop.
+        plan: The stage's plan; None for stock ZeRO-3.
+        itemsize: Bytes of one weight.
+    """
+    from hzero.train.model import numels
+
+    sizes, accumulation = numels(settings["model"]), settings["train"]["grad_accumulation"]
+    traffic = _summed(rank["traffic"] for rank in everyones)
+    raw = sum(row["raw_bytes"] for row in traffic)
+    wire = sum(row["wire_bytes"] for row in traffic)
+    compressed = sum(row["raw_bytes"] for row in traffic if row["codec"] != "none")
+    memory = {name: max(rank["memory"].get(name, 0) for rank in everyones) for name in everyones[0]["memory"]}
+    planned = plan_memory(plan, sizes, itemsize=itemsize) if plan is not None else []
+    losses = [row["loss"] for row in rows]
+    fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
+    return {
+        "status": "interrupted" if interrupted else "finished",
+        "steps": rows[-1]["step"] if rows else 0,
+        "steps_here": len(rows),
+        "loss_first": statistics.fmean(losses[:WINDOW]) if losses else None,
+        "loss_last": statistics.fmean(losses[-WINDOW:]) if losses else None,
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows) if rows else None,
+        "tflops_per_rank": statistics.median(row["tflops_per_rank"] for row in rows) if rows else None,
+        "step_s_median": statistics.median(row["step_s"] for row in rows) if rows else None,
+        "model": settings["model"]["name"],
+        "parameters": parameters,
+        "world_size": settings.world_size,
+        "grid": {tier: settings.grid.size(tier) for tier in TIERS},
+        "preset": settings.preset,
+        "accumulation": accumulation,
+        "traffic": traffic,
+        "compressed_share": compressed / raw if raw else 0.0,
+        "ratio": raw / wire if wire else None,
+        "memory": memory,
+        "transient": {state.name: state.bytes for state in planned if state.name.startswith("transient")},
+        "zero3": {
+            "computed": True,
+            "fetches": fetches,
+            "traffic": traffic_dicts(
+                zero3_traffic(settings.grid, sizes, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
+            ),
+            "memory": memory_dicts(zero3_memory(settings.grid, sizes, itemsize=itemsize)),
+        },
+        "eval": evaluation,
+        "versions": {"python": platform.python_version(), **_versions("hzero", "torch", "deepspeed", "transformers")},
+    }
+
+
+def _fetches(
+    traffic: Sequence[dict[str, Any]], plan: ShardPlan | None, sizes: Sequence[int], itemsize: int, micro_steps: int
+) -> float:
+    """How often a micro-step gathered the whole model, by the innermost tier's log; 2, forward and backward, unlogged.
+
+    DeepSpeed keeps what is used again soon (``stage3_max_reuse_distance``), so a small model is gathered once. Plain
+    ZeRO-3 would gather as often.
+    """
+    hops = (plan.fetch_hops() or plan.gather_hops()) if plan is not None else ()
+    seen = [row for row in traffic if hops and (row["role"], row["tier"]) == ("weights", hops[-1].tier)]
+    if plan is None or not seen or not micro_steps:
+        return 2.0
+    tier, world = hops[-1].tier, plan.grid.world_size
+    once = sum(sizes) * itemsize * (plan.grid.size(tier) - 1) / plan.grid.size(tier) * world
+    return float(seen[0]["raw_bytes"] / once / micro_steps)
+
+
+def _summed(logs: Any) -> list[dict[str, Any]]:
+    total: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for log in logs:
+        for row in log:
+            into = total.setdefault((row["role"], row["tier"], row["codec"]), {**row, **dict.fromkeys(_COUNTS, 0)})
+            for name in _COUNTS:
+                into[name] += row[name]
+    return [total[key] for key in sorted(total, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]), k[2]))]
+
+
+_COUNTS = ("hops", "elements", "payload_bytes", "wire_bytes", "raw_bytes", "seconds")
+
+
+def _versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "from a checkout, not installed"
+    return found
+
+
+def size_text(count: float) -> str:
+    """Bytes with a unit a reader can compare."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Shows a summary as tables: the run, bytes by tier and role beside plain ZeRO-3's, memory a rank."""
+    console = console or Console(soft_wrap=False, width=None)
+    console.print(_run_table(summary))
+    console.print(traffic_table(summary))
+    if summary.get("memory"):
+        console.print(_memory_table(summary))
+
+
+def _run_table(summary: dict[str, Any]) -> Table:
+    table = Table(title=f"{summary['model']}, preset {summary['preset']}: {summary['status']}", show_header=False)
+    first, last = summary.get("loss_first"), summary.get("loss_last")
+    rows = [
+        ("steps", f"{summary['steps']:,}"),
+        ("loss, first and last", f"{first:.4f} → {last:.4f} (means of {WINDOW} steps)" if first is not None else "none"),
+        ("parameters", f"{summary['parameters']:,}"),
+    ]
+    if summary.get("tokens_per_s"):
+        rows += [
+            ("tokens/s", f"{summary['tokens_per_s']:,.0f} (median)"),
+            ("TFLOPS a rank", f"{summary['tflops_per_rank']:.3g} (median)"),
+            ("step", f"{summary['step_s_median']:.3f} s (median)"),
+        ]
+    evaluation = summary.get("eval") or {}
+    if evaluation:
+        rows += [
+            ("evaluation loss, decoded weights", f"{evaluation['loss_decoded']:.4f}"),
+            ("evaluation loss, exact weights", f"{evaluation['loss_exact']:.4f}"),
+        ]
+    if summary.get("ratio"):
+        rows += [
+            ("share of bytes compressed", f"{summary['compressed_share']:.1%}"),
+            ("compression of all traffic", f"{summary['ratio']:.2f} x"),
+        ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def traffic_table(summary: dict[str, Any]) -> Table:
+    """Bytes received by all ranks in a step, by tier and role, beside what plain ZeRO-3 would receive."""
+    table = Table(title="bytes received a step, all ranks")
+    for name in ("role", "tier", "codec", "hops/step", "bytes", "ratio", "ZeRO-3 (computed)"):
+        table.add_column(name, justify="left" if name in ("role", "tier", "codec") else "right")
+    steps, world = max(summary.get("steps_here", 0), 1), summary["world_size"]
+    stock = {(row["role"], row["tier"]): row["wire_bytes"] * world for row in summary["zero3"]["traffic"]}
+    own = {(row["role"], row["tier"]): row for row in summary["traffic"]}
+    for key in sorted(stock, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]))):
+        row = own.get(key)
+        if not stock[key] and row is None:
+            continue
+        if row is None:
+            cells = ("", "", "", "")
+        else:
+            ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
+            hops = row["hops"] / steps / world
+            cells = (row["codec"], f"{hops:.1f}", size_text(row["wire_bytes"] / steps), f"{ratio:.2f}")
+        table.add_row(*key, *cells, size_text(stock[key]))
+    return table
+
+
+def _memory_table(summary: dict[str, Any]) -> Table:
+    table = Table(title="memory of states a rank")
+    for name in ("state", "bytes", "ZeRO-3 (computed)"):
+        table.add_column(name, justify="left" if name == "state" else "right")
+    stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
+    for name, count in {**summary["memory"], **summary.get("transient", {})}.items():
+        shown = f"{size_text(count)} (planned)" if name.startswith("transient") else size_text(count)
+        table.add_row(name, shown, size_text(stock[name]) if name in stock else "")
+    return table

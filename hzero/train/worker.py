@@ -1,0 +1,87 @@
+"""One rank of a run: ``python -m hzero.train.worker RUN_FOLDER``, or a process of srun or torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+JOB = "job.json"
+#: File that rank 0 makes when the first step is about to begin.
+STARTED = "started"
+
+
+def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None) -> None:
+    """Leaves for the ranks what the parent has found: the tokenised text, and the checkpoint to go on from."""
+    job = {"tokens": str(cache), "source": source, "resume_from": str(resume_from) if resume_from else None}
+    (run_dir / "logs" / JOB).write_text(json.dumps(job))
+
+
+def train_rank(run_dir: Path) -> None:
+    """Runs this rank's share of the run; the process group is up."""
+    from hzero.train import checkpoint, data
+    from hzero.train.folder import CONFIG
+    from hzero.train.loop import Loop
+    from hzero.train.settings import Settings
+
+    config: dict[str, Any] = yaml.safe_load((run_dir / CONFIG).read_text())
+    job = json.loads((run_dir / "logs" / JOB).read_text())
+    settings = Settings(config, world_size=int(os.environ["WORLD_SIZE"]))
+    tokens = data.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
+    resume_from = checkpoint.read(Path(job["resume_from"])) if job["resume_from"] else None
+    Loop(settings, run_dir, tokens, resume_from).run()
+
+
+def prepare_process(threads: int) -> None:
+    """What every rank does before it imports torch: fewer threads, no accelerator probing where there is none."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.simplefilter("ignore")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        torch.set_num_threads(threads)
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this rank when the launcher is gone, however it went: no orphans."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def main() -> None:
+    """Entry point of a rank that the command has started itself."""
+    _die_with_parent()
+    run_dir = Path(sys.argv[1])
+    rank = os.environ["RANK"]
+    try:
+        prepare_process(int(os.environ["OMP_NUM_THREADS"]))
+        from hzero.train.loop import start_process_group
+
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        start_process_group(config["train"]["timeout_s"])
+        train_rank(run_dir)
+    except BaseException:
+        partial = run_dir / "logs" / f"rank{rank}.partial"
+        partial.write_text(traceback.format_exc())
+        partial.rename(partial.with_suffix(".traceback"))
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a process group with a dead peer can take minutes to be torn down
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
