@@ -13,11 +13,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hzero.config import ConfigError
+from hzero.config import ConfigError, parse_config
+from hzero.sharding.memory import plan_memory, zero3_memory
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.shapes import gpt_neox_numels
 from hzero.train import checkpoint, data, folder
 from hzero.train.conf import conf_dir, one_line
 from hzero.train.launch import Ranks, free_port, rank_environment
 from hzero.train.settings import Settings
+from hzero.train.summary import size_text
 from hzero.train.worker import STARTED, prepare_process, train_rank, write_job
 
 
@@ -44,6 +48,8 @@ def run(overrides: Sequence[str]) -> int:
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None
+    except SystemExit as left:  # Hydra's --help
+        return left.code if isinstance(left.code, int) else 0
     finally:
         sys.argv = argv
     return max(statuses, default=0)
@@ -79,6 +85,7 @@ def _prepare(settings: Settings, run_dir: Path) -> Path:
     """Everything that can go wrong goes wrong here, before anything is written into the run's folder."""
     prepare_process(settings["launcher"]["threads"])
     sequences = settings.world_size * settings["train"]["micro_batch"]
+    _check_memory(settings)
     tokens = data.prepare(
         settings["data"], settings["model"]["vocab_size"], settings["model"]["seq_length"], sequences, _say
     )
@@ -95,6 +102,37 @@ def _prepare(settings: Settings, run_dir: Path) -> Path:
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
     return run_dir
+
+
+def _check_memory(settings: Settings) -> None:
+    """Refuses a model whose states alone are more than this machine's memory, where all ranks share it.
+
+    Raises:
+        ConfigError: Naming both sizes.
+    """
+    import torch
+
+    if torch.cuda.is_available() or _rank_of_a_launcher() is not None:
+        return
+    model = settings["model"]
+    sizes = gpt_neox_numels(
+        hidden=model["hidden_size"],
+        layers=model["num_layers"],
+        vocab=model["vocab_size"],
+        intermediate=model["intermediate_size"],
+    )
+    itemsize = 4 if settings.dtype == "fp32" else 2
+    states = zero3_memory(settings.grid, sizes, itemsize=itemsize)
+    if settings.block is not None:
+        plan = ShardPlan.from_config(parse_config(settings.block, "zero"), settings.grid, 0)
+        states = plan_memory(plan, sizes, itemsize=itemsize)
+    needed = sum(state.bytes for state in states if not state.name.startswith("transient")) * settings.world_size
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ConfigError(
+            f"model: {model['name']} has states of {size_text(needed)} on {settings.world_size} ranks, and this machine has "
+            f"{size_text(there)} of memory; `hzero plan` shows what it takes where"
+        )
 
 
 def _say(message: str) -> None:

@@ -39,10 +39,11 @@ def text_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"data.path: no file or folder {str(path)!r}")
-    visible = (
-        p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts) and p.is_file()
-    )
-    found = sorted(p for p in visible if _is_text(p))
+    try:
+        visible = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        found = sorted(p for p in visible if p.is_file() and _is_text(p))
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read the folder {str(path)!r}: {error.strerror}") from None
     if not found:
         raise ConfigError(f"data.path: the folder {str(path)!r} holds no text file")
     return found
@@ -145,16 +146,23 @@ def prepare(
     folder = cache_root(data) / f"tokens-{key[:24]}"
     if not _complete(folder):
         say(f"tokenising {sum(map(len, texts)) / 1e6:.1f} million characters of {source} (once; kept in {folder})")
-        _build(texts, vocab_size, folder, key)
-    tokens = load(folder, data["eval_share"], source)
-    needed = batch_sequences * length
-    if len(tokens.train) < needed or len(tokens.evaluation) < length:
-        raise ConfigError(
-            f"data.path: {source!r} is too short: {len(tokens.train) + len(tokens.evaluation):,} tokens, of which "
-            f"{len(tokens.evaluation):,} for evaluation; one batch of all ranks takes {needed:,} tokens and evaluation "
-            f"{length:,} (data.eval_share, train.micro_batch and model.seq_length set these)"
+        _build(
+            texts, vocab_size, folder, key, lambda count: _check_length(count, data, length, batch_sequences, source)
         )
+    tokens = load(folder, data["eval_share"], source)
+    _check_length(len(tokens.train) + len(tokens.evaluation), data, length, batch_sequences, source)
     return tokens
+
+
+def _check_length(count: int, data: dict[str, Any], length: int, batch_sequences: int, source: str) -> None:
+    evaluation = int(count * data["eval_share"])
+    needed = batch_sequences * length
+    if count - evaluation < needed or evaluation < length:
+        raise ConfigError(
+            f"data.path: {source!r} is too short: {count:,} tokens, of which {evaluation:,} for evaluation; one batch of "
+            f"all ranks takes {needed:,} tokens and evaluation {length:,} (data.eval_share, train.micro_batch and "
+            "model.seq_length set these)"
+        )
 
 
 def load(folder: Path, eval_share: float, source: str) -> Tokens:
@@ -183,12 +191,13 @@ def _complete(folder: Path) -> bool:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         expected = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
-        return (folder / "tokens.bin").stat().st_size == expected and (folder / "tokenizer.json").stat().st_size > 0
+        tokenizer = (folder / "tokenizer.json").stat().st_size == meta["tokenizer_bytes"]
+        return tokenizer and (folder / "tokens.bin").stat().st_size == expected
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _build(texts: list[str], vocab_size: int, folder: Path, key: str) -> None:
+def _build(texts: list[str], vocab_size: int, folder: Path, key: str, check: Callable[[int], None]) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     try:
@@ -206,8 +215,15 @@ def _build(texts: list[str], vocab_size: int, folder: Path, key: str) -> None:
                 for encoding in tokenizer.encode_batch(texts[start : start + 64]):
                     np.asarray(encoding.ids, dtype=dtype).tofile(file)
                     count += len(encoding.ids)
+        check(count)  # text that is refused leaves nothing behind
         tokenizer.save(str(work / "tokenizer.json"))
-        meta = {"tokens": count, "dtype": np.dtype(dtype).name, "vocab_size": tokenizer.get_vocab_size(), "key": key}
+        meta = {
+            "tokens": count,
+            "dtype": np.dtype(dtype).name,
+            "tokenizer_bytes": (work / "tokenizer.json").stat().st_size,
+            "vocab_size": tokenizer.get_vocab_size(),
+            "key": key,
+        }
         (work / "meta.json").write_text(json.dumps(meta))
         if folder.exists() and not _complete(folder):
             shutil.rmtree(folder)  # torn: whoever wrote it was interrupted

@@ -62,9 +62,32 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
         context = contextlib.nullcontext()
     with context:
         built = GPTNeoXForCausalLM(config)
+    if partition:
+        _initialise_partitioned(built, seed)
     if checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
+
+
+def _initialise_partitioned(built: GPTNeoXForCausalLM, seed: int) -> None:
+    """transformers' own initialisation, layer by layer, of a model that was built in shards.
+
+    Under ``zero.Init`` parameters are empty when transformers' ``post_init`` runs over them, so that torch's defaults
+    would stay (embeddings of standard deviation 1 instead of 0.02).
+    """
+    import deepspeed
+    import torch.distributed as dist
+
+    torch.manual_seed(seed)
+    for param in built.parameters():
+        param._is_hf_initialized = False
+    for module in built.modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        with deepspeed.zero.GatheredParameters(own, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                built._init_weights(module)
 
 
 def flops_per_token(model: dict[str, Any]) -> float:

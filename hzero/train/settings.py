@@ -6,13 +6,17 @@ import math
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hzero.config import ConfigError, parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.declared import resolve_grid
 from hzero.topology.grid import Grid
+from hzero.train.conf import one_line
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+GROUPS = ("model", "data", "topology", "zero", "launcher", "run", "train", "checkpoint", "deepspeed")
 
 #: Keys with the least value they may have.
 _AT_LEAST = {
@@ -66,10 +70,16 @@ class Settings:
     """
 
     def __init__(self, config: DictConfig | dict[str, Any], world_size: int | None = None) -> None:
-        resolved = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
-        assert isinstance(resolved, dict)
-        self.config: dict[str, Any] = {str(key): value for key, value in resolved.items()}
-        self._check_numbers()
+        if isinstance(config, DictConfig):
+            try:
+                config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+            except OmegaConfBaseException as error:
+                raise ConfigError(one_line(error)) from None
+        self.config: dict[str, Any] = {str(key): value for key, value in config.items()}
+        for group in GROUPS:
+            if not isinstance(self.config.get(group), dict):
+                raise ConfigError(f"{group}: found {self.config.get(group)!r}, expected a block of keys")
+        self._check_values()
         topology = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
         declared = parse_topology("topology", topology)
         if world_size is None:
@@ -124,10 +134,10 @@ class Settings:
             },
         }
 
-    def _check_numbers(self) -> None:
+    def _check_values(self) -> None:
         for key, least in _AT_LEAST.items():
             group, name = key.split(".")
-            value = self.config[group][name]
+            value = self.config[group].get(name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
                 raise ConfigError(f"{key}: found {value!r}, expected a number of at least {least}")
             whole = key not in ("train.grad_clip", "train.lr", "train.weight_decay")
@@ -145,5 +155,19 @@ class Settings:
         if not isinstance(share, (int, float)) or not 0 < share < 1:
             raise ConfigError(f"data.eval_share: found {share!r}, expected a share between 0 and 1")
         betas = train["betas"]
-        if not (isinstance(betas, list) and len(betas) == 2 and all(0 <= b < 1 for b in betas)):
+        numbers = isinstance(betas, list) and all(isinstance(b, (int, float)) for b in betas)
+        if not (numbers and len(betas) == 2 and all(0 <= b < 1 for b in betas)):
             raise ConfigError(f"train.betas: found {betas!r}, expected two numbers from 0 to below 1")
+        for key in ("train.activation_checkpointing", "run.overwrite"):
+            group, name = key.split(".")
+            if not isinstance(self.config[group][name], bool):
+                raise ConfigError(f"{key}: found {self.config[group][name]!r}, expected true or false")
+        if model["zero_init"] not in ("auto", True, False):
+            raise ConfigError(f"model.zero_init: found {model['zero_init']!r}, possible: auto, true, false")
+        for key in ("run.name", "run.dir", "data.path"):
+            group, name = key.split(".")
+            value = self.config[group][name]
+            if value == "" or not isinstance(value, (str, type(None))) or (value is None and key != "data.path"):
+                raise ConfigError(f"{key}: found {value!r}, expected a name or path")
+        if self.config["deepspeed"].get("zero_optimization", {}).get("stage", 3) != 3:
+            raise ConfigError("deepspeed.zero_optimization.stage: the trainer runs stage 3; remove the key")

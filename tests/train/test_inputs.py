@@ -1,0 +1,84 @@
+"""Wrong input: one line that names the key, status 2, nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hzero.cli import main
+
+CASES = {
+    "model=nope": "model: unknown option 'nope'",
+    "zero=tpoo": "did you mean 'topo'",
+    "model.hiden=3": "did you mean 'model.hidden_size'",
+    "micro_batch=3": "did you mean 'train.micro_batch'",
+    "zero.preset=mlid": "did you mean 'mild'",
+    "zero.codecs.weights.gpu=int9": "zero.codecs.weights.gpu.codec: unknown codec 'int9'; did you mean 'int8'",
+    "zero.shard.weights=world": "zero.shard.weights: 'world' is wider than zero.shard.gradients 'node'",
+    "zero.error_feedback=[nod]": "zero.error_feedback: unknown tier 'nod'; did you mean 'node'",
+    "launcher.world_size=12": "nodes=3 or gpus_per_node=3 or gcds_per_gpu=3 would fit",
+    "launcher.world_size=7": "no single factor makes it fit",
+    "topology=frontier": "topology.nodes: not given",
+    "topology.gpus_per_node=0": "topology.gpus_per_node: found 0",
+    "train.steps=0": "train.steps: found 0, expected a number of at least 1",
+    "train.steps=1.5": "train.steps: found 1.5, expected a whole number",
+    "train.lr=nan": "train.lr: found nan",
+    "train.dtype=fp8": "train.dtype: found 'fp8'",
+    "train.betas=[a,b]": "train.betas",
+    "train=3": "train: found 3, expected a block",
+    "~zero": "zero: found None",
+    "model.num_heads=3": "model.num_heads: found 3, which does not divide",
+    "model.zero_init=maybe": "model.zero_init: found 'maybe'",
+    "model=gpt_neox_20b": "states of",
+    "run.name=": "run.name: found ''",
+    "data.path=": "data.path: found ''",
+    "data=text": "data.path",
+    "data.path=missing.txt": "data.path: no file or folder 'missing.txt'",
+    "data.path=empty.txt": "data.path: 'empty.txt' is empty",
+    "data.path=short.txt": "data.path: 'short.txt' is too short",
+    "data.path=folder": "holds no text file",
+    "resume=elsewhere": "resume: no folder 'elsewhere'",
+    "+deepspeed.zero_optimization.stage=2": "the trainer runs stage 3",
+    "run.name=${oc.env:HZERO_NOT_SET}": "HZERO_NOT_SET",
+    "train.steps": "train.steps",
+}
+
+
+@pytest.mark.parametrize("override", CASES)
+def test_bad_override(
+    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("too short\n" * 3)
+    (tmp_path / "book.txt").write_text("some words to train on, again and again\n" * 8000)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "binary").write_bytes(b"\0\1\2")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with_text = [] if override.startswith("data") else ["data.path=book.txt"]
+    assert main(["train", *with_text, override]) == 2
+    error = capsys.readouterr().err
+    assert CASES[override] in error and error.startswith("hzero: error: ") and error.count("\n") == 1, error
+    left = sorted(p.name for p in tmp_path.iterdir() if p.name != "cache")
+    assert left == before
+    assert override.startswith(("resume",)) or not list((tmp_path / "cache").glob("hzero/tokens-*"))
+
+
+def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tarin"]) == 2
+    assert "did you mean 'train'" in capsys.readouterr().err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "hzero plan model=gpt_neox_20b" in capsys.readouterr().out
+    for arguments in (["--version"], ["plan", "--help"], ["report", "--help"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 0
+    assert main(["train", "--help"]) == 0
+    assert "resume=auto" in capsys.readouterr().out
+    assert main(["train", "--cfg", "job"]) == 0
+    assert "hidden_size: 128" in capsys.readouterr().out

@@ -1,0 +1,153 @@
+"""The main job as a user runs it: killed, interrupted, resumed bit for bit. Small: 4 ranks, a model of 40,000 parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+SMALL = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.intermediate_size=64",
+    "model.seq_length=32",
+    "model.vocab_size=300",
+    "topology.gcds_per_gpu=1",
+    "train.steps=12",
+    "train.warmup_steps=2",
+    "checkpoint.every=4",
+    "train.timeout_s=60",
+    "data.path=book.txt",
+]
+
+
+def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hzero", "train", *SMALL, *overrides],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str], timeout: float = 150) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def _losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def _ranks(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and max(_losses(run), default=0) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and one uninterrupted run, codec none."""
+    path = tmp_path_factory.mktemp("job with a space")
+    lines = [f"the {i % 17} quick brown foxes jump over {i % 5} lazy dogs, {i * 7919 % 1000} times\n" for i in range(4000)]
+    (path / "book.txt").write_text("".join(lines))
+    code, out, err = _finish(_start(path, "zero=lossless", "run.name=whole"))
+    assert code == 0, out + err
+    return path
+
+
+def test_an_uninterrupted_run_leaves_what_it_says(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    losses = _losses(run)
+    assert list(losses) == list(range(1, 13)) and losses[12] < losses[1] - 0.3
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["zero3"]["computed"] and summary["preset"] == "lossless"
+    assert {row["tier"] for row in summary["traffic"]} == {"gpu", "node"}
+    assert summary["eval"]["loss_decoded"] == pytest.approx(summary["eval"]["loss_exact"], rel=1e-6)
+    assert (run / "config.yaml").exists() and (run / "checkpoints" / "latest").read_text() == "step_000012"
+    assert len(list((run / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_rank_ends_the_job_and_resume_continues_bit_for_bit(folder: Path) -> None:
+    run = folder / "runs" / "killed"
+    process = _start(folder, "zero=lossless", "run.name=killed")
+    _wait_for_step(run, 6, process)
+    ranks = _ranks(process)
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    code, out, err = _finish(process, timeout=60)
+    assert code == 1 and "rank 2 died: signal SIGKILL" in err, out + err
+    assert all(not Path(f"/proc/{pid}").exists() for pid in ranks), "a rank was left behind"
+    assert len(_losses(run)) >= 6
+    # The newest checkpoint is torn too: the one before must serve.
+    code, out, err = _finish(_start(folder, "zero=lossless", "run.name=killed", "resume=auto"))
+    assert code == 0 and "going on after step 4" in out, out + err
+    assert _losses(run) == _losses(folder / "runs" / "whole")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_ctrl_c_saves_and_resume_goes_on(folder: Path) -> None:
+    run = folder / "runs" / "stopped"
+    process = _start(folder, "zero=lossless", "run.name=stopped", "checkpoint.every=0")
+    _wait_for_step(run, 3, process)
+    ranks = _ranks(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = _finish(process, timeout=60)
+    assert code == 130 and "stopping" in err, out + err
+    assert all(not Path(f"/proc/{pid}").exists() for pid in ranks)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and summary["steps"] == max(_losses(run))
+    code, out, err = _finish(_start(folder, "zero=lossless", "run.name=stopped", "resume=auto"))
+    assert code == 0, out + err
+    assert _losses(run) == _losses(folder / "runs" / "whole")
+
+
+def test_a_failing_rank_shows_its_traceback_once(folder: Path) -> None:
+    code, out, err = _finish(_start(folder, "run.name=bad", "+deepspeed.zero_optimization.reduce_scatter=false"))
+    assert code == 1 and err.count("Traceback") == 1, err
+    assert "zero_optimization.reduce_scatter: found False" in err and "all ranks are ended" in err
+
+
+def test_stock_zero3_gives_the_same_losses(folder: Path) -> None:
+    code, out, err = _finish(_start(folder, "zero=stock", "run.name=stock", "checkpoint.every=0"))
+    assert code == 0, out + err
+    whole = _losses(folder / "runs" / "whole")
+    for step, loss in _losses(folder / "runs" / "stock").items():
+        assert loss == pytest.approx(whole[step], rel=1e-5)
+
+
+def test_a_second_run_does_not_touch_the_first(folder: Path) -> None:
+    before = (folder / "runs" / "whole" / "metrics.jsonl").read_bytes()
+    code, out, err = _finish(
+        _start(folder, "zero=zeropp", "run.name=whole", "train.steps=2", "checkpoint.every=0", "model.zero_init=true")
+    )
+    assert code == 0 and "whole-2" in out, out + err
+    assert (folder / "runs" / "whole" / "metrics.jsonl").read_bytes() == before
+    # Weights that zero.Init made in shards start like those made whole.
+    losses = _losses(folder / "runs" / "whole-2")
+    assert losses[1] == pytest.approx(_losses(folder / "runs" / "whole")[1], rel=0.02)
