@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,13 @@ from hzero.codecs.reference import scale_limit
 from hzero.config import CodecConfig
 from hzero.sharding.records import RecordFormat, record_format
 
-_UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+#: Largest relative error of rounding a normal number to each type, and largest absolute error of rounding any other.
+_ROUNDOFF = {
+    torch.float32: (2.0**-24, 2.0**-150),
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.float16: (2.0**-11, 2.0**-25),
+}
+_SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,21 @@ class Codec:
         return self.config.codec
 
     @property
+    def block_size(self) -> int:
+        """Elements that share a scale; without meaning for ``none`` and ``bf16``, which have none."""
+        return self.config.block_size
+
+    @property
+    def scale(self) -> str:
+        """Type of the scales, ``bf16`` or ``fp32``; without meaning for ``none`` and ``bf16``."""
+        return self.config.scale
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether codes are rounded stochastically, not to nearest even. ``none`` and ``bf16`` never are."""
+        return self.config.rounding == "stochastic" and self.format.scale_bytes > 0
+
+    @property
     def exact(self) -> bool:
         """Whether every element comes back as it went in, whatever its type."""
         return self.name == "none"
@@ -50,29 +72,46 @@ class Codec:
         block = self.config.block_size
         return 8 * self.format.record_bytes(block * 16, torch.float32.itemsize) / (block * 16)
 
-    def error_bound(self, absmax: float, dtype: torch.dtype = torch.float32) -> float:
+    def error_bound(self, block_absmax: float, dtype: torch.dtype = torch.float32) -> float:
         """Largest absolute error of one round trip of a finite element.
 
         Args:
-            absmax: Largest magnitude in the element's block (codec ``bf16``: of the element).
-            dtype: Type decoded to; its own rounding is included.
+            block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself).
+            dtype: Type encoded from and decoded to, or a wider one encoded from of which nothing exceeds this one.
 
         Returns:
-            The bound, in the unit of the elements. Proofs are on docs/payload_format.md.
+            The bound, in the unit of the elements; infinity where codec ``bf16`` may overflow. Proofs are on
+            docs/payload_format.md.
         """
         if self.name == "none":
             return 0.0
-        own = _UNIT_ROUNDOFF[dtype]
+        relative, tiny = _ROUNDOFF[dtype]
         if self.name == "bf16":
-            return absmax * 2.0**-8 + 2.0**-134
-        unit = {2: 2.0**-8, 4: 2.0**-24}[self.format.scale_bytes]
-        steps = 0.5 if self.config.rounding == "nearest" else 1.0
-        largest, tiny = (127, 127 * 2.0**-134) if self.name == "int8" else (8, 8 * 2.0**-134)
-        # The sign that int4 gives 7 levels is cut off at 7/8 of the block's largest element.
-        relative = steps / 127 * (1 + unit) if self.name == "int8" else 1 / 8 + unit
-        if absmax / largest > scale_limit(self.format, dtype):
-            relative += 2 * unit
-        return absmax * (relative + 1.5 * own) + tiny + torch.finfo(dtype).tiny * own
+            mantissa, exponent = math.frexp(block_absmax)
+            if math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8) > torch.finfo(dtype).max:
+                return math.inf
+            error, exact = block_absmax * 2.0**-8 + 2.0**-134, (torch.float32, torch.bfloat16)
+        else:
+            error, exact = self._block_error(block_absmax), (torch.float32, torch.float32)
+        if dtype not in exact:
+            error += (block_absmax + error) * relative + tiny
+        return error
+
+    def _block_error(self, absmax: float) -> float:
+        """`error_bound` of a block codec in float32."""
+        levels = 127 if self.name == "int8" else 8
+        roundoff, tiny = _ROUNDOFF[_SCALE_DTYPES[self.scale]]
+        single = 2.0**-24
+        scale = absmax / levels
+        clamped = any(scale > scale_limit(self.format, t) and absmax <= torch.finfo(t).max for t in _ROUNDOFF)
+        # How far the stored scale may be from the exact one, and what that costs the element it belongs to.
+        drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150
+        step = (scale + drift) * (1.0 if self.stochastic else 0.5)
+        cut = levels * drift
+        if self.name == "int4":
+            # The sign opposite to the largest element's has 7 levels of the 8.
+            cut = max(cut, scale + 7 * drift)
+        return max(step, cut) + 3 * single * absmax + 2.0**-149
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""
@@ -86,8 +125,8 @@ class Codec:
         source: Sequence[torch.Tensor],
         chunks: Sequence[int],
         *,
-        sizes: Sequence[int] = (1,),
-        strides: Sequence[int] = (1,),
+        sizes: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
         outer: int = 1,
         seed: int = 0,
     ) -> torch.Tensor:
@@ -97,9 +136,10 @@ class Codec:
             source: Contiguous floating tensors of one dtype (float32, bfloat16, float16) and device, each of at most
                 ``rows * chunk`` elements, shards in order; what is missing is encoded as zero.
             chunks: Elements of one shard of each tensor.
-            sizes: Axes of the rows; their product is the number of rows.
+            sizes: Axes of the rows; their product is the number of rows. None takes as few rows as hold the sources
+                and fill ``outer`` pieces, at least one a piece.
             strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` is shard
-                ``i * strides[0] + j * strides[1] + ..``.
+                ``i * strides[0] + j * strides[1] + ..``; rows and shards correspond one to one. None: in order.
             outer: How many pieces the message falls into, each ``[tensor][rows / outer][record]``.
             seed: Of stochastic rounding.
 
@@ -110,14 +150,16 @@ class Codec:
             TypeError: A dtype or device that cannot be encoded, named.
             ValueError: Sizes that do not fit, named.
         """
+        rows = max((-(-t.numel() // chunk) for t, chunk in zip(source, chunks) if chunk > 0), default=1)
+        pieces = max(outer, 1)
+        axes = _axes(sizes, strides, max(-(-rows // pieces), 1) * pieces)
         return torch.ops.hzero.encode(
             list(source),
             list(chunks),
-            list(sizes),
-            list(strides),
+            *axes,
             outer,
             *self._settings(),
-            self.config.rounding == "stochastic",
+            self.stochastic,
             seed,
         )
 
@@ -137,8 +179,8 @@ class Codec:
             payload: uint8 message.
             chunks: As encoded.
             dtype: Type to decode to; for codec ``none`` the type that was encoded.
-            sizes: As encoded. None takes the rows in order, as many as the payload holds.
-            strides: As encoded.
+            sizes: As encoded. None takes as many rows as the payload holds.
+            strides: As encoded. None: in order.
             outer: As encoded.
 
         Returns:
@@ -148,12 +190,9 @@ class Codec:
             TypeError: As `encode`.
             ValueError: The payload's size is not that of such a message.
         """
-        if sizes is None or strides is None:
-            row = self.message_bytes(chunks, 1, dtype.itemsize)
-            sizes, strides = (payload.numel() // row if row else outer,), (1,)
-        return torch.ops.hzero.decode(
-            payload, list(chunks), list(sizes), list(strides), outer, *self._settings(), dtype
-        )
+        row = self.message_bytes(chunks, 1, dtype.itemsize)
+        axes = _axes(sizes, strides, max(payload.numel() // row, 1) if row else outer)
+        return torch.ops.hzero.decode(payload, list(chunks), *axes, outer, *self._settings(), dtype)
 
     def decode_sum(
         self, payload: torch.Tensor, peers: int, chunks: Sequence[int], *, inner: int, dtype: torch.dtype
@@ -198,6 +237,17 @@ class Codec:
             dtype,
             outer,
             *to._settings(),
-            to.config.rounding == "stochastic",
+            to.stochastic,
             seed,
         )
+
+
+def _axes(sizes: Sequence[int] | None, strides: Sequence[int] | None, rows: int) -> tuple[list[int], list[int]]:
+    """Sizes and strides of the rows; where they are not given, those of ``rows`` rows in order."""
+    if sizes is None:
+        if strides is not None:
+            raise ValueError(f"sizes: found None, expected as many as strides {list(strides)}")
+        sizes = (rows,)
+    if strides is None:
+        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    return list(sizes), list(strides)

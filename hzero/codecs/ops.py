@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,32 +37,45 @@ torch.library.define(
 )
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+# ---- checks: one line, the argument first ---------------------------------------------------------------------------
 
 
-def _format(codec: str, block_size: int, scale: str) -> RecordFormat:
+def _format(codec: str, block_size: int, scale: str, prefix: str = "") -> RecordFormat:
     if codec not in CODECS:
-        raise ValueError(f"codec: found {codec!r}, possible: {', '.join(CODECS)}")
+        raise ValueError(f"{prefix}codec: found {codec!r}, possible: {', '.join(CODECS)}")
     if codec in ("none", "bf16"):
         return RecordFormat(codec, 0, 0)
     if scale not in _SCALES:
-        raise ValueError(f"scale: found {scale!r}, possible: {', '.join(_SCALES)}")
+        raise ValueError(f"{prefix}scale: found {scale!r}, possible: {', '.join(_SCALES)}")
     if not 16 <= block_size <= 4096 or block_size % 16:
-        raise ValueError(f"block_size: found {block_size}, expected a multiple of 16 from 16 to 4096")
+        raise ValueError(f"{prefix}block_size: found {block_size}, expected a multiple of 16 from 16 to 4096")
     return RecordFormat(codec, block_size, _SCALES[scale])
 
 
 def _rows(sizes: Sequence[int], strides: Sequence[int], outer: int) -> int:
-    if len(sizes) != len(strides) or not sizes:
-        raise ValueError(f"strides: found {len(strides)} of them for {len(sizes)} sizes")
-    rows = 1
-    for size in sizes:
-        rows *= size
-    if outer < 1 or rows < 1 or rows % outer:
+    _check_axes(tuple(sizes), tuple(strides))
+    rows = math.prod(sizes)
+    if outer < 1 or rows % outer:
         raise ValueError(f"outer: found {outer}, which does not divide the {rows} rows")
-    if any(s < 0 for s in strides) or sum((n - 1) * s for n, s in zip(sizes, strides)) >= rows:
-        raise ValueError(f"strides: {list(strides)} lead beyond the {rows} shards of sizes {list(sizes)}")
     return rows
+
+
+@functools.lru_cache(maxsize=256)
+def _check_axes(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes: found {list(sizes)}, expected at least one, each at least 1")
+    if len(strides) != len(sizes):
+        raise ValueError(f"strides: found {len(strides)} of them for {len(sizes)} sizes")
+    # Sums of multiples of the strides are 0, 1, .. without gap or repetition just where each stride is the product of
+    # the sizes of smaller ones. Otherwise some shard would be written twice and another never.
+    reached = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes) if size > 1):
+        if stride != reached:
+            raise ValueError(
+                f"strides: {list(strides)} with sizes {list(sizes)} do not reach each of the {math.prod(sizes)} shards "
+                "once"
+            )
+        reached *= size
 
 
 def _check_dtype(dtype: torch.dtype, name: str) -> None:
@@ -68,127 +83,199 @@ def _check_dtype(dtype: torch.dtype, name: str) -> None:
         raise TypeError(f"{name}: found {dtype}, expected float32, bfloat16 or float16")
 
 
+def _check_chunks(chunks: Sequence[int]) -> None:
+    if not chunks or min(chunks) < 0:
+        raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, none negative")
+
+
 def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: int) -> None:
-    if not source or len(source) != len(chunks):
-        raise ValueError(f"chunks: found {len(chunks)} of them for {len(source)} source tensors (at least one)")
+    _check_chunks(chunks)
+    if len(source) != len(chunks):
+        raise ValueError(f"source: found {len(source)} tensors for {len(chunks)} chunks")
+    dtype, device = source[0].dtype, source[0].device
     for index, (tensor, chunk) in enumerate(zip(source, chunks)):
         _check_dtype(tensor.dtype, f"source[{index}]")
-        if tensor.dtype != source[0].dtype or tensor.device != source[0].device:
+        if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
-                f"source[{index}]: found {tensor.dtype} on {tensor.device}, but source[0] is {source[0].dtype} on "
-                f"{source[0].device}"
+                f"source[{index}]: found {tensor.dtype} on {tensor.device}, but source[0] is {dtype} on {device}"
             )
         if not tensor.is_contiguous():
-            raise ValueError(f"source[{index}]: not contiguous")
-        if chunk < 0 or tensor.numel() > rows * chunk:
-            raise ValueError(f"source[{index}]: {tensor.numel()} elements do not fit {rows} shards of {chunk}")
+            raise ValueError(f"source[{index}]: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
+        if tensor.numel() > rows * chunk:
+            raise ValueError(
+                f"source[{index}]: found {tensor.numel()} elements, expected at most {rows * chunk}: "
+                f"{rows} shards of {chunk}"
+            )
 
 
-def _check_payload(payload: torch.Tensor, fmt: RecordFormat, chunks: Sequence[int], rows: int, itemsize: int) -> None:
+def _summed_rows(peers: int, inner: int) -> int:
+    for name, count in (("peers", peers), ("inner", inner)):
+        if count < 1:
+            raise ValueError(f"{name}: found {count}, expected at least 1")
+    return peers * inner
+
+
+def _check_payload(
+    payload: torch.Tensor, fmt: RecordFormat, chunks: Sequence[int], rows: int, dtype: torch.dtype
+) -> None:
+    _check_dtype(dtype, "dtype")
+    _check_chunks(chunks)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
-    expected = fmt.message_bytes(chunks, rows, itemsize)
+    expected = fmt.message_bytes(chunks, rows, dtype.itemsize)
     if payload.numel() != expected:
         raise ValueError(
-            f"payload: found {payload.numel()} bytes, expected {expected} for {rows} rows of chunks {list(chunks)[:8]} in "
-            f"codec {fmt.codec}"
+            f"payload: found {payload.numel()} bytes, expected {expected}: {rows} rows of chunks {list(chunks)[:8]} "
+            f"in codec {fmt.codec}"
         )
 
 
-# ---- reference backend and fakes --------------------------------------------------------------------------------------
+# ---- reference backend and fakes: the former serves every device for which no other backend is registered ----------
 
 
 @torch.library.impl("hzero::encode", "CompositeExplicitAutograd")
-def _encode(source, chunks, sizes, strides, outer, codec, block_size, scale, stochastic, seed):  # type: ignore[no-untyped-def]
+def _encode(
+    source: Sequence[torch.Tensor],
+    chunks: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    outer: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    stochastic: bool,
+    seed: int,
+) -> torch.Tensor:
     fmt = _format(codec, block_size, scale)
     _check_source(source, chunks, _rows(sizes, strides, outer))
     return reference.encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
 
 
 @torch.library.register_fake("hzero::encode")
-def _encode_fake(source, chunks, sizes, strides, outer, codec, block_size, scale, stochastic, seed):  # type: ignore[no-untyped-def]
-    fmt = _format(codec, block_size, scale)
-    rows = _rows(sizes, strides, outer)
+def _encode_fake(
+    source: Sequence[torch.Tensor],
+    chunks: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    outer: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    stochastic: bool,
+    seed: int,
+) -> torch.Tensor:
+    fmt, rows = _format(codec, block_size, scale), _rows(sizes, strides, outer)
     _check_source(source, chunks, rows)
     return source[0].new_empty(fmt.message_bytes(chunks, rows, source[0].dtype.itemsize), dtype=torch.uint8)
 
 
 @torch.library.impl("hzero::decode", "CompositeExplicitAutograd")
-def _decode(payload, chunks, sizes, strides, outer, codec, block_size, scale, dtype):  # type: ignore[no-untyped-def]
+def _decode(
+    payload: torch.Tensor,
+    chunks: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    outer: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
     fmt = _format(codec, block_size, scale)
-    _check_dtype(dtype, "dtype")
-    _check_payload(payload, fmt, chunks, _rows(sizes, strides, outer), dtype.itemsize)
+    _check_payload(payload, fmt, chunks, _rows(sizes, strides, outer), dtype)
     return reference.decode(payload, chunks, sizes, strides, outer, fmt, dtype)
 
 
 @torch.library.register_fake("hzero::decode")
-def _decode_fake(payload, chunks, sizes, strides, outer, codec, block_size, scale, dtype):  # type: ignore[no-untyped-def]
-    fmt = _format(codec, block_size, scale)
-    rows = _rows(sizes, strides, outer)
-    _check_dtype(dtype, "dtype")
-    _check_payload(payload, fmt, chunks, rows, dtype.itemsize)
+def _decode_fake(
+    payload: torch.Tensor,
+    chunks: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    outer: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    fmt, rows = _format(codec, block_size, scale), _rows(sizes, strides, outer)
+    _check_payload(payload, fmt, chunks, rows, dtype)
     return [payload.new_empty(rows * chunk, dtype=dtype) for chunk in chunks]
 
 
 @torch.library.impl("hzero::decode_sum", "CompositeExplicitAutograd")
-def _decode_sum(payload, peers, chunks, inner, codec, block_size, scale, dtype):  # type: ignore[no-untyped-def]
+def _decode_sum(
+    payload: torch.Tensor,
+    peers: int,
+    chunks: Sequence[int],
+    inner: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
     fmt = _format(codec, block_size, scale)
-    _check_dtype(dtype, "dtype")
-    _check_payload(payload, fmt, chunks, peers * inner, dtype.itemsize)
+    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
     return reference.decode_sum(payload, peers, chunks, inner, fmt, dtype)
 
 
 @torch.library.register_fake("hzero::decode_sum")
-def _decode_sum_fake(payload, peers, chunks, inner, codec, block_size, scale, dtype):  # type: ignore[no-untyped-def]
+def _decode_sum_fake(
+    payload: torch.Tensor,
+    peers: int,
+    chunks: Sequence[int],
+    inner: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
     fmt = _format(codec, block_size, scale)
-    _check_dtype(dtype, "dtype")
-    _check_payload(payload, fmt, chunks, peers * inner, dtype.itemsize)
+    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
     return [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
 
 
 @torch.library.impl("hzero::decode_sum_encode", "CompositeExplicitAutograd")
-def _decode_sum_encode(  # type: ignore[no-untyped-def]
-    payload,
-    peers,
-    chunks,
-    inner,
-    codec,
-    block_size,
-    scale,
-    dtype,
-    outer,
-    out_codec,
-    out_block_size,
-    out_scale,
-    stochastic,
-    seed,
-):
-    fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale)
-    _check_dtype(dtype, "dtype")
-    _check_payload(payload, fmt, chunks, peers * inner, dtype.itemsize)
+def _decode_sum_encode(
+    payload: torch.Tensor,
+    peers: int,
+    chunks: Sequence[int],
+    inner: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    dtype: torch.dtype,
+    outer: int,
+    out_codec: str,
+    out_block_size: int,
+    out_scale: str,
+    stochastic: bool,
+    seed: int,
+) -> torch.Tensor:
+    fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale, "out_")
+    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
     _rows((inner,), (1,), outer)
     return reference.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
 
 
 @torch.library.register_fake("hzero::decode_sum_encode")
-def _decode_sum_encode_fake(  # type: ignore[no-untyped-def]
-    payload,
-    peers,
-    chunks,
-    inner,
-    codec,
-    block_size,
-    scale,
-    dtype,
-    outer,
-    out_codec,
-    out_block_size,
-    out_scale,
-    stochastic,
-    seed,
-):
-    fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale)
-    _check_dtype(dtype, "dtype")
-    _check_payload(payload, fmt, chunks, peers * inner, dtype.itemsize)
+def _decode_sum_encode_fake(
+    payload: torch.Tensor,
+    peers: int,
+    chunks: Sequence[int],
+    inner: int,
+    codec: str,
+    block_size: int,
+    scale: str,
+    dtype: torch.dtype,
+    outer: int,
+    out_codec: str,
+    out_block_size: int,
+    out_scale: str,
+    stochastic: bool,
+    seed: int,
+) -> torch.Tensor:
+    fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale, "out_")
+    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
     _rows((inner,), (1,), outer)
     return payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)

@@ -1,12 +1,18 @@
 """Reference backend: the payload formats in plain torch, on any device. The other backends follow it bit for bit.
 
 docs/payload_format.md says what is computed here; the order of the operations in the block functions is part of it.
+Block codecs stage a bucket in one float32 buffer ``[rows, blocks * block_size]``, so that the arithmetic is a fixed
+number of operations; what remains for each tensor are copies. Nothing loops over rows or blocks.
+
+Buffers come from ``new_empty`` of an argument: DeepSpeed's ``zero.Init`` turns what ``torch.empty`` makes into its own
+type, and a default dtype other than float32 would do the same.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,12 +20,18 @@ from hzero.codecs.layout import Layout, layout_of
 from hzero.sharding.records import RecordFormat
 
 SCALE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+_SCALE_BITS = {2: 8, 4: 24}  # significant bits of each
 _LARGEST_CODE = {"int8": 127, "int4": 8}
+_CODE_RANGE = {"int8": (-127, 127), "int4": (-8, 7)}
+_CODES_A_BYTE = {"int8": 1, "int4": 2}
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 # ---- the four operations ------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def encode(
     source: Sequence[torch.Tensor],
     chunks: Sequence[int],
@@ -31,25 +43,20 @@ def encode(
     seed: int,
 ) -> torch.Tensor:
     """Encodes a bucket; see `hzero.codecs.Codec.encode`."""
-    dtype, device = source[0].dtype, source[0].device
-    rows = _product(sizes)
+    dtype, rows = source[0].dtype, math.prod(sizes)
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
-    views = [_rows_of(_padded(t, rows * chunk), chunk, sizes, strides) for t, chunk in zip(source, chunks)]
-    if fmt.scale_bytes:
-        staged = torch.zeros(rows, layout.row_blocks * fmt.block_size, device=device)
-        for view, chunk, start in zip(views, chunks, layout.block_starts):
-            first = start * fmt.block_size
-            staged[:, first : first + chunk].view(*sizes, chunk).copy_(view)
-        return _encode_staged(staged, layout, fmt, outer, dtype, stochastic, seed)
-    elements = dtype if fmt.codec == "none" else torch.bfloat16
-    payload = torch.zeros(rows * layout.row_bytes, dtype=torch.uint8, device=device)
-    inner = rows // outer
-    for index, view in enumerate(views):
-        region = _region(payload, layout, index, outer, inner, elements)[..., : chunks[index]]
-        region.copy_(view.reshape(outer, inner, chunks[index]))
-    return payload
+    if not fmt.scale_bytes:
+        return _encode_elements(source, layout, fmt, sizes, strides, outer)
+    staged = source[0].new_empty(rows, layout.row_blocks * fmt.block_size, dtype=torch.float32)
+    for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, chunks, rows), chunks):
+        if column.shape[1] > chunk:
+            column[:, chunk:].zero_()
+            column = column[:, :chunk]
+        column.view(*sizes, chunk).copy_(_shards(flat, chunk, sizes, strides))
+    return _encode_staged(staged, layout, fmt, outer, dtype, stochastic, seed)
 
 
+@torch.no_grad()
 def decode(
     payload: torch.Tensor,
     chunks: Sequence[int],
@@ -60,47 +67,45 @@ def decode(
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """Decodes a message into flat tensors in shard order; see `hzero.codecs.Codec.decode`."""
-    rows = _product(sizes)
+    rows = math.prod(sizes)
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
-    staged = _decode_staged(payload, layout, fmt, outer, rows // outer) if fmt.scale_bytes else None
+    if fmt.scale_bytes:
+        parts = _columns(_decode_staged(payload, layout, fmt, outer, rows // outer), layout, fmt)
+    else:
+        parts = _records(payload, layout, outer, rows // outer, dtype if fmt.codec == "none" else torch.bfloat16)
+        sizes, strides, _ = _axes(tuple(sizes), tuple(strides), outer)
     decoded = []
-    for index, chunk in enumerate(chunks):
-        flat = torch.empty(rows * chunk, dtype=dtype, device=payload.device)
-        if staged is not None:
-            first = layout.block_starts[index] * fmt.block_size
-            found = staged[:, first : first + chunk]
-        else:
-            elements = dtype if fmt.codec == "none" else torch.bfloat16
-            found = _region(payload, layout, index, outer, rows // outer, elements)[..., :chunk]
-        _rows_of(flat, chunk, sizes, strides).copy_(found.reshape(*sizes, chunk))
+    for part, chunk in zip(parts, chunks):
+        flat = payload.new_empty(rows * chunk, dtype=dtype)
+        _shards(flat, chunk, sizes, strides).copy_(part[..., :chunk].reshape(*sizes, chunk))
         decoded.append(flat)
     return decoded
 
 
+@torch.no_grad()
 def decode_sum(
     payload: torch.Tensor, peers: int, chunks: Sequence[int], inner: int, fmt: RecordFormat, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Decodes the messages of several peers and sums them in float32, in their order."""
+    layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
+    payload = _aligned(payload)
+    # Outputs are copies: those of an operator may not share memory.
+    sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
     if fmt.scale_bytes:
-        layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
-        total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)
-        starts = [start * fmt.block_size for start in layout.block_starts]
-        # Copies: outputs of an operator may not share memory.
-        return [
-            total[:, start : start + chunk].clone(memory_format=torch.contiguous_format).view(-1)
-            for start, chunk in zip(starts, chunks)
-        ]
-    sums = []
-    for flat, chunk in zip(decode(payload, chunks, (peers * inner,), (1,), peers, fmt, dtype), chunks):
-        parts = flat.view(peers, inner * chunk)
-        total = parts[0].to(torch.float32, copy=True)
+        total = _sum_staged(payload, layout, fmt, peers, inner)
+        for flat, column, chunk in zip(sums, _columns(total, layout, fmt), chunks):
+            flat.view(inner, chunk).copy_(column[:, :chunk])
+        return sums
+    elements = dtype if fmt.codec == "none" else torch.bfloat16
+    for flat, records, chunk in zip(sums, _records(payload, layout, peers, inner, elements), chunks):
+        rows = flat.view(inner, chunk).copy_(records[0, :, :chunk])
         for peer in range(1, peers):
-            total += parts[peer]
-        sums.append(total)
+            rows.add_(records[peer, :, :chunk])
     return sums
 
 
+@torch.no_grad()
 def decode_sum_encode(
     payload: torch.Tensor,
     peers: int,
@@ -116,6 +121,7 @@ def decode_sum_encode(
     """`decode_sum` and `encode` of its result, rows in order, without the tensors between where blocks agree."""
     if fmt.scale_bytes and out.scale_bytes and fmt.block_size == out.block_size:
         layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
+        # Beyond a record's elements the sums are zero, or NaN in a block that is NaN anyway: no code changes by it.
         total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)
         target = layout_of(tuple(chunks), out, torch.float32.itemsize)
         return _encode_staged(total, target, out, outer, torch.float32, stochastic, seed)
@@ -123,7 +129,43 @@ def decode_sum_encode(
     return encode(sums, chunks, (inner,), (1,), outer, out, stochastic, seed)
 
 
-# ---- blocks ---------------------------------------------------------------------------------------------------------
+# ---- elements: codecs none and bf16 ---------------------------------------------------------------------------------
+
+
+def _encode_elements(
+    source: Sequence[torch.Tensor],
+    layout: Layout,
+    fmt: RecordFormat,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    outer: int,
+) -> torch.Tensor:
+    rows = math.prod(sizes)
+    dtype = source[0].dtype if fmt.codec == "none" else torch.bfloat16
+    widths = [size // dtype.itemsize for size in layout.record_bytes]
+    sizes, strides, splits = _axes(tuple(sizes), tuple(strides), outer)
+    if outer == 1 and sizes == (rows,) and (rows == 1 or list(layout.chunks) == widths):
+        # The message is the sources one after the other, each followed by zeros.
+        elements = _cat_padded(source, [rows * width for width in widths]).to(dtype)
+    else:
+        elements = source[0].new_empty(rows * sum(widths), dtype=dtype)
+        records = _records(elements.view(torch.uint8), layout, outer, rows // outer, dtype)
+        for record, flat, chunk in zip(records, _whole(source, layout.chunks, rows), layout.chunks):
+            if record.shape[-1] > chunk:
+                record[..., chunk:].zero_()
+                record = record[..., :chunk]
+            shards = _shards(flat, chunk, sizes, strides)
+            if splits:
+                record.view(*sizes, chunk).copy_(shards)
+            else:
+                record.copy_(shards.reshape(record.shape))
+    if dtype != source[0].dtype:
+        # Which NaN a conversion makes depends on the processor.
+        elements.nan_to_num_(math.nan, math.inf, -math.inf)
+    return elements.view(torch.uint8)
+
+
+# ---- blocks: codecs int8 and int4 -----------------------------------------------------------------------------------
 
 
 def _encode_staged(
@@ -135,170 +177,232 @@ def _encode_staged(
     stochastic: bool,
     seed: int,
 ) -> torch.Tensor:
-    """A message from float32 ``[rows, blocks * block_size]``, zeros where a record's last block is short."""
+    """A message from float32 ``[rows, blocks * block_size]``, zeros beyond short blocks. Overwrites it."""
     rows = staged.shape[0]
+    if not staged.numel():
+        return staged.new_empty(0, dtype=torch.uint8)
     blocks = staged.view(rows, layout.row_blocks, fmt.block_size)
     scales = _scales(blocks, fmt, dtype)
-    steps = scales.float()
     # A block of zero or NaN scale has no codes: dividing by infinity makes them zero.
-    steps = torch.where((steps == 0) | steps.isnan(), torch.inf, steps)
-    quotient = blocks / steps.unsqueeze(-1)
+    divisors = scales.float().masked_fill((scales == 0) | scales.isnan(), math.inf)
+    blocks.div_(divisors.unsqueeze(-1))
     if stochastic:
-        noise = _noise(layout, fmt, rows, seed, staged.device)
-        quotient = quotient.add_(noise).floor_()
+        staged.add_(_noise(staged, seed)).floor_()
     else:
-        quotient = quotient.round_()
-    low, high = (-127, 127) if fmt.codec == "int8" else (-8, 7)
+        staged.round_()
     # Infinity over infinity is NaN; its block decodes to NaN whatever the codes are.
-    codes = quotient.nan_to_num_(0.0).clamp_(low, high).to(torch.int8).view(rows, -1)
-    per_code = 1
+    codes = staged.nan_to_num_(0.0).clamp_(*_CODE_RANGE[fmt.codec]).to(torch.int8)
     if fmt.codec == "int4":
-        codes = codes.view(torch.uint8)
-        codes = (codes[:, 0::2] & 15) | (codes[:, 1::2] << 4)
-        per_code = 2
-    payload = torch.zeros(rows * layout.row_bytes, dtype=torch.uint8, device=staged.device)
-    codes = codes.view(torch.uint8)
-    inner = rows // outer
-    for index, chunk in enumerate(layout.chunks):
-        size = -(-chunk // per_code)
-        first = layout.block_starts[index] * fmt.block_size // per_code
-        region = _region(payload, layout, index, outer, inner, torch.uint8)
-        region[..., :size].copy_(codes[:, first : first + size].view(outer, inner, size))
-        places = _region(payload, layout, index, outer, inner, scales.dtype)
-        offset, count = layout.scales_offsets[index] // fmt.scale_bytes, fmt.blocks(chunk)
-        start = layout.block_starts[index]
-        places[..., offset : offset + count].copy_(scales[:, start : start + count].view(outer, inner, count))
+        # Pairs as little-endian 16-bit words: the element of even index is the low byte.
+        pairs = codes.view(torch.int16)
+        codes = ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
+    payload = staged.new_zeros(rows * layout.row_bytes, dtype=torch.uint8)
+    for written, own in _regions(payload, codes.view(torch.uint8), scales, layout, fmt, outer):
+        written.copy_(own)
     return payload
 
 
 def _scales(blocks: torch.Tensor, fmt: RecordFormat, dtype: torch.dtype) -> torch.Tensor:
     """Scales ``[rows, blocks]`` in their storage type; NaN for a block that holds NaN or infinity."""
-    low, high = torch.aminmax(blocks, dim=-1)
     if fmt.codec == "int8":
-        extreme = torch.maximum(-low, high)
-        scales = extreme / 127
+        extremes, level = torch.maximum(-blocks.amin(-1), blocks.amax(-1)), 127.0
     else:
-        # The element of largest magnitude maps to -8; the negative one where both signs reach it.
-        extreme = torch.where(-low >= high, low, high)
-        extreme = torch.where(low.isnan(), low, extreme)
-        scales = extreme / -8
-    stored = scales.to(SCALE_DTYPES[fmt.scale_bytes])
+        extremes, level = _extremes(blocks), -8.0
+    # On CUDA a division by a Python number multiplies by its reciprocal, which is not the same last bit.
+    scales = extremes / extremes.new_full((), level)
     limit = scale_limit(fmt, dtype)
-    stored = stored.clamp(-limit, limit)
-    return torch.where(extreme.isfinite(), stored, torch.nan)
+    # Adding zero turns -0 into +0: a block without a scale has one bit pattern, and decodes to +0.
+    stored = scales.to(SCALE_DTYPES[fmt.scale_bytes]).clamp_(-limit, limit).add_(0.0)
+    return stored.masked_fill_(~extremes.isfinite(), math.nan)
+
+
+def _extremes(blocks: torch.Tensor) -> torch.Tensor:
+    """Element of largest magnitude of each block, with its sign; the first one where several reach it."""
+    if not blocks.is_cpu:
+        return _first_extremes(blocks)
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    extremes = torch.where(-low > high, low, high)
+    # An argmax costs ten times these, so here it is spent on blocks where both signs reach the magnitude. Elsewhere
+    # the host would have to wait to know which they are.
+    tied = (-low == high) & (high > 0)
+    if tied.any():
+        extremes[tied] = _first_extremes(blocks[tied])
+    return extremes
+
+
+def _first_extremes(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
 
 
 @functools.lru_cache(maxsize=64)
 def scale_limit(fmt: RecordFormat, dtype: torch.dtype) -> float:
     """Largest scale whose largest code still decodes to a finite number of the source type."""
-    storage = SCALE_DTYPES[fmt.scale_bytes]
-    wanted = torch.tensor(torch.finfo(dtype).max / _LARGEST_CODE[fmt.codec], dtype=torch.float64)
-    limit = wanted.to(storage)
-    if limit.double() * _LARGEST_CODE[fmt.codec] > torch.finfo(dtype).max:
-        limit = torch.nextafter(limit, torch.zeros_like(limit))
-    return float(limit)
+    mantissa, exponent = math.frexp(torch.finfo(dtype).max / _LARGEST_CODE[fmt.codec])
+    bits = _SCALE_BITS[fmt.scale_bytes]
+    return math.ldexp(math.floor(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, inner: int) -> torch.Tensor:
-    """Float32 ``[rows, blocks * block_size]``; what lies beyond a record's elements is of no meaning."""
-    rows, per_code = outer * inner, 2 if fmt.codec == "int4" else 1
-    width = layout.row_blocks * fmt.block_size // per_code
-    codes = torch.zeros(rows, width, dtype=torch.uint8, device=payload.device)
-    storage = SCALE_DTYPES[fmt.scale_bytes]
-    scales = torch.empty(rows, layout.row_blocks, dtype=storage, device=payload.device)
-    for index, chunk in enumerate(layout.chunks):
-        size = -(-chunk // per_code)
-        first = layout.block_starts[index] * fmt.block_size // per_code
-        region = _region(payload, layout, index, outer, inner, torch.uint8)
-        codes[:, first : first + size].view(outer, inner, size).copy_(region[..., :size])
-        places = _region(payload, layout, index, outer, inner, storage)
-        offset, count = layout.scales_offsets[index] // fmt.scale_bytes, fmt.blocks(chunk)
-        start = layout.block_starts[index]
-        scales[:, start : start + count].view(outer, inner, count).copy_(places[..., offset : offset + count])
+    """Float32 ``[rows, blocks * block_size]``; beyond a record's elements zero, or NaN where the block is."""
+    rows, width = outer * inner, layout.row_blocks * fmt.block_size // _CODES_A_BYTE[fmt.codec]
+    if not width:
+        return payload.new_empty(rows, 0, dtype=torch.float32)
+    codes = payload.new_zeros(rows, width)
+    scales = payload.new_empty(rows, layout.row_blocks, dtype=SCALE_DTYPES[fmt.scale_bytes])
+    for written, own in _regions(payload, codes, scales, layout, fmt, outer):
+        own.copy_(written)
+    codes = codes.view(torch.int8)
     if fmt.codec == "int4":
-        signed = codes.view(torch.int8)
-        pairs = torch.empty(rows, width, 2, dtype=torch.int8, device=payload.device)
-        pairs[..., 0] = (signed << 4) >> 4  # the arithmetic shift back extends the sign
-        pairs[..., 1] = signed >> 4
-        values = pairs.view(rows, layout.row_blocks, fmt.block_size)
-    else:
-        values = codes.view(torch.int8).view(rows, layout.row_blocks, fmt.block_size)
-    return (values * scales.float().unsqueeze(-1)).view(rows, -1)
+        high = codes.to(torch.int16)  # extends the sign
+        low = high.bitwise_left_shift(12).bitwise_right_shift_(12).bitwise_and_(0xFF)
+        codes = high.bitwise_right_shift_(4).bitwise_left_shift_(8).bitwise_or_(low).view(torch.int8)
+    values = codes.to(torch.float32)
+    values.view(rows, layout.row_blocks, fmt.block_size).mul_(scales.float().unsqueeze(-1))
+    return values
 
 
 def _sum_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, peers: int, inner: int) -> torch.Tensor:
-    """Sum over peers, float32 ``[inner, blocks * block_size]``, zero beyond a record's elements."""
-    parts = _decode_staged(payload, layout, fmt, peers, inner).view(peers, inner, -1)
-    total = parts[0]
+    """Sum over peers, float32 ``[inner, blocks * block_size]``, in their order."""
+    parts = _decode_staged(payload, layout, fmt, peers, inner)
+    total = parts[:inner]
     for peer in range(1, peers):
-        total = total.add_(parts[peer]) if peer > 1 else total + parts[peer]
-    for chunk, start in zip(layout.chunks, layout.block_starts):
-        # Codes there are zero, but zero times a NaN scale is not.
-        end = (start + fmt.blocks(chunk)) * fmt.block_size
-        total[:, start * fmt.block_size + chunk : end] = 0
+        total.add_(parts[peer * inner : (peer + 1) * inner])
     return total
 
 
-def _noise(layout: Layout, fmt: RecordFormat, rows: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Uniform numbers of [0, 1) for stochastic rounding, ``[rows, blocks, block_size]``; docs/payload_format.md."""
-    position = _positions(layout, fmt).to(device)
-    index = torch.arange(rows, device=device).unsqueeze(-1) * layout.row_elements + position
-    mask = 0xFFFFFFFF
-    bits = (index & mask) ^ ((index >> 32) * 0x85EBCA6B & mask) ^ (seed * 0x9E3779B9 & mask)
-    # lowbias32 of https://nullprogram.com/blog/2018/07/31/ (public domain constants).
-    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & mask
-    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & mask
-    bits = bits ^ (bits >> 16)
-    return ((bits >> 8).float() * 2.0**-24).view(rows, layout.row_blocks, fmt.block_size)
+# ---- stochastic rounding --------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=256)
-def _positions(layout: Layout, fmt: RecordFormat) -> torch.Tensor:
-    """Position in a row of every staged element, int64 ``[blocks * block_size]``; arbitrary beyond the elements."""
-    places = torch.zeros(layout.row_blocks * fmt.block_size, dtype=torch.int64)
-    for chunk, start, first in zip(layout.chunks, layout.block_starts, layout.positions):
-        places[start * fmt.block_size : start * fmt.block_size + chunk] = torch.arange(first, first + chunk)
-    return places
+def _noise(staged: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers of (0, 1), float32 ``[rows, columns]`` like ``staged``, from seed, row and column (payload_format.md)."""
+    rows, columns = staged.shape
+    key = _mixed_word(_mixed_word((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
+    keys = _mixed(_words(rows, staged).bitwise_xor_(_signed(key)))
+    bits = _mixed(keys.unsqueeze(-1) ^ _words(columns, staged))
+    # 16 bits and a half: a code below 128 plus such a number is exact in float32, so multiples of the scale stay.
+    return _shifted(bits, 16).to(torch.float32).add_(0.5).mul_(2.0**-16)
+
+
+def _words(count: int, like: torch.Tensor) -> torch.Tensor:
+    """0, 1, .. modulo 2**32, as int32: torch has little arithmetic for unsigned types, and that of int32 wraps."""
+    return torch.arange(count, dtype=torch.int64, device=like.device).to(torch.int32)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """`_mixed_word` of every element of an int32 tensor, which it overwrites."""
+    words.bitwise_xor_(_shifted(words, 16)).mul_(_signed(_MULTIPLIERS[0]))
+    words.bitwise_xor_(_shifted(words, 15)).mul_(_signed(_MULTIPLIERS[1]))
+    return words.bitwise_xor_(_shifted(words, 16))
+
+
+def _mixed_word(word: int) -> int:
+    """``lowbias32`` of https://nullprogram.com/blog/2018/07/31/ (public domain)."""
+    word = ((word ^ (word >> 16)) * _MULTIPLIERS[0]) & _WORD
+    word = ((word ^ (word >> 15)) * _MULTIPLIERS[1]) & _WORD
+    return word ^ (word >> 16)
+
+
+def _shifted(words: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift to the right: that of int32 copies the sign."""
+    return (words >> count).bitwise_and_((1 << (32 - count)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int32 of the same bits."""
+    return (word ^ 0x80000000) - 0x80000000
 
 
 # ---- views ----------------------------------------------------------------------------------------------------------
 
 
-def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    if flat.numel() == numel:
-        return flat
-    whole = flat.new_zeros(numel)
-    whole[: flat.numel()] = flat
-    return whole
+def _whole(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: int) -> Iterator[torch.Tensor]:
+    """The sources, flat, with zeros after them up to ``rows * chunk`` elements. One copy at a time is alive."""
+    for tensor, chunk in zip(source, chunks):
+        missing = rows * chunk > tensor.numel()
+        yield _cat_padded([tensor], [rows * chunk]) if missing else tensor.view(-1)
 
 
-def _rows_of(flat: torch.Tensor, chunk: int, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+def _cat_padded(source: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """One flat copy of all, each with zeros after it up to its size."""
+    gaps = [size - tensor.numel() for tensor, size in zip(source, sizes)]
+    zeros = source[0].new_zeros(max(gaps))
+    return torch.cat([piece for tensor, gap in zip(source, gaps) for piece in (tensor.view(-1), zeros[:gap])])
+
+
+def _shards(flat: torch.Tensor, chunk: int, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """View ``[*sizes, chunk]`` of shards in the order of the rows."""
     return flat.as_strided((*sizes, chunk), (*(stride * chunk for stride in strides), 1), flat.storage_offset())
 
 
-def _region(
-    payload: torch.Tensor, layout: Layout, index: int, outer: int, inner: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """View ``[outer, inner, record]`` of one tensor's records, in elements of ``dtype``."""
-    elements = payload.view(dtype)
-    size = dtype.itemsize
-    record, start = layout.record_bytes[index] // size, layout.record_starts[index] // size
-    return elements.as_strided(
-        (outer, inner, record),
-        (inner * layout.row_bytes // size, record, 1),
-        elements.storage_offset() + inner * start,
-    )
+@functools.lru_cache(maxsize=256)
+def _axes(
+    sizes: tuple[int, ...], strides: tuple[int, ...], outer: int
+) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """The same rows with the fewest axes that keep ``outer`` apart, and whether they do.
+
+    They do where the first axes count ``outer`` rows, the others the rest: a view ``[outer, inner]`` of the message
+    then splits into the axes.
+    """
+    axes: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides):
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = (axes[-1][0] * size, stride)
+        elif size > 1:
+            axes.append((size, stride))
+    before = 1
+    for index, (size, stride) in enumerate(axes):
+        ahead = outer // before
+        if ahead <= 1:
+            break
+        if size > ahead and size % ahead == 0:
+            axes[index : index + 1] = [(ahead, size // ahead * stride), (size // ahead, stride)]
+            size = ahead
+        before *= size
+    axes = axes or [(1, 1)]
+    return tuple(size for size, _ in axes), tuple(stride for _, stride in axes), before == outer
+
+
+def _columns(staged: torch.Tensor, layout: Layout, fmt: RecordFormat) -> Sequence[torch.Tensor]:
+    """Views of one tensor each, whole blocks, of a staging buffer ``[rows, blocks * block_size]``."""
+    return staged.split([fmt.blocks(chunk) * fmt.block_size for chunk in layout.chunks], dim=1)
+
+
+def _regions(
+    payload: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of views ``[outer, inner, ..]`` of each tensor's codes, then scales: in the payload, and as staged.
+
+    Args:
+        payload: uint8 message.
+        codes: uint8 ``[rows, bytes of all blocks]``.
+        scales: ``[rows, blocks]`` in their storage type.
+        layout: Of the message.
+        fmt: Of the message.
+        outer: Of the message.
+    """
+    inner = codes.shape[0] // outer
+    counts = [fmt.blocks(chunk) for chunk in layout.chunks]
+    per_block = fmt.block_size // _CODES_A_BYTE[fmt.codec]
+    staged = zip(codes.split([count * per_block for count in counts], dim=1), scales.split(counts, dim=1))
+    records = _records(payload, layout, outer, inner, torch.uint8)
+    for record, (code, scale), chunk, count, offset in zip(
+        records, staged, layout.chunks, counts, layout.scales_offsets
+    ):
+        if not chunk:
+            continue
+        size = fmt.code_bytes(chunk, 0)
+        yield record[..., :size], code[:, :size].view(outer, inner, size)
+        written = record[..., offset : offset + count * fmt.scale_bytes].view(scales.dtype)
+        yield written, scale.view(outer, inner, count)
+
+
+def _records(payload: torch.Tensor, layout: Layout, outer: int, inner: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Views ``[outer, inner, record]`` of one tensor's records each, in elements of ``dtype``."""
+    widths = [size // dtype.itemsize for size in layout.record_bytes]
+    pieces = payload.view(dtype).view(outer, inner * sum(widths)).split([inner * width for width in widths], dim=1)
+    return [piece.view(outer, inner, width) for piece, width in zip(pieces, widths)]
 
 
 def _aligned(payload: torch.Tensor) -> torch.Tensor:
     """The payload itself, or a copy where it starts at an odd place of its storage."""
     return payload if payload.storage_offset() % 4 == 0 and payload.is_contiguous() else payload.clone()
-
-
-def _product(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -1,4 +1,4 @@
-"""Records: how many bytes a shard takes in a payload. Pure arithmetic; the codecs build on it (docs/payload_format.md)."""
+"""Records: how many bytes a shard takes in a payload. Pure arithmetic; codecs build on it (docs/payload_format.md)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,279 @@
+"""What the codecs promise of numbers: bounds, exact zeros, NaN, the ends of the range, stochastic rounding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs import Codec
+from hzero.config import CodecConfig
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LOSSY = ("bf16", "int8", "int4")
+BLOCKED = ("int8", "int4")
+
+
+def make(codec: str, **settings: Any) -> Codec:
+    return Codec.from_config(CodecConfig(codec=codec, **settings))
+
+
+def round_trip(codec: Codec, x: torch.Tensor, dtype: torch.dtype | None = None, seed: int = 0) -> torch.Tensor:
+    return codec.decode(codec.encode([x], [x.numel()], seed=seed), [x.numel()], dtype=dtype or x.dtype)[0]
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def assert_within_bound(codec: Codec, x: torch.Tensor, seed: int = 0) -> None:
+    for dtype in {x.dtype, torch.float32}:
+        error = (round_trip(codec, x, dtype, seed).double() - x.double()).abs()
+        span = codec.block_size if codec.name in BLOCKED else 1
+        for values, errors in zip(x.split(span), error.split(span)):
+            bound = codec.error_bound(float(values.abs().max()), dtype)
+            # Only codec bf16 may overflow, and says so.
+            worst = float(errors.max())
+            assert (worst <= bound) if math.isfinite(worst) else (codec.name == "bf16"), (worst, bound)
+            if not math.isfinite(worst):
+                assert codec.error_bound(float(values.abs().max()), x.dtype) == math.inf
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    dtype=st.sampled_from(FLOATS),
+    codec=st.sampled_from(LOSSY),
+    scale=st.sampled_from(["bf16", "fp32"]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    seed=st.integers(0, 2**40),
+)
+@example(values=[65504.0, -65504.0], dtype=torch.float16, codec="int8", scale="bf16", rounding="nearest", seed=0)
+@example(values=[1.0, -1.0], dtype=torch.float32, codec="int4", scale="bf16", rounding="nearest", seed=0)
+@example(
+    values=[178 * 2.0**-133, 2.0**-133], dtype=torch.float32, codec="int8", scale="bf16", rounding="nearest", seed=0
+)
+def test_bound_holds_anywhere(
+    values: list[float], dtype: torch.dtype, codec: str, scale: str, rounding: str, seed: int
+) -> None:
+    x = torch.tensor(values, dtype=torch.float64).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    assert_within_bound(make(codec, scale=scale, rounding=rounding, block_size=16), x, seed)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bound_holds_on_blocks_of_every_magnitude(codec: str, scale: str, rounding: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    info = torch.finfo(dtype)
+    exponents = torch.linspace(math.log2(info.smallest_normal) - 24, math.log2(info.max), 61, dtype=torch.float64)
+    x = torch.randn(61, 40, generator=generator, dtype=torch.float64) * 2 ** exponents.unsqueeze(1)
+    assert_within_bound(
+        make(codec, scale=scale, rounding=rounding, block_size=16), x.clamp(info.min, info.max).to(dtype).view(-1)
+    )
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+def test_bound_is_nearly_reached(codec: str) -> None:
+    """A bound that is far too large would hold too."""
+    own = make(codec, block_size=16)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(20_000, 16, generator=generator) * 2 - 1
+    x[:, 0] *= 3
+    x[:, 1] = -x[:, 0]  # loses most of all in int4
+    errors = (round_trip(own, x.view(-1)).view_as(x) - x).abs().amax(1)
+    bounds = torch.tensor([own.error_bound(float(m)) for m in x.abs().amax(1)])
+    assert 0.97 < float((errors / bounds).max()) <= 1
+
+
+# ---- signal and noise -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("codec", "low", "high"), [("int8", 43.5, 45), ("int4", 19.3, 21)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_signal_to_noise_at_128(codec: str, low: float, high: float, dtype: torch.dtype) -> None:
+    x = torch.randn(128 * 500 + 77, generator=torch.Generator().manual_seed(5)).to(dtype)
+    noise = round_trip(make(codec), x, torch.float32) - x.float()
+    assert low < 10 * math.log10(float(x.float().square().mean() / noise.square().mean())) < high
+
+
+# ---- the special numbers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["none", *LOSSY])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_zeros_are_exact(codec: str, rounding: str, dtype: torch.dtype) -> None:
+    own = make(codec, rounding=rounding, block_size=32)
+    for zeros in (torch.zeros(77), -torch.zeros(77)):
+        message = own.encode([zeros.to(dtype)], [77])
+        assert torch.equal(own.decode(message, [77], dtype=dtype)[0], torch.zeros(77, dtype=dtype))
+        if codec in BLOCKED:
+            assert not message.any()  # a block without a scale has one bit pattern
+    mixed = torch.randn(77, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mixed[::3] = 0
+    assert not round_trip(own, mixed, seed=9)[::3].any()
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_block_that_is_not_finite_decodes_wholly_to_nan(
+    codec: str, scale: str, bad: float, dtype: torch.dtype
+) -> None:
+    x = torch.randn(77, generator=torch.Generator().manual_seed(0)).to(dtype)
+    own = make(codec, scale=scale, block_size=32)
+    for place, block in ((0, slice(0, 32)), (63, slice(32, 64)), (70, slice(64, 77))):
+        broken = x.clone()
+        broken[place] = bad
+        got, want = round_trip(own, broken), round_trip(own, x)
+        assert got[block].isnan().all()
+        want[block] = math.nan
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bf16_keeps_nan_and_infinity_where_they_are(dtype: torch.dtype) -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1.0, -0.0], dtype=dtype)
+    torch.testing.assert_close(round_trip(make("bf16"), x), x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+def test_a_scale_that_underflows_decodes_to_zeros(codec: str) -> None:
+    own = make(codec, block_size=16)
+    level = 127 if codec == "int8" else 8
+    edge = level * 2.0**-134  # ties to even: this scale rounds to zero, any larger one does not
+    assert not round_trip(own, torch.full((20,), edge)).any()
+    assert round_trip(own, torch.full((20,), edge * 1.01)).all()
+    assert edge <= own.error_bound(edge)
+    assert round_trip(make(codec, scale="fp32"), torch.full((20,), edge)).all()
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_largest_numbers_stay_finite(codec: str, scale: str, dtype: torch.dtype) -> None:
+    top = torch.finfo(dtype).max
+    x = torch.tensor([top, -top, top / 2, 0, 1], dtype=dtype)
+    own = make(codec, scale=scale)
+    for target in (dtype, torch.float32):
+        got = round_trip(own, x, target)
+        assert got.isfinite().all()
+        assert float((got.double() - x.double()).abs().max()) <= own.error_bound(top, dtype)
+
+
+def test_narrower_targets_may_overflow() -> None:
+    """The page says so: the limit is that of the source's type."""
+    assert round_trip(make("int8"), torch.tensor([1e38]), torch.float16).isinf().all()
+    assert round_trip(make("bf16"), torch.tensor([65504.0], dtype=torch.float16)).isinf().all()
+    assert make("bf16").error_bound(65504.0, torch.float16) == math.inf
+    assert make("bf16").error_bound(3.4e38) == math.inf
+
+
+# ---- int4's sign ----------------------------------------------------------------------------------------------------
+
+
+def first_nibbles(codec: Codec, x: torch.Tensor) -> list[int]:
+    message = codec.encode([x], [x.numel()])
+    return [code - 16 if code > 7 else code for byte in message.tolist() for code in (byte % 16, byte // 16)][
+        : x.numel()
+    ]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_int4_maps_the_largest_element_to_minus_8(rounding: str) -> None:
+    own = make("int4", scale="fp32", rounding=rounding, block_size=16)
+    for place in range(16):
+        for sign in (1, -1):
+            x = torch.linspace(-0.7, 0.9, 16)
+            x[place] = sign
+            assert first_nibbles(own, x)[place] == -8
+            assert float(round_trip(own, x)[place]) == sign
+
+
+def test_int4_takes_the_first_of_equals() -> None:
+    own = make("int4", block_size=16)
+    assert first_nibbles(own, torch.tensor([0.0, 2.0, -2.0, 1.0])) == [0, -8, 7, -4]
+    assert first_nibbles(own, torch.tensor([0.0, -2.0, 2.0, 1.0])) == [0, -8, 7, 4]
+
+
+def test_ties_go_to_the_even_code() -> None:
+    x = torch.tensor([127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 125.5, 126.5])
+    codes = make("int8").encode([x], [9])[:9].view(torch.int8)
+    assert codes.tolist() == [127, 0, 2, 2, 0, -2, -2, 126, 126]
+    assert first_nibbles(make("int4"), torch.tensor([-8, 0.5, 1.5, 6.5, -0.5, -1.5, -7.5])) == [-8, 0, 2, 6, 0, -2, -8]
+
+
+def test_int8_never_uses_minus_128() -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    for rounding in ("nearest", "stochastic"):
+        codes = make("int8", rounding=rounding, block_size=16).encode([x], [5000])[:5000].view(torch.int8)
+        assert int(codes.min()) == -127 and int(codes.max()) == 127
+
+
+# ---- stochastic rounding --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+def test_stochastic_rounding_has_no_bias(codec: str) -> None:
+    own = make(codec, rounding="stochastic", scale="fp32", block_size=16)
+    x = torch.randn(160, generator=torch.Generator().manual_seed(1))
+    trials = 1600
+    many = torch.stack([round_trip(own, x, seed=seed) for seed in range(trials)])
+    level = 127 if codec == "int8" else 8
+    extremes = x.view(-1, 16).abs().amax(1, keepdim=True)
+    step = (extremes / level).expand(-1, 16).reshape(-1)
+    signed = x.view(-1, 16).gather(1, x.view(-1, 16).abs().argmax(1, keepdim=True)).expand(-1, 16).reshape(-1)
+    clamped = (x / signed < -7 / 8) if codec == "int4" else torch.zeros(160, dtype=torch.bool)
+    bias = (many.mean(0) - x) / step
+    deviation = 0.5 / math.sqrt(trials)  # of a mean of numbers that are one step apart at most
+    assert float(bias[~clamped].abs().max()) < 4.5 * deviation
+    assert abs(float(bias[~clamped].mean())) < 4.5 * deviation / math.sqrt(100)
+
+
+def test_the_noise_is_even_and_differs_by_seed_row_and_column() -> None:
+    own = make("int8", rounding="stochastic", scale="fp32", block_size=4096)
+    x = torch.full((8, 4096), 0.5 / 127)  # half a step: the code is 0 or 1 with equal chance
+    x[:, 0] = 1.0
+
+    def coins(seed: int) -> torch.Tensor:
+        codes = own.encode([x.view(-1)], [4096], sizes=[8], seed=seed)
+        return codes.view(8, -1)[:, 1:4096].view(torch.int8).float() * 2 - 1
+
+    seeds = [0, 1, 2, 2**31, 2**32, 2**40 + 1, -1, -(2**63)]
+    draws = torch.cat([coins(seed) for seed in seeds])
+    assert set(draws.unique().tolist()) == {-1.0, 1.0}
+    together = draws @ draws.T / draws.shape[1]
+    limit = 5.5 / math.sqrt(draws.shape[1])
+    assert float((together - torch.eye(len(draws))).abs().max()) < limit
+    assert float(draws.mean(1).abs().max()) < limit
+    for lag in (1, 2, 16, 64):
+        assert float((draws[:, lag:] * draws[:, :-lag]).mean(1).abs().max()) < limit
+
+
+@pytest.mark.parametrize("codec", BLOCKED)
+def test_the_same_seed_gives_the_same_codes_whatever_the_pieces(codec: str) -> None:
+    """The row counts, not where its record stands: cutting a message into pieces changes no record."""
+    own = make(codec, rounding="stochastic", block_size=16)
+    source = [torch.randn(6 * 21), torch.randn(6 * 5)]
+    want = own.decode(own.encode(source, [21, 5], sizes=[6], seed=7), [21, 5], dtype=torch.float32)
+    for outer in (2, 3, 6):
+        message = own.encode(source, [21, 5], sizes=[6], outer=outer, seed=7)
+        assert torch.equal(message, own.encode(source, [21, 5], sizes=[6], outer=outer, seed=7))
+        for got, tensor in zip(own.decode(message, [21, 5], dtype=torch.float32, outer=outer), want):
+            assert torch.equal(got, tensor)
+    assert not torch.equal(
+        own.encode(source, [21, 5], sizes=[6], seed=8), own.encode(source, [21, 5], sizes=[6], seed=7)
+    )
+
+
+def test_a_multiple_of_the_scale_keeps_its_code() -> None:
+    x = torch.arange(-127, 128, dtype=torch.float32) / 4
+    own = make("int8", rounding="stochastic", block_size=256)
+    for seed in range(50):
+        assert torch.equal(round_trip(own, x, seed=seed), x)

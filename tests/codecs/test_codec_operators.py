@@ -1,0 +1,308 @@
+"""The operators: opcheck, sums, what they accept and what they refuse, and that outputs share no memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs import Codec
+from hzero.config import CODECS, CodecConfig
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CHUNKS = [21, 0, 1, 64]
+
+
+def make(codec: str, **settings: Any) -> Codec:
+    return Codec.from_config(CodecConfig(codec=codec, **{"block_size": 16, **settings}))
+
+
+def numbers(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bucket(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """Tensors of `CHUNKS`; the last one ends inside its last shard."""
+    return [numbers(max(rows * chunk - (chunk == 64), 0), dtype, seed + i) for i, chunk in enumerate(CHUNKS)]
+
+
+def messages(codec: Codec, peers: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
+    sent = [codec.encode(bucket(inner, dtype, 10 * peer), CHUNKS, sizes=[inner]) for peer in range(peers)]
+    return torch.cat(sent)
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(codec: str, dtype: torch.dtype) -> None:
+    own, ops = make(codec, rounding="stochastic"), torch.ops.hzero
+    how = (codec, 16, "bf16")
+    source = bucket(4, dtype)
+    axes = ([2, 2], [1, 2], 2)
+    payload = own.encode(source, CHUNKS, sizes=axes[0], strides=axes[1], outer=axes[2])
+    summed = messages(own, 3, 2, dtype)
+    torch.library.opcheck(ops.encode, (source, CHUNKS, *axes, *how, True, 5))
+    torch.library.opcheck(ops.decode, (payload, CHUNKS, *axes, *how, dtype))
+    torch.library.opcheck(ops.decode_sum, (summed, 3, CHUNKS, 2, *how, dtype))
+    for out in CODECS:
+        torch.library.opcheck(ops.decode_sum_encode, (summed, 3, CHUNKS, 2, *how, dtype, 2, out, 32, "fp32", False, 0))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_outputs_share_no_memory(codec: str) -> None:
+    """Nor with the inputs, in the cases that could do with a view: one row, aligned records."""
+    own, source = make(codec), [numbers(64), numbers(32)]
+    message = own.encode(source, [64, 32])
+    decoded = own.decode(message, [64, 32], dtype=torch.float32)
+    summed = own.decode_sum(message, 1, [64, 32], inner=1, dtype=torch.float32)
+    tensors = [*source, message, *decoded, *summed]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(storages) == len(tensors)
+    single = own.encode(source[:1], [64])
+    assert single.untyped_storage().data_ptr() != source[0].untyped_storage().data_ptr()
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("peers", "inner"), [(1, 1), (1, 3), (2, 1), (3, 2), (7, 3)])
+def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtype, peers: int, inner: int) -> None:
+    own = make(codec, scale="fp32")  # sums of products with bf16 scales are often exact, in any order
+    payload = messages(own, peers, inner, dtype)
+    before = payload.clone()
+    got = own.decode_sum(payload, peers, CHUNKS, inner=inner, dtype=dtype)
+    assert torch.equal(payload, before)
+    wire = dtype if codec == "none" else torch.float32
+    parts = [own.decode(message, CHUNKS, dtype=wire) for message in payload.chunk(peers)]
+    for index, chunk in enumerate(CHUNKS):
+        want = parts[0][index].float()
+        for part in parts[1:]:
+            want = want + part[index].float()
+        assert got[index].dtype == torch.float32 and got[index].shape == (inner * chunk,)
+        assert torch.equal(got[index], want)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    codec=st.sampled_from(CODECS),
+    to=st.builds(
+        CodecConfig,
+        codec=st.sampled_from(CODECS),
+        block_size=st.sampled_from([16, 32]),
+        scale=st.sampled_from(["bf16", "fp32"]),
+        rounding=st.sampled_from(["nearest", "stochastic"]),
+    ),
+    dtype=st.sampled_from(FLOATS),
+    peers=st.integers(1, 4),
+    rows=st.sampled_from([(1, 1), (4, 2), (6, 3), (3, 3)]),
+    bad=st.sampled_from([None, math.nan, math.inf]),
+)
+def test_decode_sum_encode_is_both_in_one(
+    codec: str, to: CodecConfig, dtype: torch.dtype, peers: int, rows: tuple[int, int], bad: float | None
+) -> None:
+    own, target, (inner, outer) = make(codec), Codec.from_config(to), rows
+    source = bucket(inner, dtype)
+    if bad is not None:
+        source[0][-1] = bad  # in a short block, whose padding must stay out of it
+    payload = torch.cat([own.encode(source, CHUNKS, sizes=[inner])] + [messages(own, 1, inner, dtype)] * (peers - 1))
+    got = own.decode_sum_encode(payload, peers, CHUNKS, inner=inner, dtype=dtype, to=target, outer=outer, seed=3)
+    sums = own.decode_sum(payload, peers, CHUNKS, inner=inner, dtype=dtype)
+    want = target.encode(sums, CHUNKS, sizes=[inner], outer=outer, seed=3)
+    if to.codec == "none" and bad is not None:
+        assert torch.equal(got.view(torch.float32).isnan(), want.view(torch.float32).isnan())
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_sum_beyond_the_source_type_is_encoded_as_the_float32_it_is(codec: str) -> None:
+    own = make(codec)
+    payload = torch.cat([own.encode([torch.full((20,), 65504.0, dtype=torch.float16)], [20])] * 4)
+    again = own.decode_sum_encode(payload, 4, [20], inner=1, dtype=torch.float16, to=own, outer=1)
+    (sums,) = own.decode_sum(payload, 4, [20], inner=1, dtype=torch.float16)
+    assert torch.equal(again, own.encode([sums], [20]))
+    assert float(own.decode(again, [20], dtype=torch.float32)[0].min()) > 4 * 65504 * 0.98
+
+
+def test_an_overflow_of_the_sum_becomes_nan() -> None:
+    own = make("int8")
+    payload = torch.cat([own.encode([torch.full((20,), 3e38)], [20])] * 2)
+    assert own.decode_sum(payload, 2, [20], inner=1, dtype=torch.float32)[0].isinf().all()
+    again = own.decode_sum_encode(payload, 2, [20], inner=1, dtype=torch.float32, to=own, outer=1)
+    assert own.decode(again, [20], dtype=torch.float32)[0].isnan().all()
+
+
+# ---- what is accepted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("offset", [1, 2, 3, 4, 6, 8])
+def test_a_payload_may_start_anywhere_in_its_storage(codec: str, offset: int) -> None:
+    own = make(codec, scale="fp32")
+    message = own.encode(bucket(3), CHUNKS, sizes=[3])
+    moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), message])[offset:]
+    spread = torch.stack([message, message], dim=1).view(-1)[::2]
+    for payload in (moved, spread):
+        for got, want in zip(
+            own.decode(payload, CHUNKS, dtype=torch.float32), own.decode(message, CHUNKS, dtype=torch.float32)
+        ):
+            assert torch.equal(got, want)
+        for got, want in zip(
+            own.decode_sum(payload, 3, CHUNKS, inner=1, dtype=torch.float32),
+            own.decode_sum(message, 3, CHUNKS, inner=1, dtype=torch.float32),
+        ):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> None:
+    own, flat = make(codec), numbers(100)
+    want = own.encode([flat[3:99].clone()], [50], sizes=[2])
+    weight = flat[3:99].view(8, 12).requires_grad_()
+    got = own.encode([weight], [50], sizes=[2])
+    assert torch.equal(got, want) and not got.requires_grad
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_default_dtype_does_not_matter(codec: str) -> None:
+    """DeepSpeed's ``zero.Init`` and model builders change it."""
+    own, source = make(codec), bucket(4)
+    want = own.encode(source, CHUNKS, sizes=[4])
+    summed = own.decode_sum(want, 2, CHUNKS, inner=2, dtype=torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(own.encode(source, CHUNKS, sizes=[4]), want)
+        for got, expected in zip(own.decode_sum(want, 2, CHUNKS, inner=2, dtype=torch.float32), summed):
+            assert got.dtype == torch.float32 and torch.equal(got, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_short_and_empty_sources_are_filled_with_zeros(codec: str) -> None:
+    own = make(codec)
+    for counts in itertools.product((0, 1, 8, 9, 40, 41), repeat=2):
+        source = [numbers(count, seed=count) for count in counts]
+        message = own.encode(source, [9, 7], sizes=[3, 2], strides=[1, 3], outer=3)
+        filled = [
+            torch.cat([x, torch.zeros(6 * chunk - len(x))]) for x, chunk in zip(source, (9, 7)) if len(x) <= 6 * chunk
+        ]
+        assert torch.equal(message, own.encode(filled, [9, 7], sizes=[3, 2], strides=[1, 3], outer=3))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_are_found_where_they_are_not_given(codec: str) -> None:
+    own, source = make(codec), [numbers(50), numbers(9, seed=1)]
+    assert torch.equal(own.encode(source, [10, 3]), own.encode(source, [10, 3], sizes=[5], strides=[1]))
+    assert torch.equal(own.encode(source, [10, 3], outer=2), own.encode(source, [10, 3], sizes=[6], outer=2))
+    assert torch.equal(own.encode([numbers(0)], [10]), own.encode([numbers(0)], [10], sizes=[1]))
+    assert own.encode([numbers(0)], [0]).numel() == 0
+    axes = own.encode(source, [10, 3], sizes=[2, 3], outer=2)
+    assert torch.equal(axes, own.encode(source, [10, 3], sizes=[6], outer=2))
+    for got, want in zip(own.decode(axes, [10, 3], dtype=torch.float32, outer=2), (60, 18)):
+        assert got.numel() == want
+    assert own.decode(own.encode([numbers(0)], [0]), [0], dtype=torch.float32)[0].shape == (0,)
+
+
+def test_padding_is_zero() -> None:
+    for codec in CODECS:
+        own = make(codec)
+        for chunk, dtype in itertools.product((1, 5, 17, 33), FLOATS):
+            record = own.encode([torch.ones(3 * chunk, dtype=dtype)], [chunk], sizes=[3]).view(3, -1)
+            used = own.format.code_bytes(chunk, dtype.itemsize)
+            scales = own.format.scales_offset(chunk, dtype.itemsize)
+            after = scales + own.format.blocks(chunk) * own.format.scale_bytes
+            assert not record[:, used:scales].any() and not record[:, after:].any()
+            assert record[:, :used].any()
+
+
+def test_settings_of_a_codec() -> None:
+    own = make("int4", scale="fp32", rounding="stochastic", block_size=64)
+    assert (own.name, own.block_size, own.scale, own.stochastic, own.exact) == ("int4", 64, "fp32", True, False)
+    assert make("none", rounding="stochastic").exact and not make("none", rounding="stochastic").stochastic
+    assert Codec.from_config(CodecConfig(codec="int8")) is Codec.from_config(CodecConfig(codec="int8"))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+X = torch.zeros(40)
+U = torch.zeros(32, dtype=torch.uint8)
+F = torch.float32
+HOW = ("int8", 16, "bf16")
+
+
+def encode(
+    source: Sequence[torch.Tensor] = (X,),
+    chunks: Sequence[int] = (10,),
+    sizes: Sequence[int] = (4,),
+    strides: Sequence[int] = (1,),
+    outer: int = 1,
+    how: tuple[str, int, str] = HOW,
+) -> object:
+    return torch.ops.hzero.encode(list(source), list(chunks), list(sizes), list(strides), outer, *how, False, 0)
+
+
+def decode(
+    payload: torch.Tensor = U, chunks: Sequence[int] = (10,), sizes: Sequence[int] = (1,), dtype: torch.dtype = F
+) -> object:
+    return torch.ops.hzero.decode(payload, list(chunks), list(sizes), [1], 1, *HOW, dtype)
+
+
+def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, int, str] = HOW) -> object:
+    return torch.ops.hzero.decode_sum_encode(U, peers, [10], inner, *HOW, F, outer, *out, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: encode(how=("int3", 16, "bf16")), ValueError, "codec: found 'int3', possible: none, bf16, int8, int4"),
+        (lambda: encode(how=("int8", 24, "bf16")), ValueError, "block_size: found 24, expected a multiple of 16"),
+        (lambda: encode(how=("int8", 0, "bf16")), ValueError, "block_size: found 0"),
+        (lambda: encode(how=("int4", 8192, "bf16")), ValueError, "block_size: found 8192"),
+        (lambda: encode(how=("int4", 16, "fp16")), ValueError, "scale: found 'fp16', possible: bf16, fp32"),
+        (lambda: encode([X.double()]), TypeError, r"source\[0\]: found torch.float64, expected float32"),
+        (lambda: encode([X, X.half()], [10, 10]), TypeError, r"source\[1\]: found torch.float16 .*is torch.float32"),
+        (lambda: encode([X.view(8, 5).t()]), ValueError, r"source\[0\]: found strides \(1, 5\), expected a contiguous"),
+        (lambda: encode(chunks=[9]), ValueError, r"source\[0\]: found 40 elements, expected at most 36: 4 shards of 9"),
+        (lambda: encode(chunks=[10, 10]), ValueError, "source: found 1 tensors for 2 chunks"),
+        (lambda: encode(chunks=[-1]), ValueError, r"chunks: found \[-1\]"),
+        (lambda: encode([], []), ValueError, r"chunks: found \[\], expected at least one"),
+        (lambda: encode(outer=3), ValueError, "outer: found 3, which does not divide the 4 rows"),
+        (lambda: encode(outer=0), ValueError, "outer: found 0"),
+        (lambda: encode(sizes=[]), ValueError, r"sizes: found \[\]"),
+        (lambda: encode(sizes=[4, 0]), ValueError, r"sizes: found \[4, 0\]"),
+        (lambda: encode(sizes=[2, 2]), ValueError, "strides: found 1 of them for 2 sizes"),
+        (lambda: encode(sizes=[2, 2], strides=[1, 1]), ValueError, r"strides: \[1, 1\] with sizes \[2, 2\] do not"),
+        (lambda: encode(sizes=[2, 2], strides=[1, 3]), ValueError, "strides: .* 4 shards once"),
+        (lambda: encode(sizes=[4], strides=[-1]), ValueError, "strides: "),
+        (lambda: decode(U[:31]), ValueError, r"payload: found 31 bytes, expected 32: 1 rows of chunks \[10\]"),
+        (lambda: decode(X), TypeError, "payload: found torch.float32 of 1 dimensions, expected uint8"),
+        (lambda: decode(U.view(2, 16)), TypeError, "payload: found torch.uint8 of 2 dimensions"),
+        (lambda: decode(dtype=torch.int8), TypeError, "dtype: found torch.int8, expected float32"),
+        (lambda: decode(sizes=[2]), ValueError, "payload: found 32 bytes, expected 64"),
+        (lambda: transcode(peers=0), ValueError, "peers: found 0, expected at least 1"),
+        (lambda: transcode(inner=0), ValueError, "inner: found 0, expected at least 1"),
+        (lambda: transcode(peers=2), ValueError, "payload: found 32 bytes, expected 64"),
+        (lambda: transcode(outer=2), ValueError, "outer: found 2, which does not divide the 1 rows"),
+        (lambda: transcode(out=("int9", 16, "bf16")), ValueError, "out_codec: found 'int9'"),
+        (lambda: transcode(out=("int8", 17, "bf16")), ValueError, "out_block_size: found 17"),
+        (lambda: transcode(out=("int8", 16, "x")), ValueError, "out_scale: found 'x'"),
+        (lambda: make("int8").encode([X], [10], strides=[1]), ValueError, r"sizes: found None, .* strides \[1\]"),
+        (lambda: make("int8").decode(U[:9], [10], dtype=F), ValueError, "payload: found 9 bytes, expected 32"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(call: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        call()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,316 @@
+"""Messages bit for bit against a naive version of docs/payload_format.md: numpy scalars, one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import struct
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs import Codec, reference
+from hzero.config import CODECS, CodecConfig
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "payload_format.md"
+
+
+# ---- the page, naively ----------------------------------------------------------------------------------------------
+
+
+def bits_of(x: np.float32) -> int:
+    return struct.unpack("<I", struct.pack("<f", x))[0] if not math.isnan(x) else 0x7FC00000
+
+
+def float_of(bits: int) -> np.float32:
+    return np.float32(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def to_bf16(x: np.float32) -> int:
+    if math.isnan(x):
+        return 0x7FC0
+    bits = bits_of(x)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+def mix(w: int) -> int:
+    w ^= w >> 16
+    w = w * 0x7FEB352D % 2**32
+    w ^= w >> 15
+    w = w * 0x846CA68B % 2**32
+    return w ^ (w >> 16)
+
+
+def noise(seed: int, row: int, column: int) -> np.float32:
+    lo, hi = seed % 2**32, (seed >> 32) % 2**32
+    key = mix(mix((lo + 0x9E3779B9) % 2**32) ^ hi)
+    return np.float32(((mix(mix(row ^ key) ^ column) >> 16) + 0.5) * 2.0**-16)
+
+
+def limited(scale_bits: int, wide: bool, codec: str, dtype: torch.dtype) -> int:
+    """The scale's bits after the limit, by walking down from it."""
+    largest, level = Fraction(torch.finfo(dtype).max), {"int8": 127, "int4": 8}[codec]
+    sign, width = (0x80000000, 0) if wide else (0x8000, 16)
+    magnitude = scale_bits & (sign - 1)
+    infinity = 0x7F800000 >> width
+    if magnitude >= infinity:
+        magnitude = infinity - 1
+    low, high = 0, magnitude
+    while low < high:  # the largest magnitude that does not exceed the limit
+        middle = (low + high + 1) // 2
+        if Fraction(float(float_of(middle << width))) * level <= largest:
+            low = middle
+        else:
+            high = middle - 1
+    return (scale_bits & sign) | low if low else 0
+
+
+def naive_record(
+    values: list[np.float32], cfg: CodecConfig, dtype: torch.dtype, seed: int, row: int, column: int
+) -> bytes:
+    codes, scales = [], b""
+    wide = cfg.scale == "fp32"
+    for first in range(0, len(values), cfg.block_size):
+        block = values[first : first + cfg.block_size]
+        if all(math.isfinite(x) for x in block):
+            extreme = np.float32(0)
+            for x in block:
+                if abs(x) > abs(extreme):
+                    extreme = x
+            extreme = abs(extreme) if cfg.codec == "int8" else extreme
+            exact = extreme / np.float32(127 if cfg.codec == "int8" else -8)
+            scale_bits = limited(bits_of(exact) if wide else to_bf16(exact), wide, cfg.codec, dtype)
+        else:
+            scale_bits = 0x7FC00000 if wide else 0x7FC0
+        scales += scale_bits.to_bytes(4 if wide else 2, "little")
+        scale = float_of(scale_bits if wide else scale_bits << 16)
+        low, high = (-127, 127) if cfg.codec == "int8" else (-8, 7)
+        for i, x in enumerate(block):
+            if scale == 0 or math.isnan(scale):
+                codes.append(0)
+                continue
+            q = x / scale
+            if cfg.rounding == "stochastic":
+                q = np.floor(q + noise(seed, row, column + first + i))
+            codes.append(int(min(max(np.rint(q), low), high)))
+    if cfg.codec == "int8":
+        encoded = bytes(code % 256 for code in codes)
+    else:
+        codes += [0] * (len(codes) % 2)
+        encoded = bytes((a % 16) | (b % 16) << 4 for a, b in zip(codes[::2], codes[1::2]))
+    return encoded + bytes(-len(encoded) % 16) + scales + bytes(-len(scales) % 16)
+
+
+def naive_message(
+    source: list[torch.Tensor],
+    chunks: list[int],
+    sizes: list[int],
+    strides: list[int],
+    outer: int,
+    cfg: CodecConfig,
+    seed: int,
+) -> bytes:
+    rows = [sum(i * s for i, s in zip(index, strides)) for index in itertools.product(*map(range, sizes))]
+    inner, dtype, message = len(rows) // outer, source[0].dtype, b""
+    for piece in range(outer):
+        column = 0
+        for tensor, chunk in zip(source, chunks):
+            for row in range(piece * inner, (piece + 1) * inner):
+                shard = torch.zeros(chunk, dtype=dtype)
+                found = tensor.reshape(-1)[rows[row] * chunk : (rows[row] + 1) * chunk]
+                shard[: found.numel()] = found
+                if cfg.codec == "none" or (cfg.codec == "bf16" and dtype == torch.bfloat16):
+                    record = bytes(shard.view(torch.uint8).tolist())
+                elif cfg.codec == "bf16":
+                    record = b"".join(to_bf16(np.float32(x)).to_bytes(2, "little") for x in shard.tolist())
+                else:
+                    values = [np.float32(x) for x in shard.tolist()]
+                    record = naive_record(values, cfg, dtype, seed, row, column)
+                message += record + bytes(-len(record) % 16)
+            column += -(-chunk // cfg.block_size) * cfg.block_size
+    return message
+
+
+def naive_decoded(message: bytes, chunk: int, cfg: CodecConfig) -> list[np.float32]:
+    """One record of a block codec."""
+    codes: list[int] = []
+    for byte in message[: chunk if cfg.codec == "int8" else -(-chunk // 2)]:
+        codes += [byte] if cfg.codec == "int8" else [byte % 16, byte // 16]
+    half = 128 if cfg.codec == "int8" else 8
+    start = -(-(chunk if cfg.codec == "int8" else -(-chunk // 2)) // 16) * 16
+    out, size = [], 4 if cfg.scale == "fp32" else 2
+    for i, code in enumerate(codes[:chunk]):
+        at = start + i // cfg.block_size * size
+        scale = float_of(int.from_bytes(message[at : at + size], "little") << (0 if size == 4 else 16))
+        out.append(np.float32((code + half) % (2 * half) - half) * scale)
+    return out
+
+
+# ---- what is encoded ------------------------------------------------------------------------------------------------
+
+
+def awkward(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers of many magnitudes in stretches: normal, tiny, huge, zero, tied, and now and then not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, generator=generator, dtype=torch.float64)
+    stretch = torch.arange(count) // 13
+    kinds = (
+        torch.randint(0, 9, (int(stretch.max()) + 1 if count else 0,), generator=generator)[stretch]
+        if count
+        else stretch
+    )
+    top = torch.finfo(dtype).max
+    x = torch.where(kinds == 1, x * 2.0**-130, x)
+    x = torch.where(kinds == 2, (x / 3).clamp(-1, 1) * top, x)
+    x = torch.where(kinds == 3, 0.0, x)
+    x = torch.where(kinds == 4, x.sign() * 3, x)
+    x = torch.where(kinds == 5, (x * 4).round() / 2, x)
+    x = torch.where(kinds == 6, x * 2.0**-16, x)
+    rare = torch.rand(count, generator=generator) < 0.004
+    x = torch.where(rare, torch.tensor([math.nan, math.inf, -math.inf, top])[torch.arange(count) % 4].double(), x)
+    return x.to(dtype)
+
+
+LAYOUTS = [
+    ([1], [1], 1),
+    ([3], [1], 1),
+    ([6], [1], 3),
+    ([2, 3], [1, 2], 2),
+    ([2, 3], [3, 1], 6),
+    ([2, 3], [1, 2], 3),  # the outer index ends inside no axis: it cuts across both
+    ([2, 2, 2], [1, 2, 4], 2),
+    ([2, 2, 2], [1, 4, 2], 4),
+    ([1, 4, 1, 2], [9, 1, 7, 4], 8),
+    ([6, 2], [2, 1], 4),
+]
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[int], list[int], int], torch.dtype]:
+    dtype, layout = draw(st.sampled_from(FLOATS)), draw(st.sampled_from(LAYOUTS))
+    chunks = draw(st.lists(st.sampled_from([0, 1, 2, 7, 15, 16, 17, 33, 48, 65]), min_size=1, max_size=3))
+    source = []
+    for chunk in chunks:
+        whole = math.prod(layout[0]) * chunk
+        count = draw(st.sampled_from([whole, max(whole - 3, 0), whole // 2, min(1, whole), 0]))
+        source.append(awkward(count, dtype, draw(st.integers(0, 2**20))))
+    return source, chunks, layout, dtype
+
+
+configs = st.builds(
+    CodecConfig,
+    codec=st.sampled_from(CODECS),
+    block_size=st.sampled_from([16, 32, 48]),
+    scale=st.sampled_from(["bf16", "fp32"]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(bucket=buckets(), cfg=configs, seed=st.integers(-(2**63), 2**63 - 1))
+@np.errstate(all="ignore")
+def test_encode_is_the_page_bit_for_bit(bucket: Any, cfg: CodecConfig, seed: int) -> None:
+    source, chunks, (sizes, strides, outer), _ = bucket
+    message = Codec.from_config(cfg).encode(source, chunks, sizes=sizes, strides=strides, outer=outer, seed=seed)
+    assert message.dtype == torch.uint8
+    assert bytes(message.tolist()) == naive_message(source, chunks, sizes, strides, outer, cfg, seed)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@np.errstate(all="ignore")
+def test_many_blocks_bit_for_bit(codec: str, scale: str, rounding: str) -> None:
+    """Enough of them that a reciprocal in place of a division, or another last bit, shows."""
+    cfg = CodecConfig(codec=codec, scale=scale, rounding=rounding, block_size=16)
+    for dtype in FLOATS:
+        source = [torch.randn(4000, generator=torch.Generator().manual_seed(4)).to(dtype), awkward(1600, dtype, 8)]
+        message = Codec.from_config(cfg).encode(source, [1000, 400], sizes=[4], seed=11)
+        assert bytes(message.tolist()) == naive_message(source, [1000, 400], [4], [1], 1, cfg, 11)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)])
+def test_noise_is_that_of_the_page(seed: int) -> None:
+    got = reference._noise(torch.empty(5, 300), seed)
+    assert got.dtype == torch.float32
+    assert got.tolist() == [[float(noise(seed, row, column)) for column in range(300)] for row in range(5)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(bucket=buckets(), cfg=configs)
+def test_decode_puts_every_shard_back(bucket: Any, cfg: CodecConfig) -> None:
+    """Whatever the order of the rows, the tensors are those that rows in order give."""
+    source, chunks, (sizes, strides, outer), dtype = bucket
+    codec = Codec.from_config(cfg.model_copy(update={"rounding": "nearest"}))
+    rows = math.prod(sizes)
+    permuted = codec.encode(source, chunks, sizes=sizes, strides=strides, outer=outer)
+    got = codec.decode(permuted, chunks, dtype=dtype, sizes=sizes, strides=strides, outer=outer)
+    want = codec.decode(codec.encode(source, chunks, sizes=[rows]), chunks, dtype=dtype)
+    for tensor, expected, chunk in zip(got, want, chunks):
+        assert tensor.dtype == dtype and tensor.shape == (rows * chunk,) and tensor.is_contiguous()
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@np.errstate(all="ignore")
+def test_decode_is_code_times_scale(codec: str, scale: str) -> None:
+    """Of any bytes, well formed or not, all codes and many scales among them."""
+    cfg = CodecConfig(codec=codec, scale=scale, block_size=16)
+    own, chunk = Codec.from_config(cfg), 547
+    generator = torch.Generator().manual_seed(3)
+    record = torch.randint(0, 256, (own.message_bytes([chunk], 1, 4),), generator=generator, dtype=torch.uint8)
+    for dtype in FLOATS:
+        (got,) = own.decode(record, [chunk], dtype=dtype)
+        want = torch.tensor(np.array(naive_decoded(bytes(record.tolist()), chunk, cfg))).to(dtype)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_none_keeps_every_bit(dtype: torch.dtype) -> None:
+    """All 16-bit patterns, and float32 ones of every exponent, NaNs with their payloads."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    source = (patterns.to(torch.int16) if dtype.itemsize == 2 else patterns * 65537).view(dtype)
+    codec = Codec.from_config(CodecConfig(codec="none"))
+    message = codec.encode([source], [8192], sizes=[2, 4], strides=[1, 2], outer=2)
+    (decoded,) = codec.decode(message, [8192], dtype=dtype, sizes=[2, 4], strides=[1, 2], outer=2)
+    assert torch.equal(decoded.view(torch.uint8), source.view(torch.uint8))
+
+
+def test_bf16_of_a_bf16_source_keeps_every_bit_and_others_have_one_nan() -> None:
+    codec = Codec.from_config(CodecConfig(codec="bf16"))
+    source = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(codec.encode([source], [source.numel()]), source.view(torch.uint8))
+    for dtype in (torch.float32, torch.float16):
+        for count in (1, 8, 37):
+            kind = torch.int32 if dtype == torch.float32 else torch.int16
+            nan = torch.full((count,), -1, dtype=kind).view(dtype)
+            assert codec.encode([nan], [count])[: 2 * count].view(torch.int16).tolist() == [0x7FC0] * count
+
+
+def test_the_example_of_the_page() -> None:
+    (block,) = re.findall(r"```hex\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    wanted = [int(byte, 16) for line in block.splitlines() for byte in line.split()[:16]]
+    codec = Codec.from_config(CodecConfig(codec="int4", block_size=16))
+    source = torch.tensor([1, -2, 0.25, 0.5, -0.75, 0, math.inf, 0, 1, 0, 3])
+    assert codec.encode([source], [5], sizes=[3], strides=[1]).tolist() == wanted
+
+
+def test_limits_are_those_of_the_page() -> None:
+    found = re.findall(r"^ +\| (bf16|fp32), `(int8|int4)` \|(.*)\|$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert len(found) == 4
+    for scale, codec, cells in found:
+        for dtype, cell in zip(FLOATS, cells.split("|")):
+            top = torch.full((16,), torch.finfo(dtype).max, dtype=dtype)
+            top[0] *= -1 if codec == "int4" else 1
+            record = Codec.from_config(CodecConfig(codec=codec, scale=scale, block_size=16)).encode([top], [16])
+            stored = bytes(record[16 : 16 + (2 if scale == "bf16" else 4)].tolist())
+            assert int.from_bytes(stored, "little") == int(cell.split("`")[1], 16)

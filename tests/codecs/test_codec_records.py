@@ -1,0 +1,87 @@
+"""Sizes of records and messages, and records as the unit in which payloads are cut and joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hzero.codecs import Codec
+from hzero.config import CODECS, CodecConfig
+from hzero.sharding.records import RecordFormat, chunk_numel, record_format
+
+
+@pytest.mark.parametrize(
+    ("codec", "scale", "block_size", "numel", "itemsize", "codes", "scales_at", "record"),
+    [
+        ("none", "bf16", 128, 0, 4, 0, 0, 0),
+        ("none", "bf16", 128, 1, 2, 2, 16, 16),
+        ("none", "bf16", 128, 9, 4, 36, 48, 48),
+        ("none", "bf16", 128, 8, 2, 16, 16, 16),
+        ("bf16", "bf16", 128, 9, 4, 18, 32, 32),
+        ("bf16", "fp32", 16, 9, 2, 18, 32, 32),
+        ("int8", "bf16", 128, 0, 4, 0, 0, 0),
+        ("int8", "bf16", 128, 1, 4, 1, 16, 32),
+        ("int8", "bf16", 128, 128, 4, 128, 128, 144),
+        ("int8", "bf16", 128, 129, 2, 129, 144, 160),
+        ("int8", "bf16", 128, 1024, 2, 1024, 1024, 1040),
+        ("int8", "bf16", 128, 1025, 2, 1025, 1040, 1072),
+        ("int8", "fp32", 16, 65, 4, 65, 80, 112),
+        ("int4", "bf16", 128, 1, 4, 1, 16, 32),
+        ("int4", "bf16", 128, 33, 4, 17, 32, 48),
+        ("int4", "fp32", 4096, 4097, 2, 2049, 2064, 2080),
+    ],
+)
+def test_record_sizes(
+    codec: str, scale: str, block_size: int, numel: int, itemsize: int, codes: int, scales_at: int, record: int
+) -> None:
+    fmt = record_format(CodecConfig(codec=codec, scale=scale, block_size=block_size))
+    assert fmt.code_bytes(numel, itemsize) == codes
+    assert fmt.scales_offset(numel, itemsize) == scales_at
+    assert fmt.record_bytes(numel, itemsize) == record
+    assert fmt.message_bytes([numel, 3], 5, itemsize) == 5 * (record + fmt.record_bytes(3, itemsize))
+
+
+def test_formats_without_blocks_do_not_differ_by_block_size() -> None:
+    for codec in ("none", "bf16"):
+        formats = {record_format(CodecConfig(codec=codec, block_size=size)) for size in (16, 128)}
+        assert formats == {RecordFormat(codec, 0, 0)}
+    assert record_format(CodecConfig(codec="int8")) == RecordFormat("int8", 128, 2)
+    assert record_format(CodecConfig(codec="int4", block_size=64, scale="fp32")) == RecordFormat("int4", 64, 4)
+
+
+@pytest.mark.parametrize(("numel", "world", "chunk"), [(0, 8, 0), (1, 8, 1), (8, 8, 1), (9, 8, 2), (17 * 257, 6, 729)])
+def test_chunk_is_deepspeeds_partition(numel: int, world: int, chunk: int) -> None:
+    assert chunk_numel(numel, world) == chunk
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_records_can_be_cut_out_and_joined_into_other_buckets(codec: str, dtype: torch.dtype) -> None:
+    """Three tensors in one bucket, [outer][tensor][inner]; then two of them in another, by bytes alone."""
+    own = Codec.from_config(CodecConfig(codec=codec, block_size=16))
+    chunks, outer, inner = [21, 1, 40], 2, 3
+    source = [
+        torch.randn(outer * inner * chunk, generator=torch.Generator().manual_seed(chunk)).to(dtype) for chunk in chunks
+    ]
+    message = own.encode(source, chunks, sizes=[outer * inner], outer=outer)
+    whole = own.decode(message, chunks, dtype=dtype, outer=outer)
+
+    sizes = [own.message_bytes([chunk], inner, dtype.itemsize) for chunk in chunks]
+    first, middle, last = message.view(outer, -1).split(sizes, dim=1)
+    joined = torch.cat([last, first], dim=1).reshape(-1)
+    for got, want in zip(own.decode(joined, [40, 21], dtype=dtype, outer=outer), (whole[2], whole[0])):
+        assert torch.equal(got, want)
+    assert torch.equal(own.decode(middle.reshape(-1), [1], dtype=dtype, outer=outer)[0], whole[1])
+
+    # One row of one tensor, from the middle of the message: its storage starts where the record does.
+    at = sum(sizes) + sizes[0] + sizes[1] + own.message_bytes([40], 2, dtype.itemsize)
+    row = message[at : at + own.message_bytes([40], 1, dtype.itemsize)]
+    assert torch.equal(own.decode(row, [40], dtype=dtype)[0], whole[2][5 * 40 :])
+
+
+def test_bits_an_element() -> None:
+    assert Codec.from_config(CodecConfig(codec="int8")).bits == 8.125
+    assert Codec.from_config(CodecConfig(codec="int4")).bits == 4.125
+    assert Codec.from_config(CodecConfig(codec="int4", scale="fp32", block_size=64)).bits == 4.5
+    assert Codec.from_config(CodecConfig(codec="bf16")).bits == 16
+    assert Codec.from_config(CodecConfig(codec="none")).bits == 32
