@@ -37,8 +37,11 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
     names = [str(name) for name in possible]
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}" if hint else
-                       f"{key}: unknown {what} {value!r}. Possible: {', '.join(names)}")
+    return ConfigError(
+        f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}"
+        if hint
+        else f"{key}: unknown {what} {value!r}. Possible: {', '.join(names)}"
+    )
 
 
 class _Frozen(BaseModel):
@@ -195,7 +198,9 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
         leaves = _mapping(f"{path}.codecs.{role}", written.get(role, {}), TIERS)
         codecs[role] = TierCodecs(
             **{
-                tier: _leaf(f"{path}.codecs.{role}.{tier}", leaves.get(tier, default[role]), default[role], block_size, path)
+                tier: _leaf(
+                    f"{path}.codecs.{role}.{tier}", leaves.get(tier, default[role]), default[role], block_size, path
+                )
                 for tier in TIERS
             }
         )

@@ -58,12 +58,13 @@ def launch(module: str, world_size: int, *, timeout: float = 420, **environment:
             "HZERO_CHECKS_OUT": folder,
             **environment,
         }
+        logs = [open(Path(folder) / f"rank{rank}.log", "w") for rank in range(world_size)]  # noqa: SIM115 - closed below
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.rank_main", module],
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=folder,
-                stdout=open(Path(folder) / f"rank{rank}.log", "w"),
+                stdout=logs[rank],
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -83,6 +84,8 @@ def launch(module: str, world_size: int, *, timeout: float = 420, **environment:
                 if r.poll() is None:
                     os.killpg(r.pid, signal.SIGKILL)
                 r.wait()
+            for log in logs:
+                log.close()
         return _outcomes(Path(folder), names, timeout)
 
 
