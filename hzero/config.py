@@ -147,6 +147,7 @@ class HZeroConfig(_Frozen):
         error_feedback: Tiers whose gradient encoding keeps its residual.
         topology: ``"auto"``, the path of a file, or a declared machine.
         preset_shard: Whether the weights' degree came from the preset and was not written by the user.
+        preset_gradients: The same of the gradients' degree.
     """
 
     preset: str
@@ -156,6 +157,7 @@ class HZeroConfig(_Frozen):
     error_feedback: tuple[str, ...] = ()
     topology: str | TopologyConfig = "auto"
     preset_shard: bool = True
+    preset_gradients: bool = True
 
 
 _KEYS = ("preset", "shard", "codecs", "block_size", "error_feedback", "topology")
@@ -220,6 +222,7 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
         error_feedback=tuple(tier for tier in TIERS if tier in feedback),
         topology=_topology(f"{path}.topology", block.get("topology", "auto")),
         preset_shard="weights" not in shard,
+        preset_gradients="gradients" not in shard,
     )
 
 

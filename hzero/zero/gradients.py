@@ -60,7 +60,8 @@ class Gradients:
 
         Returns:
             One flat tensor a parameter, ``[rows * chunk]`` in hop order: partial sums where gradients stay inside the
-            node, this rank's shard (padding included) where they are sharded over the world.
+            node, this rank's shard (padding included) where they are sharded over the world. Where their scope is one
+            device there is no hop, and it is the averaged gradient itself, in shard order and without padding.
         """
         bucket = self._bucket(params, dtype)
         flat = [param.grad.to(dtype).reshape(-1).div_(divisor) for param in params]
@@ -80,7 +81,8 @@ class Gradients:
             if param.ds_id in self._waiting:
                 self._accumulators[param.ds_id].add_(partial_sum)
             else:
-                self._accumulators[param.ds_id] = partial_sum.to(torch.float32)
+                # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
+                self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._plan.micro_hops())
                 self._waiting[param.ds_id] = param
         held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
         self._most_held = max(self._most_held, held)
@@ -116,7 +118,7 @@ class Gradients:
             self._bucket(params, dtype),
             [self._accumulators[param.ds_id] for param in params],
             rows=self._plan.gradient_rows,
-            whole=False,
+            whole=not self._plan.micro_hops(),
             seed=self._next_seed(),
             scale=scale,
         )

@@ -62,6 +62,25 @@ def check_hpz_preset_with_accumulation_4() -> None:
     _compare("hpz", 4)
 
 
+def check_layouts_with_tiers_of_size_one() -> None:
+    """Scopes of a single device, wished or not: no hop inside, every hop inside, orders of ranks that are not ours."""
+    if WORLD != 8:
+        return
+    package = {"weights": "package", "gradients": "package"}
+    cases = [
+        ({"preset": "lossless"}, (8, 1, 1), {}),
+        ({"preset": "lossless"}, (1, 1, 8), {}),
+        ({"preset": "lossless"}, (1, 4, 2), {}),
+        ({"preset": "lossless", "shard": package}, (2, 4, 1), {}),
+        ({"preset": "lossless", "shard": package}, (2, 2, 2), {"order": ["gcd", "gpu", "node"]}),
+        ({"preset": "lossless"}, (2, 2, 2), {"order": ["gpu", "node", "gcd"]}),
+    ]
+    for block, layout, order in cases:
+        engine = engine_of(ds_config({**block, "topology": {**_topology(layout), **order}}, 2))
+        assert_losses(train(engine, 4, 2), _stock(2)[:4])
+        engine.destroy()
+
+
 def check_determinism() -> None:
     """The same configuration twice gives the same bits."""
     for preset in ("lossless", "topo"):
