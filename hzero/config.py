@@ -176,14 +176,14 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
     """
     block = _mapping(path, block, _KEYS)
     preset = block.get("preset", DEFAULT_PRESET)
-    if preset not in PRESETS:
+    if not _among(preset, PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS, "preset")
     weights, gradients, weight_codec, gradient_codec = PRESETS[preset]
 
     shard = _mapping(f"{path}.shard", block.get("shard", {}), ROLES)
     degrees = {"weights": shard.get("weights", weights), "gradients": shard.get("gradients", gradients)}
     for role, scope in degrees.items():
-        if scope not in SCOPES:
+        if not _among(scope, SCOPES):
             raise one_of(f"{path}.shard.{role}", scope, SCOPES, "scope")
     if SCOPES.index(degrees["weights"]) > SCOPES.index(degrees["gradients"]):
         raise ConfigError(
@@ -211,7 +211,7 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
     if isinstance(feedback, str) or not isinstance(feedback, (list, tuple)):
         raise ConfigError(f"{path}.error_feedback: found {feedback!r}, expected a list of tiers ({', '.join(TIERS)})")
     for tier in feedback:
-        if tier not in TIERS:
+        if not _among(tier, TIERS):
             raise one_of(f"{path}.error_feedback", tier, TIERS, "tier")
 
     return HZeroConfig(
@@ -253,11 +253,15 @@ def _leaf(key: str, value: Any, default: str, block_size: Any, path: str) -> Cod
     return _model(CodecConfig, key, value)
 
 
+def _among(value: Any, possible: Iterable[str]) -> bool:
+    return isinstance(value, str) and value in possible
+
+
 def _mapping(path: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: found {value!r}, expected a block with keys {', '.join(keys)}")
     for key in value:
-        if key not in keys:
+        if not _among(key, keys):
             raise one_of(path, key, keys, "key")
     return dict(value)
 
