@@ -28,14 +28,21 @@ def draw_step(axes: plt.Axes) -> None:
         axes.add_patch(FancyBboxPatch((left, 0.4), 4.5, 4.1, boxstyle="round,pad=0.05", fc="#f3f3f3", ec=GREY))
         axes.text(left + 2.25, 0.5, "node", ha="center", color="#555555")
         for bottom in (1.0, 2.8):
-            axes.add_patch(FancyBboxPatch((left + 0.3, bottom), 3.9, 1.35, boxstyle="round,pad=0.05", fc="white", ec=GREY))
+            axes.add_patch(
+                FancyBboxPatch((left + 0.3, bottom), 3.9, 1.35, boxstyle="round,pad=0.05", fc="white", ec=GREY)
+            )
             axes.text(left + 2.25, bottom + 0.07, "package", ha="center", color="#555555", fontsize=8)
             for gcd in (0, 1):
                 x = left + 0.5 + gcd * 2.2
-                axes.add_patch(FancyBboxPatch((x, bottom + 0.42), 1.3, 0.75, boxstyle="round,pad=0.04", fc="#e8f1f8", ec=BLUE))
+                axes.add_patch(
+                    FancyBboxPatch((x, bottom + 0.42), 1.3, 0.75, boxstyle="round,pad=0.04", fc="#e8f1f8", ec=BLUE)
+                )
                 axes.text(x + 0.65, bottom + 0.78, "GCD", ha="center", va="center")
             axes.annotate(
-                "", (left + 2.7, bottom + 0.8), (left + 1.8, bottom + 0.8), arrowprops={"arrowstyle": "<->", "color": BLUE, "lw": 2}
+                "",
+                (left + 2.7, bottom + 0.8),
+                (left + 1.8, bottom + 0.8),
+                arrowprops={"arrowstyle": "<->", "color": BLUE, "lw": 2},
             )
         axes.annotate(
             "", (left + 1.15, 2.9), (left + 1.15, 2.2), arrowprops={"arrowstyle": "<->", "color": BLUE, "lw": 1.5}

@@ -54,7 +54,14 @@ def test_command(command: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
     shorter = f"{command} {SHORTER.get(command, '').format(run=tmp_path / 'run')}"
     done = subprocess.run(
-        shorter, shell=True, cwd=ROOT, env=_environment(tmp_path), capture_output=True, text=True, timeout=200, check=False
+        shorter,
+        shell=True,
+        cwd=ROOT,
+        env=_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     if command == "make train":
