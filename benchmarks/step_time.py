@@ -136,7 +136,9 @@ def main() -> int:
     """Starts the ranks, prints the table, writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="a multiple of 4: nodes of 2 GPUs x 2 GCDs (default 8)")
-    parser.add_argument("--presets", default="lossless,zero3,topo", help="presets to time (default lossless,zero3,topo)")
+    parser.add_argument(
+        "--presets", default="lossless,zero3,topo", help="presets to time (default lossless,zero3,topo)"
+    )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step (default 1)")

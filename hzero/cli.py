@@ -30,10 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hzero",
         description="A ZeRO stage for DeepSpeed: shard degrees and codecs for every tier of the machine.",
-        epilog="commands:\n"
-        + "".join(f"  {name:8}{text}\n" for name, text in COMMANDS.items())
-        + "\n"
-        + _EXAMPLES,
+        epilog="commands:\n" + "".join(f"  {name:8}{text}\n" for name, text in COMMANDS.items()) + "\n" + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")

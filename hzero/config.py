@@ -37,8 +37,11 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
     names = [str(name) for name in possible]
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}" if hint else
-                       f"{key}: unknown {what} {value!r}. Possible: {', '.join(names)}")
+    return ConfigError(
+        f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}"
+        if hint
+        else f"{key}: unknown {what} {value!r}. Possible: {', '.join(names)}"
+    )
 
 
 class _Frozen(BaseModel):
@@ -144,6 +147,7 @@ class HZeroConfig(_Frozen):
         error_feedback: Tiers whose gradient encoding keeps its residual.
         topology: ``"auto"``, the path of a file, or a declared machine.
         preset_shard: Whether the weights' degree came from the preset and was not written by the user.
+        preset_gradients: The same of the gradients' degree.
     """
 
     preset: str
@@ -153,6 +157,7 @@ class HZeroConfig(_Frozen):
     error_feedback: tuple[str, ...] = ()
     topology: str | TopologyConfig = "auto"
     preset_shard: bool = True
+    preset_gradients: bool = True
 
 
 _KEYS = ("preset", "shard", "codecs", "block_size", "error_feedback", "topology")
@@ -171,14 +176,14 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
     """
     block = _mapping(path, block, _KEYS)
     preset = block.get("preset", DEFAULT_PRESET)
-    if preset not in PRESETS:
+    if not _among(preset, PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS, "preset")
     weights, gradients, weight_codec, gradient_codec = PRESETS[preset]
 
     shard = _mapping(f"{path}.shard", block.get("shard", {}), ROLES)
     degrees = {"weights": shard.get("weights", weights), "gradients": shard.get("gradients", gradients)}
     for role, scope in degrees.items():
-        if scope not in SCOPES:
+        if not _among(scope, SCOPES):
             raise one_of(f"{path}.shard.{role}", scope, SCOPES, "scope")
     if SCOPES.index(degrees["weights"]) > SCOPES.index(degrees["gradients"]):
         raise ConfigError(
@@ -195,7 +200,9 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
         leaves = _mapping(f"{path}.codecs.{role}", written.get(role, {}), TIERS)
         codecs[role] = TierCodecs(
             **{
-                tier: _leaf(f"{path}.codecs.{role}.{tier}", leaves.get(tier, default[role]), default[role], block_size, path)
+                tier: _leaf(
+                    f"{path}.codecs.{role}.{tier}", leaves.get(tier, default[role]), default[role], block_size, path
+                )
                 for tier in TIERS
             }
         )
@@ -204,7 +211,7 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
     if isinstance(feedback, str) or not isinstance(feedback, (list, tuple)):
         raise ConfigError(f"{path}.error_feedback: found {feedback!r}, expected a list of tiers ({', '.join(TIERS)})")
     for tier in feedback:
-        if tier not in TIERS:
+        if not _among(tier, TIERS):
             raise one_of(f"{path}.error_feedback", tier, TIERS, "tier")
 
     return HZeroConfig(
@@ -215,6 +222,7 @@ def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
         error_feedback=tuple(tier for tier in TIERS if tier in feedback),
         topology=_topology(f"{path}.topology", block.get("topology", "auto")),
         preset_shard="weights" not in shard,
+        preset_gradients="gradients" not in shard,
     )
 
 
@@ -245,11 +253,15 @@ def _leaf(key: str, value: Any, default: str, block_size: Any, path: str) -> Cod
     return _model(CodecConfig, key, value)
 
 
+def _among(value: Any, possible: Iterable[str]) -> bool:
+    return isinstance(value, str) and value in possible
+
+
 def _mapping(path: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: found {value!r}, expected a block with keys {', '.join(keys)}")
     for key in value:
-        if key not in keys:
+        if not _among(key, keys):
             raise one_of(path, key, keys, "key")
     return dict(value)
 

@@ -1,4 +1,4 @@
-"""One rank of `tests.ranks.launch`: ``python -m tests.rank_main MODULE``."""
+"""The ranks of `tests.ranks.launch`: ``python -m tests.rank_main MODULE`` imports once and forks WORLD_SIZE of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ import torch.distributed as dist
 from tests.ranks import HOP_TIMEOUT_S, collect
 
 
-def main() -> None:
-    """Runs the checks of one module on this rank; leaves at the first that fails."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.INFO)
+def run_rank(rank: int) -> None:
+    """Runs the checks on one rank; leaves at the first that fails."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     out = Path(os.environ["HZERO_CHECKS_OUT"])
-    rank = int(os.environ["RANK"])
-    name = "import"
+    name = "start"
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=HOP_TIMEOUT_S))
-        module = importlib.import_module(sys.argv[1])
+        module = sys.modules[sys.argv[1]]
         for name in collect(sys.argv[1]):
             started = time.monotonic()
             getattr(module, name)()
@@ -37,7 +34,6 @@ def main() -> None:
             if rank == 0:
                 with open(out / "done", "a") as file:
                     file.write(name + "\n")
-                print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
                 if "HZERO_CHECKS_TIMES" in os.environ:
                     with open(os.environ["HZERO_CHECKS_TIMES"], "a") as file:
                         file.write(f"{sys.argv[1]}.{name}: {time.monotonic() - started:.1f} s\n")
@@ -49,6 +45,25 @@ def main() -> None:
         print(failure["traceback"], flush=True)
         os._exit(1)
     os._exit(0)
+
+
+def main() -> None:
+    """Imports the module of checks, forks the ranks, and ends all of them when one fails."""
+    torch.set_num_threads(1)  # no thread pool may be up when we fork
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+    importlib.import_module(sys.argv[1])
+    children = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(rank)
+        children.append(pid)
+    for _ in children:
+        _, status = os.wait()
+        if status:
+            time.sleep(0.5)  # the one that failed first may not be the one that ended first
+            os._exit(1)  # whoever started us kills our group
 
 
 if __name__ == "__main__":

@@ -49,19 +49,24 @@ class ShardPlan:
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
         """The plan of one rank.
 
-        A preset's weights degree of a single device becomes the smallest scope of more than one, where gradients allow
-        it; a degree that the user wrote is honoured.
+        A degree from a preset that is a single device here becomes the smallest scope of more than one, so that a
+        preset never means whole copies by accident; a degree that the user wrote is honoured.
         """
         notes = []
-        weights, gradients = config.shard.weights, config.shard.gradients
-        if config.preset_shard and grid.scope_size(weights) == 1:
-            allowed = SCOPES[SCOPES.index(weights) : SCOPES.index(gradients) + 1]
-            wider = next((scope for scope in allowed if grid.scope_size(scope) > 1), weights)
-            if wider != weights:
-                notes.append(
-                    f"preset {config.preset}: a {weights} is one device here, so weights are sharded over the {wider}"
-                )
-                weights = wider
+        scopes = {"weights": config.shard.weights, "gradients": config.shard.gradients}
+        from_preset = {"weights": config.preset_shard, "gradients": config.preset_gradients}
+        for role in ("gradients", "weights"):
+            if from_preset[role] and grid.scope_size(scopes[role]) == 1:
+                # Weights may not become wider than gradients that the user fixed.
+                widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
+                allowed = SCOPES[SCOPES.index(scopes[role]) : SCOPES.index(widest) + 1]
+                wider = next((scope for scope in allowed if grid.scope_size(scope) > 1), scopes[role])
+                if wider != scopes[role]:
+                    notes.append(
+                        f"preset {config.preset}: a {scopes[role]} is one device here, so {role} are sharded over the {wider}"
+                    )
+                    scopes[role] = wider
+        weights, gradients = scopes["weights"], scopes["gradients"]
         for role in ROLES:
             for tier in TIERS:
                 codec = config.codecs[role][tier].codec

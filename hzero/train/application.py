@@ -91,7 +91,9 @@ def _prepare(settings: Settings, run_dir: Path) -> Path:
     )
     found = checkpoint.find(settings["resume"], run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
     if found is not None and found.step >= settings["train"]["steps"]:
-        raise ConfigError(f"train.steps: found {settings['train']['steps']}, but the run has {found.step} steps already")
+        raise ConfigError(
+            f"train.steps: found {settings['train']['steps']}, but the run has {found.step} steps already"
+        )
     if settings["resume"] == "auto" and found is None:
         _say("no checkpoint to go on from: starting at the first step")
     if str(run_dir) != settings["run"]["dir"]:

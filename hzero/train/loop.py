@@ -23,6 +23,7 @@ from hzero.train.settings import Settings
 from hzero.train.summary import build_summary, print_summary
 from hzero.train.worker import STARTED
 
+
 def deepspeed_config(settings: Settings) -> dict[str, Any]:
     """DeepSpeed's configuration of the run."""
     train = settings["train"]

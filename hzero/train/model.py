@@ -70,7 +70,7 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
 
 
 def _initialise_partitioned(built: GPTNeoXForCausalLM, seed: int) -> None:
-    """transformers' own initialisation, layer by layer, of a model that was built in shards.
+    """Transformers' own initialisation, layer by layer, of a model that was built in shards.
 
     Under ``zero.Init`` parameters are empty when transformers' ``post_init`` runs over them, so that torch's defaults
     would stay (embeddings of standard deviation 1 instead of 0.02).

@@ -44,7 +44,9 @@ def run_plan(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
-    parser.add_argument("--itemsize", type=int, choices=(2, 4), default=2, help="bytes of a weight: 2 (bf16) or 4 (fp32)")
+    parser.add_argument(
+        "--itemsize", type=int, choices=(2, 4), default=2, help="bytes of a weight: 2 (bf16) or 4 (fp32)"
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
     parsed = parser.parse_intermixed_args(list(arguments))
     result = compute(parsed.overrides, parsed.itemsize)
@@ -147,7 +149,9 @@ def show(result: dict[str, Any], console: Console) -> None:
             continue
         ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
         key = (row["role"], row["tier"])
-        traffic.add_row(*key, row["codec"], str(row["crossings"]), size_text(row["wire_bytes"]), ratio, size_text(flat[key]))
+        traffic.add_row(
+            *key, row["codec"], str(row["crossings"]), size_text(row["wire_bytes"]), ratio, size_text(flat[key])
+        )
     console.print(traffic)
 
     nodes = Table(title="bytes into one node a step (all but the first by their schemes' closed forms)")

@@ -76,7 +76,9 @@ def run_report(arguments: Sequence[str]) -> int:
         epilog="example: hzero report runs/lossless runs/mild runs/topo -o comparison",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, as runs/default")
-    parser.add_argument("-o", "--output", type=Path, help="folder to write to (default RUN/report, of several ./report)")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="folder to write to (default RUN/report, of several ./report)"
+    )
     parsed = parser.parse_args(list(arguments))
     runs = [read_run(path) for path in parsed.runs]
     output = parsed.output or (parsed.runs[0] / "report" if len(runs) == 1 else Path("report"))
@@ -117,8 +119,8 @@ def _loss_figure(runs: Sequence[Run]) -> Any:
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(steps, _smooth(losses), color=colour, linewidth=1.8, label=run.name)
         if run.evaluations:
-            points = [(row["step"], row["loss_exact"]) for row in run.evaluations]
-            axes.scatter(*zip(*points), color=colour, marker="D", s=28, zorder=3)
+            at, exact = [row["step"] for row in run.evaluations], [row["loss_exact"] for row in run.evaluations]
+            axes.scatter(at, exact, color=colour, marker="D", s=28, zorder=3)
     axes.set(xlabel="optimizer step", ylabel="loss, nats a token", title="Training loss (diamonds: evaluation)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -163,7 +165,9 @@ td:first-child,th:first-child{text-align:left}img{max-width:100%}pre{background:
 
 
 def _page(runs: Sequence[Run], output: Path, images: Sequence[str]) -> str:
-    parts = [f"<!doctype html><meta charset=utf-8><title>hzero report</title><style>{_STYLE}</style><h1>hzero report</h1>"]
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>hzero report</title><style>{_STYLE}</style><h1>hzero report</h1>"
+    ]
     parts.append(_runs_table(runs))
     for name in images:
         data = base64.b64encode((output / name).read_bytes()).decode()

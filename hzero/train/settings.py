@@ -138,7 +138,12 @@ class Settings:
         for key, least in _AT_LEAST.items():
             group, name = key.split(".")
             value = self.config[group].get(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not math.isfinite(value)
+                or value < least
+            ):
                 raise ConfigError(f"{key}: found {value!r}, expected a number of at least {least}")
             whole = key not in ("train.grad_clip", "train.lr", "train.weight_decay")
             if whole and not isinstance(value, int):

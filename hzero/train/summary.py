@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hzero.config import ROLES, TIERS
-from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.memory import as_dicts as memory_dicts
+from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.traffic import as_dicts as traffic_dicts
 from hzero.sharding.traffic import zero3_traffic
@@ -153,7 +153,10 @@ def _run_table(summary: dict[str, Any]) -> Table:
     first, last = summary.get("loss_first"), summary.get("loss_last")
     rows = [
         ("steps", f"{summary['steps']:,}"),
-        ("loss, first and last", f"{first:.4f} → {last:.4f} (means of {WINDOW} steps)" if first is not None else "none"),
+        (
+            "loss, first and last",
+            f"{first:.4f} → {last:.4f} (means of {WINDOW} steps)" if first is not None else "none",
+        ),
         ("parameters", f"{summary['parameters']:,}"),
     ]
     if summary.get("tokens_per_s"):

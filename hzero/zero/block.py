@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import deepspeed
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.config import ConfigError, HZeroConfig, parse_config
+
+#: A torch.nn.Parameter with the attributes that DeepSpeed hangs on it (ds_id, ds_tensor, ds_status and so on).
+ZeroParameter: TypeAlias = Any
 
 #: Top-level key of the block.
 KEY = "hzero"
@@ -140,7 +143,12 @@ def check_engine(engine: DeepSpeedEngine) -> None:
             "disabled",
         ),
         ("zero_optimization.offload_optimizer.super_offload", True, bool(engine.super_offload()), "false"),
-        ("optimizer.type", engine.optimizer_name(), str(engine.optimizer_name()).lower() == "muon", "another optimizer"),
+        (
+            "optimizer.type",
+            engine.optimizer_name(),
+            str(engine.optimizer_name()).lower() == "muon",
+            "another optimizer",
+        ),
         ("zero_optimization.offload_param.device", str(offload_param), _is_set(offload_param), "none"),
         (
             "zero_optimization.offload_optimizer.device",

@@ -9,13 +9,15 @@ import torch
 
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipelined
 from hzero.sharding.records import chunk_numel
+from hzero.zero.block import ZeroParameter
 
 
 class Gradients:
     """Reduces gradients tier by tier and, where their scope is smaller than the world, accumulates partial sums.
 
     The accumulators are float32, ``[rows * chunk]`` a parameter in hop order, ``rows`` being the world over the
-    gradients' scope. They are filled by `accumulate` every micro-step and emptied by `boundary` once a step.
+    gradients' scope. They are made and filled by `accumulate` every micro-step, and sent and freed by `boundary` once a
+    step.
 
     Args:
         collectives: The stage's tiered collectives.
@@ -27,25 +29,26 @@ class Gradients:
         self._plan = collectives.plan
         self._bucket_numel = bucket_numel
         self._accumulators: dict[int, torch.Tensor] = {}
-        self._waiting: dict[int, torch.nn.Parameter] = {}
+        self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
         self._reductions = 0
+        self._most_held = 0
 
     @property
     def waiting(self) -> bool:
         """Whether gradients are held here that have not crossed the outer tiers."""
         return bool(self._waiting)
 
-    def holds(self, param: torch.nn.Parameter) -> bool:
+    def holds(self, param: ZeroParameter) -> bool:
         """Whether this parameter's gradient of the current window waits for the boundary."""
         return param.ds_id in self._waiting
 
-    def arrived(self, param: torch.nn.Parameter) -> bool:
+    def arrived(self, param: ZeroParameter) -> bool:
         """Whether a boundary has delivered this parameter's gradient in the current window."""
         return param.ds_id in self._arrived
 
     def micro(
-        self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, divisor: float, scale: float
+        self, params: Sequence[ZeroParameter], dtype: torch.dtype, divisor: float, scale: float
     ) -> list[torch.Tensor]:
         """Averages whole gradients and reduces them over the gradients' scope.
 
@@ -57,7 +60,8 @@ class Gradients:
 
         Returns:
             One flat tensor a parameter, ``[rows * chunk]`` in hop order: partial sums where gradients stay inside the
-            node, this rank's shard (padding included) where they are sharded over the world.
+            node, this rank's shard (padding included) where they are sharded over the world. Where their scope is one
+            device there is no hop, and it is the averaged gradient itself, in shard order and without padding.
         """
         bucket = self._bucket(params, dtype)
         flat = [param.grad.to(dtype).reshape(-1).div_(divisor) for param in params]
@@ -71,24 +75,23 @@ class Gradients:
             scale=scale,
         ).wait()
 
-    def accumulate(self, params: Sequence[torch.nn.Parameter], partial_sums: Sequence[torch.Tensor]) -> None:
-        """Adds partial sums to the accumulators; the first of a window replaces what a former one left."""
+    def accumulate(self, params: Sequence[ZeroParameter], partial_sums: Sequence[torch.Tensor]) -> None:
+        """Adds partial sums to the accumulators. The first of a window becomes the accumulator: it must be the caller's own."""
         for param, partial_sum in zip(params, partial_sums):
-            accumulator = self._accumulators.get(param.ds_id)
-            if accumulator is None or accumulator.numel() != partial_sum.numel():
-                # A copy even of a float32 tensor: it may be a view of a buffer that the next bucket overwrites.
-                self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=True)
-            elif param.ds_id in self._waiting:
-                accumulator.add_(partial_sum)
+            if param.ds_id in self._waiting:
+                self._accumulators[param.ds_id].add_(partial_sum)
             else:
-                accumulator.copy_(partial_sum)
-            self._waiting[param.ds_id] = param
+                # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
+                self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._plan.micro_hops())
+                self._waiting[param.ds_id] = param
+        held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
+        self._most_held = max(self._most_held, held)
 
     def boundary(
         self,
         dtype: torch.dtype,
         scale: float,
-        deliver: Callable[[list[torch.nn.Parameter], list[torch.Tensor]], None],
+        deliver: Callable[[list[ZeroParameter], list[torch.Tensor]], None],
     ) -> None:
         """Sends what waits over the outer tiers and delivers this rank's shards, bucket by bucket.
 
@@ -102,23 +105,25 @@ class Gradients:
         chains = pipelined(partial(self._start_boundary, bucket, dtype, scale) for bucket in buckets)
         for params, shards in zip(buckets, chains):
             deliver(params, self.cut(params, shards))
-            self._arrived.update(param.ds_id for param in params)
+            for param in params:
+                self._arrived.add(param.ds_id)
+                del self._accumulators[param.ds_id]
         self._waiting.clear()
 
     def _start_boundary(
-        self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype, scale: float
+        self, params: Sequence[ZeroParameter], dtype: torch.dtype, scale: float
     ) -> Chain[list[torch.Tensor]]:
         return self._collectives.reduce(
             self._plan.boundary_hops(),
             self._bucket(params, dtype),
             [self._accumulators[param.ds_id] for param in params],
             rows=self._plan.gradient_rows,
-            whole=False,
+            whole=not self._plan.micro_hops(),
             seed=self._next_seed(),
             scale=scale,
         )
 
-    def cut(self, params: Sequence[torch.nn.Parameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def cut(self, params: Sequence[ZeroParameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's shards without what lies beyond the parameters' ends, as DeepSpeed expects them."""
         cut = []
         for param, shard in zip(params, shards):
@@ -127,25 +132,21 @@ class Gradients:
         return cut
 
     def clear(self) -> None:
-        """Starts a new window: nothing waits and nothing has arrived. Accumulators keep their memory."""
+        """Starts a new window: nothing waits and nothing has arrived."""
         self._waiting.clear()
         self._arrived.clear()
-
-    def drop(self) -> None:
-        """Frees the accumulators."""
-        self.clear()
         self._accumulators.clear()
 
     def bytes(self) -> int:
-        """Memory of the accumulators on this rank, in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
+        """Most memory that the accumulators have taken on this rank, in bytes."""
+        return self._most_held
 
     def _next_seed(self) -> int:
         # Ranks round with different seeds, so that the errors of a sum do not add up.
         self._reductions += 1
         return (self._reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
 
-    def _bucket(self, params: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> Bucket:
+    def _bucket(self, params: Sequence[ZeroParameter], dtype: torch.dtype) -> Bucket:
         return Bucket(
             keys=tuple(param.ds_id for param in params),
             chunks=tuple(chunk_numel(param.ds_numel, self._plan.grid.world_size) for param in params),

@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from hzero.zero.block import check_group, find_block
+from hzero.zero.block import ZeroParameter, check_group, find_block
 from hzero.zero.state import StageState
 
 StockStage3 = DeepSpeedZeroOptimizer_Stage3
@@ -26,6 +26,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     """
 
     hzero: StageState
+    micro_step_id: int
+    persistent_parameters: list[ZeroParameter]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the stock class where the configuration has no block."""
@@ -44,7 +46,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - the mangled name is how stock calls it
-        self, params_to_reduce: list[torch.nn.Parameter], communication_data_type: torch.dtype
+        self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
         """Averages and reduces one bucket over the gradients' scope; see `Gradients.micro`."""
         divisor = self.hzero.plan.grid.world_size / float(self.sequence_parallel_size)
@@ -97,7 +99,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
-    def _deliver(self, params: list[torch.nn.Parameter], shards: list[torch.Tensor]) -> None:
+    def _deliver(self, params: list[ZeroParameter], shards: list[torch.Tensor]) -> None:
         """Hands shards to stock, which copies the first delivery of a window and adds later ones.
 
         There are later ones where re-entrant checkpointing runs several epilogues in one backward.
@@ -129,17 +131,17 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                     if self.offload_optimizer:
                         super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
 
-    def _get_fp32_grad_state_partition(self, param: torch.nn.Parameter, release_swap_buffers: bool) -> Any:
+    def _get_fp32_grad_state_partition(self, param: ZeroParameter, release_swap_buffers: bool) -> Any:
         self._refuse_early_reader(param)
         return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
 
-    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[torch.nn.Parameter]) -> None:
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[ZeroParameter]) -> None:
         """Stock, at the boundary; see `_refuse_early_reader`."""
         for param in param_list:
             self._refuse_early_reader(param)
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
-    def _refuse_early_reader(self, param: torch.nn.Parameter) -> None:
+    def _refuse_early_reader(self, param: ZeroParameter) -> None:
         if self.hzero.gradients.holds(param):
             raise RuntimeError(
                 f"hzero: the gradient of parameter {param.ds_id} is a partial sum inside its node until the accumulation "

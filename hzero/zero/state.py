@@ -53,7 +53,7 @@ class StageState:
         timeout: timedelta | None = None,
     ) -> None:
         for name, param in module.named_parameters():
-            check_group(param.ds_process_group, f"parameter {name}")
+            check_group(getattr(param, "ds_process_group", None), f"parameter {name}")
         self.config = config
         grid = resolve_grid(config.topology, dist.get_world_size())
         self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
@@ -92,7 +92,7 @@ class StageState:
     def destroy(self) -> None:
         """Frees payloads and accumulators."""
         self.weights.drop()
-        self.gradients.drop()
+        self.gradients.clear()
 
 
 def _bytes(tensors: list[Any]) -> int:

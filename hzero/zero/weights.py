@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipelined
 from hzero.sharding.records import chunk_numel
+from hzero.zero.block import ZeroParameter
 
 
 @dataclass
@@ -34,7 +35,7 @@ class _Managed:
         decoded: Whether ``param.data``, while it is available, came through a codec.
     """
 
-    param: torch.nn.Parameter
+    param: ZeroParameter
     stock_gather: Any
     payload: torch.Tensor | None = None
     stale: bool = True
@@ -44,7 +45,7 @@ class _Managed:
 class GatherHandle:
     """Handle of one gather, as DeepSpeed's coordinator waits on it."""
 
-    def __init__(self, weights: Weights, params: Sequence[torch.nn.Parameter], bucket: Bucket, chain: Chain) -> None:
+    def __init__(self, weights: Weights, params: Sequence[ZeroParameter], bucket: Bucket, chain: Chain) -> None:
         self._weights = weights
         self._params = params
         self._bucket = bucket
@@ -52,8 +53,10 @@ class GatherHandle:
         self._complete = False
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Makes the parameters available. ``handle_dependency`` is DeepSpeed's and has no meaning here: the decoded
-        tensors are made on the current stream and alias no communication buffer.
+        """Makes the parameters available.
+
+        ``handle_dependency`` is DeepSpeed's and has no meaning here: the decoded tensors are made on the current stream
+        and alias no communication buffer.
         """
         if self._complete:
             return
@@ -102,7 +105,7 @@ class Weights:
 
     # ---- attaching to DeepSpeed's parameters ------------------------------------------------------------------------
 
-    def _manage(self, param: torch.nn.Parameter) -> None:
+    def _manage(self, param: ZeroParameter) -> None:
         if param.ds_id in self._managed:
             return
         managed = _Managed(param, stock_gather=param.all_gather_coalesced)
@@ -153,7 +156,7 @@ class Weights:
 
     # ---- staleness --------------------------------------------------------------------------------------------------
 
-    def mark_stale(self, params: Iterable[torch.nn.Parameter] | None = None) -> None:
+    def mark_stale(self, params: Iterable[ZeroParameter] | None = None) -> None:
         """Marks the payloads of ``params``, or of all parameters, to be rebuilt before their next use.
 
         Must be called on all ranks alike: the rebuilding is a collective.
@@ -198,7 +201,7 @@ class Weights:
 
     # ---- gather -----------------------------------------------------------------------------------------------------
 
-    def gather(self, params: Iterable[torch.nn.Parameter], safe_mode: bool = False, quantize: bool = False) -> Any:
+    def gather(self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False) -> Any:
         """Starts the gather of whole parameters for forward or backward (``param.all_gather_coalesced``).
 
         Args:
@@ -223,15 +226,15 @@ class Weights:
                 raise RuntimeError(f"hzero: asked to gather a parameter that is not put away: {param.ds_summary()}")
             param.ds_status = ZeroParamStatus.INFLIGHT
         self.refresh()
-        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in params:
             by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
         return Handles([self._start_gather(same) for _, same in sorted(by_dtype.items(), key=lambda i: str(i[0]))])
 
-    def _start_gather(self, params: Sequence[torch.nn.Parameter]) -> GatherHandle:
+    def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
         bucket = self._bucket(params)
         if self._refresh_hops:
-            payloads = [self._managed[param.ds_id].payload for param in params]
+            payloads = [self._payload(param) for param in params]
             message = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
             codec, rows = self._resident_codec(), self._plan.resident_rows
         else:
@@ -241,6 +244,11 @@ class Weights:
             self._managed[param.ds_id].decoded = self._lossy
         chain = self.collectives.gather(self._fetch_hops, bucket, message, codec, rows=rows, seed=self._version)
         return GatherHandle(self, params, bucket, chain)
+
+    def _payload(self, param: ZeroParameter) -> torch.Tensor:
+        payload = self._managed[param.ds_id].payload
+        assert payload is not None, "refresh has built it"
+        return payload
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
@@ -291,7 +299,7 @@ class Weights:
         # The codec of the next tier inwards; where no tier is left, the last one received.
         return Codec.from_config((self._fetch_hops[0] if self._fetch_hops else self._refresh_hops[-1]).codec)
 
-    def _encode_primary(self, params: Sequence[torch.nn.Parameter], bucket: Bucket, codec: Codec) -> torch.Tensor:
+    def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec) -> torch.Tensor:
         device = params[0].device
         sources = []
         for param, chunk in zip(params, bucket.chunks):
@@ -300,7 +308,7 @@ class Weights:
             sources.append(param.ds_tensor.detach().view(-1)[:valid].to(device))
         return codec.encode(sources, bucket.chunks, seed=self._version)
 
-    def _bucket(self, params: Sequence[torch.nn.Parameter]) -> Bucket:
+    def _bucket(self, params: Sequence[ZeroParameter]) -> Bucket:
         return Bucket(
             keys=tuple(param.ds_id for param in params),
             chunks=tuple(chunk_numel(param.ds_numel, self._plan.grid.world_size) for param in params),

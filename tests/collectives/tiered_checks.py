@@ -77,7 +77,11 @@ def check_gather_codecs_bit_identical_and_bounded() -> None:
         {"node": "int8", "gpu": "int8", "gcd": "int8"},
         {"node": "int4", "gpu": "int8", "gcd": "none"},
         {"node": "none", "gpu": "int8", "gcd": "bf16"},
-        {"node": {"codec": "int8", "rounding": "stochastic"}, "gpu": "int4", "gcd": {"codec": "int8", "block_size": 64}},
+        {
+            "node": {"codec": "int8", "rounding": "stochastic"},
+            "gpu": "int4",
+            "gcd": {"codec": "int8", "block_size": 64},
+        },
     ]
     for grid, mix in itertools.product(GRIDS[WORLD], mixes):
         whole = _everyones(torch.float32)[0]
@@ -182,9 +186,7 @@ def check_overflow_survives() -> None:
         mine = _everyones(torch.float32)[rank]
         if rank == WORLD - 1:
             mine[4][7] = bad
-        shards = collectives.reduce(
-            collectives.plan.reduce_hops(), bucket, mine, rows=WORLD, whole=True
-        ).wait()
+        shards = collectives.reduce(collectives.plan.reduce_hops(), bucket, mine, rows=WORLD, whole=True).wait()
         owner = 7 // bucket.chunks[4]
         assert bool(torch.isfinite(shards[4]).all()) == (rank != owner)
         again = collectives.reduce(

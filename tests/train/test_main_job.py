@@ -73,7 +73,9 @@ def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text and one uninterrupted run, codec none."""
     path = tmp_path_factory.mktemp("job with a space")
-    lines = [f"the {i % 17} quick brown foxes jump over {i % 5} lazy dogs, {i * 7919 % 1000} times\n" for i in range(4000)]
+    lines = [
+        f"the {i % 17} quick brown foxes jump over {i % 5} lazy dogs, {i * 7919 % 1000} times\n" for i in range(4000)
+    ]
     (path / "book.txt").write_text("".join(lines))
     code, out, err = _finish(_start(path, "zero=lossless", "run.name=whole"))
     assert code == 0, out + err
@@ -128,7 +130,7 @@ def test_ctrl_c_saves_and_resume_goes_on(folder: Path) -> None:
 
 
 def test_a_failing_rank_shows_its_traceback_once(folder: Path) -> None:
-    code, out, err = _finish(_start(folder, "run.name=bad", "+deepspeed.zero_optimization.reduce_scatter=false"))
+    code, _, err = _finish(_start(folder, "run.name=bad", "+deepspeed.zero_optimization.reduce_scatter=false"))
     assert code == 1 and err.count("Traceback") == 1, err
     assert "zero_optimization.reduce_scatter: found False" in err and "all ranks are ended" in err
 

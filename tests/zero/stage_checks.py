@@ -46,11 +46,11 @@ def _masters(engine: Any) -> dict[str, torch.Tensor]:
 def check_lossy_presets_train() -> None:
     """The lossy presets follow the exact run closely on this small problem."""
     exact = engine_of(ds_config(_block("lossless"), 2))
-    want = train(exact, 8, 2)
+    want = train(exact, 6, 2)
     exact.destroy()
     for preset in ("topo", "mild", "zeropp"):
         engine = engine_of(ds_config(_block(preset), 2))
-        assert_losses(train(engine, 8, 2), want, 0.02)
+        assert_losses(train(engine, 6, 2), want, 0.02)
         engine.destroy()
 
 
@@ -89,7 +89,7 @@ def check_bytes_between_nodes() -> None:
 
 def check_activation_checkpointing() -> None:
     """Both kinds give the losses of none."""
-    for accumulation in (1, 2):
+    for accumulation in (2,):
         plain = engine_of(ds_config(_block("lossless"), accumulation))
         want = train(plain, 6, accumulation)
         plain.destroy()

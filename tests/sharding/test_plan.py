@@ -1,0 +1,100 @@
+"""The shard plan: nesting, coordinates, groups and index maps of any grid, without walking the world."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.config import SCOPES, TIERS, parse_config
+from hzero.sharding.plan import ShardPlan
+from hzero.topology.grid import Grid
+
+ORDERS = st.permutations(["node", "gpu", "gcd"]).map(tuple)
+GRIDS = st.builds(Grid, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), ORDERS)
+NAMED = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (3, 1, 2), (8, 1, 1)]
+
+
+def plan_of(grid: Grid, rank: int = 0, **block: object) -> ShardPlan:
+    return ShardPlan.from_config(parse_config({"preset": "lossless", **block}), grid, rank)
+
+
+@given(GRIDS)
+def test_coordinates_and_ranks_are_inverse(grid: Grid) -> None:
+    for rank in range(grid.world_size):
+        assert grid.rank(*grid.coordinates(rank)) == rank
+
+
+@given(GRIDS)
+def test_groups_of_a_tier_partition_the_world(grid: Grid) -> None:
+    for tier in TIERS:
+        groups = {tuple(grid.tier_group(rank, tier)) for rank in range(grid.world_size)}
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+        for group in groups:
+            assert [getattr(grid.coordinates(rank), tier) for rank in group] == list(range(grid.size(tier)))
+
+
+@given(GRIDS)
+def test_row_order_puts_every_rank_at_its_own_row(grid: Grid) -> None:
+    """After reducing along gcd, gpu, node, the row that is left to a rank is the shard of its rank."""
+    order = plan_of(grid).row_order()
+    assert sorted(order) == list(range(grid.world_size))
+    for rank in range(grid.world_size):
+        node, gpu, gcd = grid.coordinates(rank)
+        assert order[(gcd * grid.gpus_per_node + gpu) * grid.nodes + node] == rank
+
+
+@given(GRIDS, st.sampled_from(SCOPES), st.sampled_from(SCOPES))
+def test_hops_cover_every_tier_once(grid: Grid, weights: str, gradients: str) -> None:
+    if SCOPES.index(weights) > SCOPES.index(gradients):
+        weights, gradients = gradients, weights
+    plan = plan_of(grid, shard={"weights": weights, "gradients": gradients})
+    tiers = [tier for tier in TIERS if grid.size(tier) > 1]
+    assert [hop.tier for hop in plan.refresh_hops() + plan.fetch_hops()] == tiers[::-1]
+    assert [hop.tier for hop in plan.micro_hops() + plan.boundary_hops()] == tiers
+    rows = 1
+    for hop in plan.refresh_hops():
+        rows *= hop.size
+    assert rows == plan.resident_rows
+    rows = grid.world_size
+    for hop in plan.micro_hops():
+        rows //= hop.size
+    assert rows == plan.gradient_rows
+
+
+def test_a_plan_for_the_whole_machine_is_cheap() -> None:
+    grid = Grid(9408, 4, 2)
+    config = parse_config({"preset": "topo"})
+    ShardPlan.from_config(config, grid, 1)
+    tracemalloc.start()
+    started = time.perf_counter()
+    plan = ShardPlan.from_config(config, grid, 75_263)
+    groups = [plan.tier_group(tier) for tier in TIERS]
+    hops = plan.gather_hops() + plan.reduce_hops()
+    seconds = time.perf_counter() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [len(group) for group in groups] == [2, 4, 9408]
+    assert len(hops) == 6
+    assert peak < 16_000
+    assert seconds < 0.1  # 10 ms is asked for; a loaded machine may be ten times slower
+
+
+@pytest.mark.parametrize("layout", NAMED)
+def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int]) -> None:
+    grid = Grid(*layout)
+    for preset in ("lossless", "topo", "mild", "hpz", "zeropp"):
+        plan = ShardPlan.from_config(parse_config({"preset": preset}), grid, 0)
+        assert grid.scope_size(plan.weights_scope) > 1
+        assert grid.scope_size(plan.gradients_scope) > 1
+        assert SCOPES.index(plan.weights_scope) <= SCOPES.index(plan.gradients_scope)
+        if layout == (8, 1, 1) and preset == "topo":
+            assert any("sharded over the world" in note for note in plan.notes)
+    explicit = ShardPlan.from_config(
+        parse_config({"preset": "topo", "shard": {"weights": "package"}}), Grid(2, 4, 1), 0
+    )
+    assert explicit.weights_scope == "package"
+    assert any("unused" in note for note in explicit.notes)

@@ -1,0 +1,154 @@
+"""The block: presets, overrides leaf by leaf, and messages that name the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.config import CODECS, PRESETS, TIERS, ConfigError, parse_config, parse_topology
+from hzero.topology.declared import resolve_grid
+
+
+def test_presets_are_the_documented_points() -> None:
+    expected = {
+        "zero3": ("world", "world", "none", "none"),
+        "hpz": ("node", "world", "none", "none"),
+        "zeropp": ("node", "world", "int8", "int4"),
+        "lossless": ("package", "node", "none", "none"),
+        "topo": ("package", "node", "int8", "int4"),
+        "mild": ("package", "node", "int8", "int8"),
+    }
+    assert expected == PRESETS
+    for name, (weights, gradients, weight_codec, gradient_codec) in expected.items():
+        config = parse_config({"preset": name})
+        assert (config.shard.weights, config.shard.gradients) == (weights, gradients)
+        assert {config.codecs["weights"][tier].codec for tier in TIERS} == {weight_codec}
+        assert {config.codecs["gradients"][tier].codec for tier in TIERS} == {gradient_codec}
+        assert config.error_feedback == ()
+
+
+def test_an_override_replaces_one_leaf() -> None:
+    config = parse_config(
+        {
+            "preset": "topo",
+            "codecs": {"gradients": {"gcd": "none", "node": {"codec": "int8", "rounding": "stochastic"}}},
+            "block_size": 256,
+            "error_feedback": ["node", "gcd"],
+        }
+    )
+    gradients = config.codecs["gradients"]
+    assert (gradients["gcd"].codec, gradients["gpu"].codec, gradients["node"].codec) == ("none", "int4", "int8")
+    assert gradients["node"].rounding == "stochastic"
+    assert {config.codecs["weights"][tier].block_size for tier in TIERS} == {256}
+    assert config.error_feedback == ("gcd", "node")
+    # A leaf that names settings alone keeps the preset's codec.
+    kept = parse_config({"preset": "topo", "codecs": {"gradients": {"node": {"block_size": 64}}}})
+    assert (kept.codecs["gradients"]["node"].codec, kept.codecs["gradients"]["node"].block_size) == ("int4", 64)
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"preset": "tpoo"}, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
+    ({"preset": 3}, "hzero.preset"),
+    ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
+    ({"shard": {"weight": "node"}}, "hzero.shard: unknown key 'weight'; did you mean 'weights'"),
+    ({"shard": {"weights": "nod"}}, "hzero.shard.weights: unknown scope 'nod'; did you mean 'node'"),
+    ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be package or node"),
+    ({"shard": "node"}, "hzero.shard: found 'node'"),
+    ({"codecs": {"weights": {"gpuu": "int8"}}}, "hzero.codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
+    ({"codecs": {"weights": {"gpu": "int9"}}}, "hzero.codecs.weights.gpu.codec: unknown codec 'int9'"),
+    ({"codecs": {"weights": {"gpu": 8}}}, "hzero.codecs.weights.gpu: found 8"),
+    ({"codecs": {"weights": {"gpu": {"codec": "int8", "rounding": "up"}}}}, "hzero.codecs.weights.gpu.rounding"),
+    ({"codecs": {"weights": {"gpu": {"codec": "int8", "scale": "fp16"}}}}, "hzero.codecs.weights.gpu.scale"),
+    (
+        {"codecs": {"weights": {"gpu": {"codec": "int8", "block_size": 8}}}},
+        "hzero.codecs.weights.gpu.block_size: found 8",
+    ),
+    ({"block_size": "128"}, "hzero.block_size: found '128'"),
+    ({"block_size": True}, "hzero.block_size: found True"),
+    ({"error_feedback": "node"}, "hzero.error_feedback: found 'node'"),
+    ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
+    ({"topology": 8}, "hzero.topology: found 8"),
+    ({"topology": {"nodes": 2}}, "hzero.topology.gpus_per_node: missing"),
+    ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "hzero.topology.nodes: found '2'"),
+    ({"topology": {"gpus_per_node": 2, "order": ["node", "gpu"]}}, "order"),
+    ("topo", "hzero: found 'topo'"),
+]
+
+
+@pytest.mark.parametrize(("block", "message"), BAD)
+def test_bad_blocks_are_named(block: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(block)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(CODECS),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "preset",
+                        "shard",
+                        "codecs",
+                        "weights",
+                        "gcd",
+                        "block_size",
+                        "error_feedback",
+                        "topology",
+                        "nodes",
+                        "gpus_per_node",
+                        "order",
+                    ]
+                )
+                | st.text(max_size=3),
+                inner,
+                max_size=3,
+            )
+        ),
+        max_leaves=8,
+    )
+)
+def test_any_block_is_read_or_refused_with_one_line(block: Any) -> None:
+    try:
+        parse_config(block)
+    except ConfigError as error:
+        assert str(error).startswith("hzero")
+
+
+def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text("topology: {gpus_per_node: 4, gcds_per_gpu: 2, bandwidth_gb_s: {node: 12.5}}\n")
+    assert resolve_grid(str(file), 48).nodes == 6
+    file.write_text(json.dumps({"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}))
+    assert resolve_grid(str(file), 8).world_size == 8
+    with pytest.raises(ConfigError, match="nodes=3 or gpus_per_node=3 or gcds_per_gpu=3 would fit"):
+        resolve_grid(str(file), 12)
+    with pytest.raises(ConfigError, match="no single factor"):
+        resolve_grid(str(file), 7)
+    for content, message in (("a: [", "neither YAML nor JSON"), ("gpus: 2", "unknown key 'gpus'"), ("3", "found 3")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            resolve_grid(str(file), 8)
+    with pytest.raises(ConfigError, match="cannot read the file"):
+        resolve_grid(str(tmp_path / "none.yaml"), 8)
+
+
+def test_auto_is_refused_with_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match='"nodes": 2, "gpus_per_node": 4'):
+        resolve_grid("auto", 8)
+
+
+def test_order_is_a_permutation() -> None:
+    grid = resolve_grid(parse_topology("t", {"nodes": 2, "gpus_per_node": 3, "order": ["gpu", "gcd", "node"]}), 6)
+    assert grid.stride("node") == 1
+    assert list(grid.tier_group(0, "gpu")) == [0, 2, 4]
