@@ -21,8 +21,6 @@ class Layout:
         row_bytes: Bytes of one row: one record of every tensor.
         block_starts: Blocks of the tensors before.
         row_blocks: Blocks of one row.
-        positions: Elements of the tensors before (stochastic rounding counts elements by it).
-        row_elements: Elements of one row.
     """
 
     chunks: tuple[int, ...]
@@ -32,8 +30,6 @@ class Layout:
     row_bytes: int
     block_starts: tuple[int, ...]
     row_blocks: int
-    positions: tuple[int, ...]
-    row_elements: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,8 +45,6 @@ def layout_of(chunks: tuple[int, ...], fmt: RecordFormat, itemsize: int) -> Layo
         row_bytes=sum(records),
         block_starts=_starts(blocks),
         row_blocks=sum(blocks),
-        positions=_starts(list(chunks)),
-        row_elements=sum(chunks),
     )
 
 

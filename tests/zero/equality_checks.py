@@ -7,7 +7,6 @@ import os
 import torch
 
 from tests.zero.training import (
-    AwkwardNet,
     assert_losses,
     ds_config,
     engine_of,
