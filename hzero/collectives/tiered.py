@@ -8,6 +8,7 @@ The tiers are those of MI250X machines in arXiv 2501.04266; sum-then-requantise 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -179,7 +180,9 @@ class TieredCollectives:
                 elif self._keeps_residual(hop):
                     assert self.feedback is not None
                     tensors = self.feedback.add(hop.tier, bucket, tensors, rows, scale)
-                message = codec.encode(tensors, chunks, sizes=sizes, strides=strides, outer=hop.size, seed=seed)
+                message = codec.encode(
+                    tensors, chunks, sizes=sizes, strides=strides, outer=self._pieces(hops[index:]), seed=seed
+                )
                 if self._keeps_residual(hop):
                     assert self.feedback is not None
                     sent = codec.decode(
@@ -193,7 +196,9 @@ class TieredCollectives:
             received = pending.wait()
             message = None
             following = hops[index + 1] if index + 1 < len(hops) else None
-            if codec.name == "none":
+            if codec.name == "none" and following is not None and following.codec.codec == "none":
+                message = received.view(torch.uint8)
+            elif codec.name == "none":
                 tensors = codec.decode(received.view(torch.uint8), chunks, dtype=bucket.dtype)
             elif following is not None and following.codec.codec != "none" and not self._keeps_residual(following):
                 message = codec.decode_sum_encode(
@@ -210,6 +215,20 @@ class TieredCollectives:
                 tensors = codec.decode_sum(received, hop.size, chunks, inner=inner, dtype=bucket.dtype)
             rows, sizes, strides = inner, (inner,), (1,)
         return list(tensors)
+
+    @staticmethod
+    def _pieces(hops: Sequence[Hop]) -> int:
+        """How many pieces to encode a message in for the first of ``hops``.
+
+        Where it and those after it have codec none, their sums go on as they are: the pieces of one hop are laid out for
+        the next at once.
+        """
+        pieces = hops[0].size
+        for before, hop in itertools.pairwise(hops):
+            if before.codec.codec != "none" or hop.codec.codec != "none":
+                break
+            pieces *= hop.size
+        return pieces
 
     def _keeps_residual(self, hop: Hop) -> bool:
         return self.feedback is not None and hop.tier in self.plan.error_feedback and hop.codec.codec != "none"

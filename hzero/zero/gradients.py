@@ -27,6 +27,8 @@ class Gradients:
     def __init__(self, collectives: TieredCollectives, bucket_numel: int) -> None:
         self._collectives = collectives
         self._plan = collectives.plan
+        self._micro_hops = self._plan.micro_hops()
+        self._boundary_hops = self._plan.boundary_hops()
         self._bucket_numel = bucket_numel
         self._accumulators: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, ZeroParameter] = {}
@@ -66,7 +68,7 @@ class Gradients:
         bucket = self._bucket(params, dtype)
         flat = [param.grad.to(dtype).reshape(-1).div_(divisor) for param in params]
         return self._collectives.reduce(
-            self._plan.micro_hops(),
+            self._micro_hops,
             bucket,
             flat,
             rows=self._plan.grid.world_size,
@@ -82,7 +84,7 @@ class Gradients:
                 self._accumulators[param.ds_id].add_(partial_sum)
             else:
                 # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
-                self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._plan.micro_hops())
+                self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
                 self._waiting[param.ds_id] = param
         held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
         self._most_held = max(self._most_held, held)
@@ -114,11 +116,11 @@ class Gradients:
         self, params: Sequence[ZeroParameter], dtype: torch.dtype, scale: float
     ) -> Chain[list[torch.Tensor]]:
         return self._collectives.reduce(
-            self._plan.boundary_hops(),
+            self._boundary_hops,
             self._bucket(params, dtype),
             [self._accumulators[param.ds_id] for param in params],
             rows=self._plan.gradient_rows,
-            whole=not self._plan.micro_hops(),
+            whole=not self._micro_hops,
             seed=self._next_seed(),
             scale=scale,
         )

@@ -30,6 +30,7 @@ class _Managed:
     Attributes:
         param: The parameter, with DeepSpeed's attributes on it.
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
+        chunk: Elements of each of its records.
         stale: Whether the primary shard has changed since ``payload`` was built.
         stock_gather: DeepSpeed's own exact gather of several parameters.
         decoded: Whether ``param.data``, while it is available, came through a codec.
@@ -38,6 +39,7 @@ class _Managed:
     param: ZeroParameter
     stock_gather: Any
     payload: torch.Tensor | None = None
+    chunk: int = 0
     stale: bool = True
     decoded: bool = False
 
@@ -256,7 +258,8 @@ class Weights:
         """Rebuilds every stale resident payload; a collective where there is one, else nothing."""
         if not self._refresh_hops:
             return
-        stale = [managed for managed in self._managed.values() if managed.stale or self._resized(managed)]
+        # A parameter may have been given another shard, by a user who resizes it inside GatheredParameters.
+        stale = [m for m in self._managed.values() if m.stale or m.chunk != m.param.ds_tensor.ds_numel]
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
         for managed in stale:
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
@@ -265,14 +268,6 @@ class Weights:
             chains = pipelined(partial(self._start_refresh, bucket) for bucket in buckets)
             for managed_bucket, (message, codec, outer) in zip(buckets, chains):
                 self._keep(managed_bucket, message, codec, outer)
-
-    def _resized(self, managed: _Managed) -> bool:
-        if managed.payload is None:
-            return True
-        chunk = managed.param.ds_tensor.ds_numel
-        itemsize = managed.param.ds_tensor.element_size()
-        expected = self._resident_codec().message_bytes([chunk], self._plan.resident_rows, itemsize)
-        return managed.payload.numel() != expected
 
     def _start_refresh(self, managed: Sequence[_Managed]) -> Chain:
         params = [m.param for m in managed]
@@ -289,8 +284,10 @@ class Weights:
                 bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=self._version
             )
         sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
-        for own, payload in zip(managed, message.view(outer, -1).split(sizes, dim=1)):
-            own.payload, own.stale = payload.reshape(-1).clone(), False
+        for own, chunk, payload in zip(managed, bucket.chunks, message.view(outer, -1).split(sizes, dim=1)):
+            # A copy of its own, so that a parameter refreshed alone does not keep the whole message in memory.
+            own.payload = payload.clone(memory_format=torch.contiguous_format).view(-1)
+            own.chunk, own.stale = chunk, False
 
     def _birth_codec(self) -> Codec:
         return Codec.from_config(self._plan.gather_hops()[0].codec)
