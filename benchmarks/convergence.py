@@ -56,8 +56,7 @@ def render(results: dict[str, dict[str, Any]], config: str, overrides: list[str]
         rows.append(
             f"| {preset} | {summary['loss_first']:.4f} | {summary['loss_last']:.4f} "
             f"| {summary['loss_last'] / base['loss_last'] - 1:+.2%} | {evaluation['loss_decoded']:.4f} "
-            f"| {evaluation['loss_exact']:.4f} | {evaluation['loss_exact'] / base['eval']['loss_exact'] - 1:+.2%} "
-            f"| {summary['step_s_median']:.3f} |"
+            f"| {evaluation['loss_exact']:.4f} | {evaluation['loss_exact'] / base['eval']['loss_exact'] - 1:+.2%} |"
         )
     versions = ", ".join(f"{name} {version}" for name, version in base["versions"].items())
     return "\n".join(
@@ -69,8 +68,8 @@ def render(results: dict[str, dict[str, Any]], config: str, overrides: list[str]
             "seed. Training losses are means of 10 steps.",
             "",
             f"| preset | first loss | last loss | against {next(iter(results))} | eval, decoded | eval, exact "
-            f"| against {next(iter(results))} | step, s (median) |",
-            "|---|---|---|---|---|---|---|---|",
+            f"| against {next(iter(results))} |",
+            "|---|---|---|---|---|---|---|",
             *rows,
             "",
             f"Repeat with `python benchmarks/convergence.py --presets {','.join(results)} {' '.join(overrides)}`.",
