@@ -12,9 +12,6 @@ import torch.distributed as dist
 from hzero.config import TIERS
 from hzero.sharding.plan import ShardPlan
 
-#: Longest wait for one hop where the caller gives none: torch.distributed's own default for gloo.
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-
 
 class HopError(RuntimeError):
     """A hop failed or timed out. The message names the collective, what it carried, its tier and its ranks."""
@@ -74,6 +71,13 @@ class _Groups:
 _groups = _Groups()
 
 
+def world_timeout() -> timedelta:
+    """The timeout that the world's process group was made with; a group made later does not inherit it by itself."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialised"
+    return world._get_backend(world._device_types[0]).options._timeout
+
+
 class Transport:
     """Tier groups over torch.distributed, and collectives on them.
 
@@ -82,10 +86,11 @@ class Transport:
 
     Args:
         plan: The shard plan of this rank.
-        timeout: Longest wait for one hop.
+        timeout: Longest wait for one hop; None takes the world's.
     """
 
-    def __init__(self, plan: ShardPlan, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, plan: ShardPlan, timeout: timedelta | None = None) -> None:
+        timeout = timeout or world_timeout()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._ranks: dict[str, list[int]] = {}
         self._rank = plan.rank

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireLog
-from hzero.collectives.transport import DEFAULT_TIMEOUT
 from hzero.config import HZeroConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.declared import resolve_grid
@@ -39,7 +37,6 @@ class StageState:
         module: The model, its parameters partitioned by DeepSpeed.
         config: The block.
         bucket_numel: Most elements of parameters that share one message of the refresh or the boundary.
-        timeout: Longest wait for one hop.
 
     Raises:
         ConfigError: The topology does not fit the world, or parameters are partitioned over less than the world.
@@ -50,7 +47,6 @@ class StageState:
         module: torch.nn.Module,
         config: HZeroConfig,
         bucket_numel: int = DEFAULT_BUCKET_NUMEL,
-        timeout: timedelta | None = None,
     ) -> None:
         for name, param in module.named_parameters():
             check_group(getattr(param, "ds_process_group", None), f"parameter {name}")
@@ -59,8 +55,7 @@ class StageState:
         self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
         self.wire_log = WireLog()
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        transport = Transport(self.plan, timeout or DEFAULT_TIMEOUT)
-        collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback)
+        collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback)
         self.weights = Weights(module, collectives, bucket_numel)
         self.gradients = Gradients(collectives, bucket_numel)
         if self.plan.rank == 0:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, ErrorFeedback, TieredCollectives, Transport, WireLog, pipelined
+from hzero.collectives import (
+    Bucket,
+    Chain,
+    ErrorFeedback,
+    HopError,
+    TieredCollectives,
+    Transport,
+    WireLog,
+    pipelined,
+)
+from hzero.collectives.transport import world_timeout
 from hzero.config import CodecConfig, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid
+from tests.ranks import HOP_TIMEOUT_S
 
 NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -227,3 +240,22 @@ def check_pipelined_chains_give_their_own_results() -> None:
         once = _gather(collectives, whole, torch.float32)
         for got, want in zip(collectives.decode_gathered(bucket, message, used, outer), once):
             assert torch.equal(got, want * factor)
+
+
+def check_a_peer_that_does_not_come_is_named() -> None:
+    """Last, since a group that timed out cannot be used again."""
+    assert world_timeout() == timedelta(seconds=HOP_TIMEOUT_S)  # what groups get where nothing else is said
+    grid = GRIDS[WORLD][0]
+    plan = _collectives(grid).plan
+    transport = Transport(plan, timedelta(seconds=2))
+    everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
+    transport.all_to_all(
+        "gcd", everyone, "a first message", lambda: None
+    ).wait()  # connects, which is not what is timed
+    if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
+        transport.all_to_all("gcd", everyone, "gradients", lambda: None).wait()
+    elif dist.get_rank():
+        with pytest.raises(HopError) as error:
+            transport.all_to_all("gcd", everyone, "gradients", lambda: None).wait()
+        for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
+            assert part in str(error.value), error.value
