@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -18,7 +19,16 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.config import ConfigError
 from hzero.sharding.traffic import node_bytes, plan_traffic
-from tests.zero.training import AwkwardNet, assert_losses, batch, ds_config, engine_of, mean_over_ranks, train
+from tests.zero.training import (
+    AwkwardNet,
+    assert_losses,
+    batch,
+    ds_config,
+    engine_of,
+    mean_over_ranks,
+    train,
+    train_ddp,
+)
 
 TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
 
@@ -89,14 +99,13 @@ def check_bytes_between_nodes() -> None:
 
 def check_activation_checkpointing() -> None:
     """Both kinds give the losses of none."""
-    for accumulation in (2,):
-        plain = engine_of(ds_config(_block("lossless"), accumulation))
-        want = train(plain, 6, accumulation)
-        plain.destroy()
-        for kind in ("reentrant", "non-reentrant"):
-            engine = engine_of(ds_config(_block("lossless"), accumulation), AwkwardNet(checkpointing=kind))
-            assert_losses(train(engine, 6, accumulation), want)
-            engine.destroy()
+    plain = engine_of(ds_config(_block("lossless"), 2))
+    want = train(plain, 6, 2)
+    plain.destroy()
+    for kind in ("reentrant", "non-reentrant"):
+        engine = engine_of(ds_config(_block("lossless"), 2), AwkwardNet(checkpointing=kind))
+        assert_losses(train(engine, 6, 2), want)
+        engine.destroy()
 
 
 def check_unmanaged_accumulation() -> None:
@@ -112,6 +121,26 @@ def check_unmanaged_accumulation() -> None:
             loss = engine(batch(step, micro))
             total += mean_over_ranks(loss) / 2
             engine.backward(loss / 2)
+        engine.step()
+        got.append(total)
+    assert_losses(got, want)
+    engine.destroy()
+
+
+def check_coalesced_reduction_and_leaf_modules() -> None:
+    """One reduction for several backwards, and a module that is gathered as a whole."""
+    want = train_ddp(4, 3)
+    model = AwkwardNet()
+    deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.LayerNorm])
+    engine = engine_of(ds_config(_block("lossless")), model)
+    got = []
+    for step in range(4):
+        total = 0.0
+        with engine.coalesce_grad_reduction():
+            for micro in range(3):
+                loss = engine(batch(step, micro))
+                total += mean_over_ranks(loss) / 3
+                engine.backward(loss / 3)
         engine.step()
         got.append(total)
     assert_losses(got, want)
@@ -343,8 +372,12 @@ def check_checkpoints_are_stock() -> None:
 
 
 def check_several_engines_and_no_optimizer() -> None:
-    """Two stages, a stock engine and one without an optimizer, interleaved in one process."""
-    first = engine_of(ds_config(_block("lossless")))
+    """Two stages (one configured by a file), a stock engine, one without an optimizer, interleaved in one process."""
+    file = _shared_folder() / "ds_config.json"
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(ds_config(_block("lossless"))))
+    dist.barrier()
+    first = engine_of(file)
     stock = engine_of(ds_config(None))
     second = engine_of(ds_config(_block("topo")), AwkwardNet(seed=1))
     no_optimizer = {k: v for k, v in ds_config(_block("topo")).items() if k != "optimizer"}

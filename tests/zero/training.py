@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -85,12 +86,17 @@ def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **chan
     return config
 
 
-def engine_of(config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> Any:
+def engine_of(config: dict[str, Any] | Path, model: torch.nn.Module | None = None, **kwargs: Any) -> Any:
     """An engine; stock where the configuration has no block."""
     model = AwkwardNet() if model is None else model
     trainable = [p for p in model.parameters() if p.requires_grad]
     with _quiet():
-        return hzero.initialize(model=model, model_parameters=trainable, config=config, **kwargs)[0]
+        return hzero.initialize(
+            model=model,
+            model_parameters=trainable,
+            config=config if isinstance(config, dict) else str(config),
+            **kwargs,
+        )[0]
 
 
 @contextlib.contextmanager
