@@ -1,4 +1,4 @@
-"""The ranks of `tests.ranks.launch`: ``python -m tests.rank_main MODULE`` imports once and forks WORLD_SIZE of them."""
+"""The ranks of `tests.ranks.launch`: ``python -m tests.rank_main MODULE..`` imports once and forks them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def run_rank(rank: int) -> None:
     name = "start"
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=HOP_TIMEOUT_S))
-        module = sys.modules[sys.argv[1]]
-        for name in collect(sys.argv[1]):
+        modules = [sys.modules[name] for name in sys.argv[1:]]
+        for name in collect(*sys.argv[1:]):
             started = time.monotonic()
-            getattr(module, name)()
+            next(getattr(module, name) for module in modules if hasattr(module, name))()
             dist.barrier()
             if rank == 0:
                 with open(out / "done", "a") as file:
                     file.write(name + "\n")
                 if "HZERO_CHECKS_TIMES" in os.environ:
                     with open(os.environ["HZERO_CHECKS_TIMES"], "a") as file:
-                        file.write(f"{sys.argv[1]}.{name}: {time.monotonic() - started:.1f} s\n")
+                        file.write(f"{name}: {time.monotonic() - started:.1f} s\n")
     except BaseException:
         failure = {"rank": rank, "check": name, "time": time.time(), "traceback": traceback.format_exc()}
         partial = out / f"partial{rank}"
@@ -48,11 +48,12 @@ def run_rank(rank: int) -> None:
 
 
 def main() -> None:
-    """Imports the module of checks, forks the ranks, and ends all of them when one fails."""
+    """Imports the modules of checks, forks the ranks, and ends all of them when one fails."""
     torch.set_num_threads(1)  # no thread pool may be up when we fork
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    importlib.import_module(sys.argv[1])
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     children = []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,10 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 HOP_TIMEOUT_S = 90
 
 
-def collect(module: str) -> list[str]:
-    """Names of the checks of a module, in order; only those that the pattern HZERO_CHECKS finds, where it is set."""
-    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
-    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("check_")]
+def collect(*modules: str) -> list[str]:
+    """Names of the checks of modules, in order; only those that the pattern HZERO_CHECKS finds, where it is set."""
+    names = []
+    for module in modules:
+        tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+        names += [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("check_")]
     return [name for name in names if re.search(os.environ.get("HZERO_CHECKS", ""), name)]
 
 
@@ -38,14 +41,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch(module: str, world_size: int, *, timeout: float = 420, **environment: str) -> dict[str, str]:
-    """Runs all checks of ``module`` on ``world_size`` ranks.
+def launch(modules: Sequence[str], world_size: int, *, timeout: float = 420, **environment: str) -> dict[str, str]:
+    """Runs all checks of ``modules`` on ``world_size`` ranks.
 
     Returns:
         For every check "passed", or why it did not: the traceback of the first rank that failed, or which check before
         it failed, or the timeout.
     """
-    names = collect(module)
+    names = collect(*modules)
     with tempfile.TemporaryDirectory() as folder:
         env = {
             **os.environ,
@@ -61,7 +64,7 @@ def launch(module: str, world_size: int, *, timeout: float = 420, **environment:
         with open(Path(folder) / "ranks.log", "w") as log:
             # One process imports, which is what takes long, and forks the ranks.
             ranks = subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_main", module],
+                [sys.executable, "-m", "tests.rank_main", *modules],
                 env=env,
                 cwd=folder,
                 stdout=log,

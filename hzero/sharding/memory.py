@@ -53,11 +53,9 @@ def plan_memory(
     shard = sum(chunks)
     resident = 0
     if plan.resident:
-        fetch = plan.fetch_hops()
-        codec = fetch[0].codec if fetch else plan.refresh_hops()[-1].codec
-        resident = record_format(codec).message_bytes(chunks, plan.resident_rows, itemsize)
+        resident = record_format(plan.resident_codec).message_bytes(chunks, plan.resident_rows, itemsize)
     residual = sum(
-        4 * shard * _rows_before(plan, tier)
+        2 * 4 * shard * _rows_before(plan, tier)
         for tier in plan.error_feedback
         if plan.grid.size(tier) > 1 and plan.codecs.gradients[tier].codec != "none"
     )
@@ -77,7 +75,7 @@ def plan_memory(
             f"float32 over the {plan.gradients_scope}" if plan.accumulates else "none: gradients are over the world",
         ),
         StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
-        StateMemory("error feedback", residual, "float32 residuals" if residual else "none"),
+        StateMemory("error feedback", residual, "float32 residuals, kept and of this step" if residual else "none"),
         StateMemory(
             "transient gather",
             round(bucket * (itemsize + gather_bits)),
@@ -135,6 +133,4 @@ def _element_bytes(codec: object, itemsize: int) -> float:
 def _resident_what(plan: ShardPlan) -> str:
     if not plan.resident:
         return "none: nothing lies outside the weights' scope"
-    fetch = plan.fetch_hops()
-    codec = fetch[0].codec if fetch else plan.refresh_hops()[-1].codec
-    return f"{codec.codec} over the {plan.weights_scope}"
+    return f"{plan.resident_codec.codec} over the {plan.weights_scope}"

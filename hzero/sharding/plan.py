@@ -109,6 +109,12 @@ class ShardPlan:
         return bool(self.refresh_hops())
 
     @property
+    def resident_codec(self) -> CodecConfig:
+        """Settings of the codec that resident payloads are in: the next tier's inwards, else the last one received in."""
+        fetch = self.fetch_hops()
+        return fetch[0].codec if fetch else self.refresh_hops()[-1].codec
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients wait in accumulators of our own for the boundary."""
         return self.gradients_scope != "world"

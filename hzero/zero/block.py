@@ -23,7 +23,9 @@ KEY = "hzero"
 #: What the stage overrides or calls, with the arguments it counts on. Read in DeepSpeed 0.19.8.
 _EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedEngine, "_do_sanity_check", ("self",)),
+    (DeepSpeedZeRoOffload, "__init__", ("self", "module", "timers", "ds_config")),
     (DeepSpeedZeRoOffload, "partition_all_parameters", ("self",)),
+    (DeepSpeedZeRoOffload, "destroy", ("self",)),
     (
         DeepSpeedZeroOptimizer_Stage3,
         "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
@@ -35,7 +37,11 @@ _EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),
     (DeepSpeedZeroOptimizer_Stage3, "step", ("self", "closure")),
     (DeepSpeedZeroOptimizer_Stage3, "_post_step", ("self", "timer_names")),
-    (DeepSpeedZeroOptimizer_Stage3, "checkpoint_event_epilogue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "_restore_from_bit16_weights", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "load_state_dict", ("self", "state_dict_list")),
+    (DeepSpeedZeroOptimizer_Stage3, "offload_states", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "get_fp32_grad_partitions", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "_finalize_offload_gradient_accumulation", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (DeepSpeedZeroOptimizer_Stage3, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
     (DeepSpeedZeroOptimizer_Stage3, "reload_states", ("self", "non_blocking")),
@@ -135,6 +141,7 @@ def check_engine(engine: DeepSpeedEngine) -> None:
     offload_optimizer = getattr(zero.offload_optimizer, "device", "none")
     refused: list[tuple[str, Any, bool, str]] = [
         ("compile.deepcompile", True, bool(getattr(config.compile_config, "deepcompile", False)), "false"),
+        ("hybrid_engine.enabled", True, bool(config.hybrid_engine.enabled), "false"),
         ("zero_optimization.zenflow", "a block", zero.zenflow is not None, "no such key"),
         (
             "expert_parallel (AutoEP)",

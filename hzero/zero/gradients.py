@@ -21,6 +21,8 @@ class Gradients:
 
     Args:
         collectives: The stage's tiered collectives.
+
+    Attributes:
         bucket_numel: Most elements of parameters that share one boundary message.
     """
 
@@ -29,7 +31,7 @@ class Gradients:
         self._plan = collectives.plan
         self._micro_hops = self._plan.micro_hops()
         self._boundary_hops = self._plan.boundary_hops()
-        self._bucket_numel = bucket_numel
+        self.bucket_numel = bucket_numel
         self._accumulators: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
@@ -46,8 +48,12 @@ class Gradients:
         return param.ds_id in self._waiting
 
     def arrived(self, param: ZeroParameter) -> bool:
-        """Whether a boundary has delivered this parameter's gradient in the current window."""
+        """Whether DeepSpeed has been given a gradient of this parameter in the current window."""
         return param.ds_id in self._arrived
+
+    def arrive(self, params: Sequence[ZeroParameter]) -> None:
+        """Notes that DeepSpeed has been given gradients of ``params``."""
+        self._arrived.update(param.ds_id for param in params)
 
     def micro(
         self, params: Sequence[ZeroParameter], dtype: torch.dtype, divisor: float, scale: float
@@ -103,12 +109,11 @@ class Gradients:
             deliver: Takes parameters and their flat shards, cut to the elements that exist (perhaps none).
         """
         waiting = [self._waiting[key] for key in sorted(self._waiting)]
-        buckets = list(in_buckets(((param, param.ds_numel) for param in waiting), self._bucket_numel))
+        buckets = list(in_buckets(((param, param.ds_numel) for param in waiting), self.bucket_numel))
         chains = pipelined(partial(self._start_boundary, bucket, dtype, scale) for bucket in buckets)
         for params, shards in zip(buckets, chains):
             deliver(params, self.cut(params, shards))
             for param in params:
-                self._arrived.add(param.ds_id)
                 del self._accumulators[param.ds_id]
         self._waiting.clear()
 
@@ -134,10 +139,17 @@ class Gradients:
         return cut
 
     def clear(self) -> None:
-        """Starts a new window: nothing waits and nothing has arrived."""
+        """Starts a new window: nothing waits, nothing has arrived, and residuals not committed are forgotten."""
         self._waiting.clear()
         self._arrived.clear()
         self._accumulators.clear()
+        if self._collectives.feedback is not None:
+            self._collectives.feedback.discard()
+
+    def commit(self) -> None:
+        """The step with this window's gradients is done: residuals that they left count."""
+        if self._collectives.feedback is not None:
+            self._collectives.feedback.commit()
 
     def bytes(self) -> int:
         """Most memory that the accumulators have taken on this rank, in bytes."""

@@ -13,11 +13,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.declared import resolve_grid
-from hzero.zero.block import check_deepspeed, check_engine, find_block, read_block, sets_persistence_threshold
+from hzero.zero.block import check_deepspeed, check_engine, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
-from hzero.zero.state import DEFAULT_BUCKET_NUMEL, StageState
+from hzero.zero.state import StageState
 
 
 def enable() -> None:
@@ -75,8 +76,8 @@ def _with_weights(stock: Any) -> Any:
         persistent = {param.ds_id for param in self.persistent_parameters}
         for param in self.module.parameters():
             param.ds_persist = param.ds_id in persistent  # zero.Init may have decided by the stock threshold
-        bucket = int(kwargs.get("prefetch_bucket_size") or DEFAULT_BUCKET_NUMEL)
-        self.hzero = StageState(self.module, config, max(bucket, 1))
+        # Zero turns prefetching off, and says nothing of refreshes.
+        self.hzero = StageState(self.module, config, int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL))
         # Without an optimizer the engine has only this object to tell of a checkpoint.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced
@@ -126,4 +127,4 @@ def exact_weights(engine: Any) -> Iterator[None]:
         yield
 
 
-__all__ = ["enable", "exact_weights", "find_block", "initialize", "state"]
+__all__ = ["enable", "exact_weights", "initialize", "state"]

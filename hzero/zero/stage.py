@@ -27,6 +27,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     hzero: StageState
     micro_step_id: int
+    overflow: bool
     persistent_parameters: list[ZeroParameter]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -37,11 +38,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_group(kwargs.get("dp_process_group"), "the data-parallel group")
+        self._stepping = False
         super().__init__(*args, **kwargs)
         self.hzero = self.parameter_offload.hzero
         # Stock gathers persistent parameters flat over the world after each step. Here they come back with the next
         # forward, by tier and codec, and then stay (ds_persist) until the step.
         self.persistent_parameters = []
+        self.hzero.gradients.bucket_numel = self.reduce_bucket_size
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -56,20 +59,25 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             return sums
         return [s.to(self.gradient_accumulation_dtype) for s in gradients.cut(params_to_reduce, sums)]
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """Stock where gradients are sharded over the world; else they wait in the accumulators for the boundary."""
+    def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
+        """Shards over the world go on to stock; partial sums wait in the accumulators for the boundary."""
         if not self.hzero.plan.accumulates:
-            return super().partition_grads(params_to_release, grad_partitions)
+            self._deliver(params_to_release, grad_partitions)
+            return
         self.hzero.gradients.accumulate(params_to_release, grad_partitions)
         for param in params_to_release:
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())  # as stock: this stream still reads it
             param.grad = None
-        return []
 
     def independent_gradient_partition_epilogue(self) -> None:
         """After a backward: stock, and at the boundary the outer hops."""
         super().independent_gradient_partition_epilogue()
         if self.is_gradient_accumulation_boundary():
             self._cross_boundary()
+            if self.offload_optimizer:
+                # Stock takes to the host what came in the last micro-step alone.
+                self._finalize_offload_gradient_accumulation()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Unmanaged accumulation: the engine calls this first thing in ``step``."""
@@ -81,18 +89,23 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock step; gradients that still wait cross first."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
-        super().step(closure)
+        self._stepping = True
+        try:
+            super().step(closure)
+        finally:
+            self._stepping = False
+        if not self.overflow:
+            self.hzero.gradients.commit()
         self.hzero.gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Stock, and the accumulation window starts anew."""
-        self.hzero.gradients.clear()
+        """Stock, and the accumulation window starts anew. (Stock's own step calls this before it applies the gradients.)"""
+        if not self._stepping:
+            self.hzero.gradients.clear()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def _cross_boundary(self) -> None:
-        if not self.hzero.plan.accumulates:
-            return
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
             self._silence()
@@ -100,16 +113,23 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.reduce_and_partition_stream.synchronize()
 
     def _deliver(self, params: list[ZeroParameter], shards: list[torch.Tensor]) -> None:
-        """Hands shards to stock, which copies the first delivery of a window and adds later ones.
+        """Hands shards to stock, which is to copy the first delivery of a window and to add later ones.
 
-        There are later ones where re-entrant checkpointing runs several epilogues in one backward.
+        There are later ones where every micro-step delivers, and where re-entrant checkpointing runs several epilogues in
+        one backward. Stock would go by the number of the micro-step, and add the first gradient of a parameter that was
+        silent before to what the last window left.
         """
+        gradients = self.hzero.gradients
         for again in (False, True):
-            chosen = [i for i, param in enumerate(params) if self.hzero.gradients.arrived(param) == again]
+            chosen = [i for i, param in enumerate(params) if gradients.arrived(param) == again]
             with self._as_micro_step(int(again)):
                 super().partition_grads(
                     [params[i] for i in chosen], [shards[i].to(self.gradient_accumulation_dtype) for i in chosen]
                 )
+        gradients.arrive(params)
+        if self.is_gradient_accumulation_boundary():
+            # Stock has taken these to the host, where optimizer states are; see the epilogue.
+            self._offload_boundary_param_ids.difference_update(param.ds_id for param in params)
 
     @contextlib.contextmanager
     def _as_micro_step(self, micro_step: int) -> Iterator[None]:
@@ -141,11 +161,19 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._refuse_early_reader(param)
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
+    def get_fp32_grad_partitions(self) -> Any:
+        """Stock, at the boundary; see `_refuse_early_reader`."""
+        for group in self.fp16_groups:
+            for param in group:
+                self._refuse_early_reader(param)
+        return super().get_fp32_grad_partitions()
+
     def _refuse_early_reader(self, param: ZeroParameter) -> None:
         if self.hzero.gradients.holds(param):
             raise RuntimeError(
                 f"hzero: the gradient of parameter {param.ds_id} is a partial sum inside its node until the accumulation "
-                "boundary. Read it after the backward of the last micro-step, before step()"
+                "boundary. Read it after the backward of the last micro-step, before step(); with "
+                "managed_gradient_accumulation false, after optimizer.finalize_gradient_accumulation_boundary()"
             )
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -155,10 +183,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         super()._post_step(timer_names)
         self.hzero.weights.mark_stale(param for group in self.fp16_groups for param in group)
 
-    def checkpoint_event_epilogue(self) -> None:
-        """After a checkpoint was saved or loaded. Which of the two is not told, and a rebuild is cheap beside either."""
-        super().checkpoint_event_epilogue()
-        self.hzero.weights.mark_stale()
+    def _restore_from_bit16_weights(self) -> None:
+        """Stock's last act of a load without optimizer states: the weights have been replaced."""
+        super()._restore_from_bit16_weights()
+        self.hzero.replaced()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads, waiting gradients and residuals belong to what was there before."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireLog
 from hzero.config import HZeroConfig
+from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.declared import resolve_grid
 from hzero.zero.block import check_group
@@ -17,10 +18,6 @@ from hzero.zero.gradients import Gradients
 from hzero.zero.weights import Weights
 
 logger = logging.getLogger("hzero")
-
-#: Most elements of parameters that share one message of the refresh or the boundary where DeepSpeed's configuration
-#: names no ``reduce_bucket_size``.
-DEFAULT_BUCKET_NUMEL = 50_000_000
 
 
 class StageState:
@@ -36,7 +33,8 @@ class StageState:
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         config: The block.
-        bucket_numel: Most elements of parameters that share one message of the refresh or the boundary.
+        bucket_numel: Most elements of parameters that share one message of the refresh; also of the boundary, until
+            the optimizer names its own.
 
     Raises:
         ConfigError: The topology does not fit the world, or parameters are partitioned over less than the world.
@@ -46,7 +44,7 @@ class StageState:
         self,
         module: torch.nn.Module,
         config: HZeroConfig,
-        bucket_numel: int = DEFAULT_BUCKET_NUMEL,
+        bucket_numel: int = BUCKET_NUMEL,
     ) -> None:
         for name, param in module.named_parameters():
             check_group(getattr(param, "ds_process_group", None), f"parameter {name}")
@@ -85,8 +83,8 @@ class StageState:
         }
 
     def destroy(self) -> None:
-        """Frees payloads and accumulators."""
-        self.weights.drop()
+        """Frees payloads and accumulators, and leaves the model as DeepSpeed made it."""
+        self.weights.close()
         self.gradients.clear()
 
 

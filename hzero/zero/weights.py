@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipelined
 from hzero.sharding.records import chunk_numel
 from hzero.zero.block import ZeroParameter
+
+#: Functions that DeepSpeed hangs on every parameter and the stage replaces.
+_PATCHED = ("all_gather_coalesced", "all_gather", "partition")
 
 
 @dataclass
@@ -29,18 +33,18 @@ class _Managed:
 
     Attributes:
         param: The parameter, with DeepSpeed's attributes on it.
+        stock: DeepSpeed's own functions of `_PATCHED`, by name.
+        own: Ours, in their place.
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
         chunk: Elements of each of its records.
-        stale: Whether the primary shard has changed since ``payload`` was built.
-        stock_gather: DeepSpeed's own exact gather of several parameters.
         decoded: Whether ``param.data``, while it is available, came through a codec.
     """
 
     param: ZeroParameter
-    stock_gather: Any
+    stock: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
     payload: torch.Tensor | None = None
     chunk: int = 0
-    stale: bool = True
     decoded: bool = False
 
 
@@ -102,6 +106,8 @@ class Weights:
         self._exact = False
         self._version = 0
         self._managed: dict[int, _Managed] = {}
+        self._stale: set[int] = set()
+        self._refreshed: Any = None
         for param in module.parameters():
             self._manage(param)
 
@@ -110,16 +116,29 @@ class Weights:
     def _manage(self, param: ZeroParameter) -> None:
         if param.ds_id in self._managed:
             return
-        managed = _Managed(param, stock_gather=param.all_gather_coalesced)
+        stock = {name: getattr(param, name) for name in _PATCHED}
+        managed = _Managed(param, stock)
+        managed.own = {
+            "all_gather_coalesced": self.gather,
+            "all_gather": partial(self._all_gather, managed),
+            "partition": partial(self._partition, managed),
+        }
+        for name, function in managed.own.items():
+            setattr(param, name, function)
         self._managed[param.ds_id] = managed
-        stock_all_gather, stock_partition = param.all_gather, param.partition
-        param.all_gather_coalesced = self.gather
-        param.all_gather = partial(self._all_gather, managed, stock_all_gather)
-        param.partition = partial(self._partition, managed, stock_partition)
+        self._stale.add(param.ds_id)
 
-    def _all_gather(
-        self, managed: _Managed, stock: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
-    ) -> Any:
+    def close(self) -> None:
+        """Frees payloads and gives the parameters back to DeepSpeed, whose next engine may be a stock one."""
+        self._put_away_decoded()
+        for managed in self._managed.values():
+            for name, function in managed.own.items():
+                if getattr(managed.param, name) == function:  # else someone has put his own over ours
+                    setattr(managed.param, name, managed.stock[name])
+        self._managed.clear()
+        self._stale.clear()
+
+    def _all_gather(self, managed: _Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """``param.all_gather``: exact, except for a parameter that a forward reads outside its own module."""
         if param_list is None:
             in_forward = getattr(self._module._parameters, "_in_forward", False)
@@ -133,7 +152,7 @@ class Weights:
                 continue
             if own.decoded:
                 param.partition()
-        gathered = stock(param_list=param_list, async_op=async_op, hierarchy=hierarchy)
+        gathered = managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
         for param in [managed.param] if param_list is None else param_list:
             if param.ds_id in self._managed and param.ds_status == ZeroParamStatus.AVAILABLE:
                 self._managed[param.ds_id].decoded &= bool(param.ds_active_sub_modules)
@@ -142,19 +161,21 @@ class Weights:
     def _partition(
         self,
         managed: _Managed,
-        stock: Any,
         param_list: Any = None,
         hierarchy: int = 0,
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
         """``param.partition``: as stock; parameters written back leave their resident payloads stale."""
-        stock(param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+        managed.stock["partition"](
+            param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
+        )
         for param in [managed.param] if param_list is None else param_list:
             own = self._managed.get(param.ds_id)
             if own is not None:
                 own.decoded = False
-                own.stale |= has_been_updated
+                if has_been_updated:
+                    self._stale.add(param.ds_id)
 
     # ---- staleness --------------------------------------------------------------------------------------------------
 
@@ -164,13 +185,13 @@ class Weights:
         Must be called on all ranks alike: the rebuilding is a collective.
         """
         self._version += 1
-        for managed in self._managed.values() if params is None else (self._managed[p.ds_id] for p in params):
-            managed.stale = True
+        self._stale.update(self._managed if params is None else (param.ds_id for param in params))
 
     def drop(self) -> None:
         """Frees all resident payloads; they are rebuilt at their next use."""
         for managed in self._managed.values():
-            managed.payload, managed.stale = None, True
+            managed.payload = None
+        self._stale.update(self._managed)
 
     def resident_bytes(self) -> int:
         """Memory of the resident payloads on this rank, in bytes."""
@@ -193,8 +214,9 @@ class Weights:
 
     def _put_away_decoded(self) -> None:
         for managed in self._managed.values():
-            if managed.decoded and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
-                managed.param.partition()
+            param = managed.param
+            if managed.decoded and param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
+                param.partition()
 
     def _put_away_all(self) -> None:
         for managed in self._managed.values():
@@ -221,13 +243,19 @@ class Weights:
         for param in params:
             self._manage(param)
         if not params or self._exact or self._plan.grid.world_size == 1:
-            stock = self._managed[params[0].ds_id].stock_gather if params else None
-            return stock(params, safe_mode=safe_mode, quantize=quantize) if stock else Handles([])
+            if not params:
+                return Handles([])
+            stock = self._managed[params[0].ds_id].stock["all_gather_coalesced"]
+            return stock(params, safe_mode=safe_mode, quantize=quantize)
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: asked to gather a parameter that is not put away: {param.ds_summary()}")
-            param.ds_status = ZeroParamStatus.INFLIGHT
+            # A parameter may have been given another shard, by a user who resizes it inside GatheredParameters.
+            if self._managed[param.ds_id].chunk != param.ds_tensor.ds_numel:
+                self._stale.add(param.ds_id)
         self.refresh()
+        for param in params:
+            param.ds_status = ZeroParamStatus.INFLIGHT
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in params:
             by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
@@ -236,6 +264,8 @@ class Weights:
     def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
         bucket = self._bucket(params)
         if self._refresh_hops:
+            if self._refreshed is not None:
+                get_accelerator().current_stream().wait_event(self._refreshed)
             payloads = [self._payload(param) for param in params]
             message = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
             codec, rows = self._resident_codec(), self._plan.resident_rows
@@ -256,18 +286,21 @@ class Weights:
 
     def refresh(self) -> None:
         """Rebuilds every stale resident payload; a collective where there is one, else nothing."""
-        if not self._refresh_hops:
+        if not self._refresh_hops or not self._stale:
             return
-        # A parameter may have been given another shard, by a user who resizes it inside GatheredParameters.
-        stale = [m for m in self._managed.values() if m.stale or m.chunk != m.param.ds_tensor.ds_numel]
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
-        for managed in stale:
+        for managed in (self._managed[key] for key in sorted(self._stale)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
         for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
             buckets = list(in_buckets(((m, m.param.ds_numel) for m in same), self._bucket_numel))
             chains = pipelined(partial(self._start_refresh, bucket) for bucket in buckets)
             for managed_bucket, (message, codec, outer) in zip(buckets, chains):
                 self._keep(managed_bucket, message, codec, outer)
+        self._stale.clear()
+        if not get_accelerator().is_synchronized_device():
+            # The next gather may run on another stream than this one, as where forward reads a parameter of another module.
+            self._refreshed = get_accelerator().Event()
+            self._refreshed.record(get_accelerator().current_stream())
 
     def _start_refresh(self, managed: Sequence[_Managed]) -> Chain:
         params = [m.param for m in managed]
@@ -287,14 +320,13 @@ class Weights:
         for own, chunk, payload in zip(managed, bucket.chunks, message.view(outer, -1).split(sizes, dim=1)):
             # A copy of its own, so that a parameter refreshed alone does not keep the whole message in memory.
             own.payload = payload.clone(memory_format=torch.contiguous_format).view(-1)
-            own.chunk, own.stale = chunk, False
+            own.chunk = chunk
 
     def _birth_codec(self) -> Codec:
         return Codec.from_config(self._plan.gather_hops()[0].codec)
 
     def _resident_codec(self) -> Codec:
-        # The codec of the next tier inwards; where no tier is left, the last one received.
-        return Codec.from_config((self._fetch_hops[0] if self._fetch_hops else self._refresh_hops[-1]).codec)
+        return Codec.from_config(self._plan.resident_codec)
 
     def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec) -> torch.Tensor:
         device = params[0].device

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import collect, launch
 
-CHECKS = "tests.collectives.tiered_checks"
+CHECKS = ("tests.collectives.tiered_checks",)
 
 
 @pytest.fixture(scope="module", params=[8, 6], ids=["8 ranks", "6 ranks"])
@@ -15,6 +15,6 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     return launch(CHECKS, request.param)
 
 
-@pytest.mark.parametrize("check", collect(CHECKS))
+@pytest.mark.parametrize("check", collect(*CHECKS))
 def test_on_ranks(outcomes: dict[str, str], check: str) -> None:
     assert outcomes[check] == "passed", outcomes[check]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import Any
 
 import torch
 
@@ -24,41 +26,56 @@ def _topology(layout: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), layout))
 
 
-def _stock(accumulation: int, cache: dict[int, list[float]] = {}) -> list[float]:  # noqa: B006 - a cache on purpose
-    """Losses of stock ZeRO-3, which have been compared with DDP's once."""
-    if accumulation not in cache:
-        stock = engine_of(ds_config(accumulation=accumulation))
-        assert type(stock.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
-        cache[accumulation] = train(stock, STEPS, accumulation)
-        stock.destroy()
-        assert_losses(cache[accumulation], train_ddp(STEPS, accumulation))
-        assert cache[accumulation][-1] < cache[accumulation][0] - 0.1
-    return cache[accumulation]
+@functools.cache
+def _peers(accumulation: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses and gradient norms of stock ZeRO-3 and of DDP, which have been compared with each other."""
+    engine = engine_of(ds_config(accumulation=accumulation))
+    assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
+    stock_norms: list[float] = []
+    stock = train(engine, STEPS, accumulation, norms=stock_norms)
+    engine.destroy()
+    ddp_norms: list[float] = []
+    ddp = train_ddp(STEPS, accumulation, norms=ddp_norms)
+    assert stock[-1] < stock[0] - 0.1
+    peers = {"ZeRO-3": (stock, stock_norms), "DDP": (ddp, ddp_norms)}
+    _assert_equal("ZeRO-3", stock, stock_norms, {"DDP": peers["DDP"]})
+    return peers
 
 
-def _compare(preset: str, accumulation: int) -> None:
-    for layout in LAYOUTS[WORLD]:
-        config = ds_config({"preset": preset, "topology": _topology(layout)}, accumulation)
-        engine = engine_of(config)
-        assert type(engine.optimizer).__name__ == "HZeroStage3"
-        assert_losses(train(engine, STEPS, accumulation), _stock(accumulation))
-        engine.destroy()
+def _assert_equal(what: str, losses: list[float], norms: list[float], peers: dict[str, Any]) -> None:
+    for name, (peer_losses, peer_norms) in peers.items():
+        assert_losses(losses, peer_losses[: len(losses)], what=f"losses of {what} and {name}")
+        assert_losses(norms, peer_norms[: len(norms)], 1e-4, what=f"gradient norms of {what} and {name}")
+
+
+def _compare(block: dict[str, Any], layout: tuple[int, int, int], accumulation: int, steps: int = STEPS) -> None:
+    topology = {**_topology(layout), **block.get("topology", {})}
+    engine = engine_of(ds_config({**block, "topology": topology}, accumulation))
+    assert type(engine.optimizer).__name__ == "HZeroStage3"
+    norms: list[float] = []
+    losses = train(engine, steps, accumulation, norms=norms)
+    engine.destroy()
+    _assert_equal(f"{block} on {topology}", losses, norms, _peers(accumulation))
 
 
 def check_lossless_without_accumulation() -> None:
-    _compare("lossless", 1)
+    for layout in LAYOUTS[WORLD]:
+        _compare({"preset": "lossless"}, layout, 1)
 
 
 def check_lossless_with_accumulation_4() -> None:
-    _compare("lossless", 4)
+    for layout in LAYOUTS[WORLD]:
+        _compare({"preset": "lossless"}, layout, 4)
 
 
 def check_zero3_preset_without_accumulation() -> None:
-    _compare("zero3", 1)
+    for layout in LAYOUTS[WORLD]:
+        _compare({"preset": "zero3"}, layout, 1)
 
 
 def check_hpz_preset_with_accumulation_4() -> None:
-    _compare("hpz", 4)
+    for layout in LAYOUTS[WORLD]:
+        _compare({"preset": "hpz"}, layout, 4)
 
 
 def check_layouts_with_tiers_of_size_one() -> None:
@@ -75,9 +92,7 @@ def check_layouts_with_tiers_of_size_one() -> None:
         ({"preset": "lossless"}, (2, 2, 2), {"order": ["gpu", "node", "gcd"]}),
     ]
     for block, layout, order in cases:
-        engine = engine_of(ds_config({**block, "topology": {**_topology(layout), **order}}, 2))
-        assert_losses(train(engine, 4, 2), _stock(2)[:4])
-        engine.destroy()
+        _compare({**block, "topology": order}, layout, 1, steps=4)
 
 
 def check_determinism() -> None:

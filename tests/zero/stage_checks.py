@@ -4,62 +4,39 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
 from hzero.config import ConfigError
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from tests.zero.training import (
+    TOPOLOGY,
     AwkwardNet,
     assert_losses,
     batch,
+    block_of,
     ds_config,
     engine_of,
+    masters_of,
     mean_over_ranks,
+    shared_folder,
     train,
-    train_ddp,
 )
-
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
-
-
-def _block(preset: str, **changes: Any) -> dict[str, Any]:
-    return {"preset": preset, "topology": TOPOLOGY, **changes}
-
-
-def _shared_folder() -> Path:
-    """One folder that all ranks know."""
-    name = [tempfile.mkdtemp(dir=os.environ["HZERO_CHECKS_OUT"])] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(name, 0)
-    return Path(name[0])
-
-
-def _masters(engine: Any) -> dict[str, torch.Tensor]:
-    """Exact float32 weights by name."""
-    return {
-        name: safe_get_full_fp32_param(param).clone()
-        for name, param in engine.module.named_parameters()
-        if param.requires_grad
-    }
 
 
 def check_lossy_presets_train() -> None:
     """The lossy presets follow the exact run closely on this small problem."""
-    exact = engine_of(ds_config(_block("lossless"), 2))
+    exact = engine_of(ds_config(block_of("lossless"), 2))
     want = train(exact, 6, 2)
     exact.destroy()
     for preset in ("topo", "mild", "zeropp"):
-        engine = engine_of(ds_config(_block(preset), 2))
+        engine = engine_of(ds_config(block_of(preset), 2))
         assert_losses(train(engine, 6, 2), want, 0.02)
         engine.destroy()
 
@@ -71,7 +48,7 @@ def check_bytes_between_nodes() -> None:
         numels = [p.numel() for p in model.parameters() if p.requires_grad]
         frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
         released = {"stage3_max_reuse_distance": 0}  # as in a model that does not fit: every use is a fetch
-        config = ds_config(_block("topo"), accumulation, bf16={"enabled": True}, zero_optimization=released)
+        config = ds_config(block_of("topo"), accumulation, bf16={"enabled": True}, zero_optimization=released)
         engine = engine_of(config, model)
         state = hzero.state(engine)
         train(engine, 1, accumulation)
@@ -97,165 +74,18 @@ def check_bytes_between_nodes() -> None:
         engine.destroy()
 
 
-def check_activation_checkpointing() -> None:
-    """Both kinds give the losses of none."""
-    plain = engine_of(ds_config(_block("lossless"), 2))
-    want = train(plain, 6, 2)
-    plain.destroy()
-    for kind in ("reentrant", "non-reentrant"):
-        engine = engine_of(ds_config(_block("lossless"), 2), AwkwardNet(checkpointing=kind))
-        assert_losses(train(engine, 6, 2), want)
-        engine.destroy()
-
-
-def check_unmanaged_accumulation() -> None:
-    """The boundary at ``step()`` alone; a gradient that came in an early micro-step only is not lost."""
-    managed = engine_of(ds_config(_block("lossless"), 2))
-    want = train(managed, 5, 2)
-    managed.destroy()
-    engine = engine_of(ds_config(_block("lossless"), 2, managed_gradient_accumulation=False))
-    got = []
-    for step in range(5):
-        total = 0.0
-        for micro in range(2):
-            loss = engine(batch(step, micro))
-            total += mean_over_ranks(loss) / 2
-            engine.backward(loss / 2)
-        engine.step()
-        got.append(total)
-    assert_losses(got, want)
-    engine.destroy()
-
-
-def check_coalesced_reduction_and_leaf_modules() -> None:
-    """One reduction for several backwards, and a module that is gathered as a whole."""
-    want = train_ddp(4, 3)
-    model = AwkwardNet()
-    deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.LayerNorm])
-    engine = engine_of(ds_config(_block("lossless")), model)
-    got = []
-    for step in range(4):
-        total = 0.0
-        with engine.coalesce_grad_reduction():
-            for micro in range(3):
-                loss = engine(batch(step, micro))
-                total += mean_over_ranks(loss) / 3
-                engine.backward(loss / 3)
-        engine.step()
-        got.append(total)
-    assert_losses(got, want)
-    engine.destroy()
-
-
-def check_silent_parameters_match_ddp() -> None:
-    """A parameter used in some micro-steps and steps only gets the gradients that DDP would give it, and no stale one."""
-
-    class Sometimes(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(3)
-            self.always = torch.nn.Linear(5, 7)
-            self.sometimes = torch.nn.Linear(7, 7)
-
-        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-            y = self.always(x)
-            return (self.sometimes(y) if use else y).square().mean()
-
-    def data(step: int, micro: int) -> tuple[torch.Tensor, bool]:
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + dist.get_rank()))
-        return x, (step % 3 == 0 and micro == 0) or (step % 3 == 1 and micro == 1)
-
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    engine = engine_of(ds_config(_block("lossless"), 2, optimizer=sgd, gradient_clipping=0.0), Sometimes())
-    reference = Sometimes()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(7):
-        for micro in range(2):
-            loss = engine(*data(step, micro))
-            engine.backward(loss)
-            engine.step()
-            (reference(*data(step, micro)) / 2).backward()
-        for param in reference.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, master in _masters(engine).items():
-            torch.testing.assert_close(master, dict(reference.named_parameters())[name].detach(), msg=f"{step} {name}")
-    engine.destroy()
-
-
-def check_early_gradient_readers_are_told() -> None:
-    """Before the boundary a reader gets an error, after it DDP's gradient."""
-    engine = engine_of(ds_config(_block("lossless"), 2, gradient_clipping=0.0))
-    reference = AwkwardNet()
-    weight = engine.module.up.weight
-    for micro in range(2):
-        engine.backward(engine(batch(0, micro)))
-        (reference(batch(0, micro)) / 2).backward()
-        if micro == 0:
-            try:
-                safe_get_full_grad(weight)
-            except RuntimeError as error:
-                assert "boundary" in str(error)
-            else:
-                raise AssertionError("an early reader got a partial sum")
-        else:
-            dist.all_reduce(reference.up.weight.grad)
-            want = reference.up.weight.grad / dist.get_world_size()
-            torch.testing.assert_close(safe_get_full_grad(weight).float(), want)
-        engine.step()
-    engine.destroy()
-
-
-def check_fp16_skips_a_step_and_goes_on() -> None:
-    """An overflow skips the step, keeps payloads valid, clears the window, and training goes on finite."""
-    # DeepSpeed does not allow fp16 on processors, though torch can; the loss scaler is what is tested here.
-    get_accelerator().is_fp16_supported = lambda: True
-    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
-    for preset in ("lossless", "topo"):
-        engine = engine_of(ds_config(_block(preset), 1, fp16=fp16))
-        before, scale = _masters(engine), engine.optimizer.loss_scale
-        train(engine, 1)
-        assert engine.optimizer.overflow and engine.optimizer.loss_scale < scale
-        for name, master in _masters(engine).items():
-            assert torch.equal(master, before[name])
-        refreshed = hzero.state(engine).wire_log.entries()
-        train(engine, 1, first=1)
-        node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
-        again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
-        assert node == again, "a skipped step must leave the resident payloads valid"
-        losses = train(engine, 25, first=2)
-        assert not engine.optimizer.overflow and losses[-1] < losses[0]
-        engine.destroy()
-
-
 def check_bf16_follows_stock() -> None:
     stock = engine_of(ds_config(None, 2, bf16={"enabled": True}))
     want = train(stock, 10, 2)
     stock.destroy()
-    engine = engine_of(ds_config(_block("lossless"), 2, bf16={"enabled": True}))
+    engine = engine_of(ds_config(block_of("lossless"), 2, bf16={"enabled": True}))
     assert_losses(train(engine, 10, 2), want, 0.02)
-    engine.destroy()
-
-
-def check_cpu_offload_optimizer() -> None:
-    """Optimizer states on the host: managed and unmanaged."""
-    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    plain = engine_of(ds_config(_block("lossless"), 2))
-    want = train(plain, 5, 2)
-    plain.destroy()
-    changes: dict[str, Any] = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
-    engine = engine_of(ds_config(_block("lossless"), 2, **changes))
-    assert engine.optimizer.offload_optimizer
-    assert_losses(train(engine, 5, 2), want)
     engine.destroy()
 
 
 def check_zero_init_and_persistent_parameters() -> None:
     """A model made under zero.Init, with and without a persistence threshold, trains as one made whole."""
-    plain = engine_of(ds_config(_block("lossless")))
+    plain = engine_of(ds_config(block_of("lossless")))
     want = train(plain, 5)
     plain.destroy()
     for threshold in (None, 100, 10**6):
@@ -263,7 +93,7 @@ def check_zero_init_and_persistent_parameters() -> None:
         if threshold is not None:
             zero["stage3_param_persistence_threshold"] = threshold
         for preset, tolerance in (("lossless", 1e-5), ("topo", 0.02)):
-            config = ds_config(_block(preset), zero_optimization=zero)
+            config = ds_config(block_of(preset), zero_optimization=zero)
             hzero.enable()
             with deepspeed.zero.Init(config_dict_or_path=config):
                 model = AwkwardNet()
@@ -276,12 +106,12 @@ def check_zero_init_and_persistent_parameters() -> None:
             if threshold == 10**6 and preset == "topo":
                 # The decoded weights that stay available must never be read back as exact ones.
                 engine(batch(9, 0))
-                masters = _masters(engine)
+                masters = masters_of(engine)
                 with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
                     for name, param in engine.module.named_parameters():
                         if param.requires_grad:
                             assert torch.equal(param.detach(), masters[name]), name
-                for name, master in _masters(engine).items():
+                for name, master in masters_of(engine).items():
                     assert torch.equal(master, masters[name])
                 assert {e.codec for e in state.wire_log.entries() if e.role == "weights"} == {"int8"}
             engine.destroy()
@@ -289,9 +119,9 @@ def check_zero_init_and_persistent_parameters() -> None:
 
 def check_gathered_parameters_and_exact_readers() -> None:
     """Exact readers see primary shards; a modifier rank's edit reaches forward; exact_weights differs from decoded."""
-    engine = engine_of(ds_config(_block("topo")))
+    engine = engine_of(ds_config(block_of("topo")))
     train(engine, 2)
-    masters = _masters(engine)
+    masters = masters_of(engine)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         for name, param in engine.module.named_parameters():
             if param.requires_grad:
@@ -318,7 +148,7 @@ def check_master_weights_set_by_the_user() -> None:
     """A master weight that the user sets reaches forward with the next step, as in stock DeepSpeed."""
     # DeepSpeed's setter wants sizes that the world divides.
     model = AwkwardNet(inner=32)
-    engine = engine_of(ds_config(_block("topo"), optimizer={"type": "SGD", "params": {"lr": 0.0}}), model)
+    engine = engine_of(ds_config(block_of("topo"), optimizer={"type": "SGD", "params": {"lr": 0.0}}), model)
     train(engine, 1)
     weight = engine.module.norm.weight
     safe_set_full_fp32_param(weight, torch.full_like(safe_get_full_fp32_param(weight), 3.0))
@@ -334,37 +164,37 @@ def check_master_weights_set_by_the_user() -> None:
 
 def check_checkpoints_are_stock() -> None:
     """Saved under one preset, loaded under another, and by stock; and converted by stock's tool. Resume is bit for bit."""
-    folder = _shared_folder()
-    writer = engine_of(ds_config(_block("lossless"), 2))
+    folder = shared_folder()
+    writer = engine_of(ds_config(block_of("lossless"), 2))
     train(writer, 4, 2)
     writer.save_checkpoint(str(folder), tag="here")
-    masters = _masters(writer)
+    masters = masters_of(writer)
     want = train(writer, 4, 2, first=4)
     writer.destroy()
     state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="here")
     for name, master in masters.items():
         assert torch.equal(state[name].cpu(), master), name
-    resumed = engine_of(ds_config(_block("lossless"), 2), AwkwardNet(seed=9))
+    resumed = engine_of(ds_config(block_of("lossless"), 2), AwkwardNet(seed=9))
     train(resumed, 1, 2)
     resumed.load_checkpoint(str(folder), tag="here")
     assert train(resumed, 4, 2, first=4) == want
     resumed.destroy()
-    for block, tolerance in ((None, 1e-5), (_block("zero3"), 1e-5), (_block("topo"), 0.02)):
+    for block, tolerance in ((None, 1e-5), (block_of("zero3"), 1e-5), (block_of("topo"), 0.02)):
         other = engine_of(ds_config(block, 2), AwkwardNet(seed=9))
         other.load_checkpoint(str(folder), tag="here")
-        for name, master in _masters(other).items():
+        for name, master in masters_of(other).items():
             assert torch.equal(master, masters[name])
         assert_losses(train(other, 4, 2, first=4), want, tolerance)
         other.destroy()
-    lossy = engine_of(ds_config(_block("topo"), 2))
+    lossy = engine_of(ds_config(block_of("topo"), 2))
     train(lossy, 3, 2)
     lossy.save_checkpoint(str(folder), tag="lossy")
-    masters = _masters(lossy)
+    masters = masters_of(lossy)
     exported = lossy._zero3_consolidated_16bit_state_dict()
     lossy.destroy()
     stock = engine_of(ds_config(None, 2), AwkwardNet(seed=9))
     stock.load_checkpoint(str(folder), tag="lossy")
-    for name, master in _masters(stock).items():
+    for name, master in masters_of(stock).items():
         assert torch.equal(master, masters[name])
         if dist.get_rank() == 0:
             assert torch.equal(exported[name], master)
@@ -373,14 +203,14 @@ def check_checkpoints_are_stock() -> None:
 
 def check_several_engines_and_no_optimizer() -> None:
     """Two stages (one configured by a file), a stock engine, one without an optimizer, interleaved in one process."""
-    file = _shared_folder() / "ds_config.json"
+    file = shared_folder() / "ds_config.json"
     if dist.get_rank() == 0:
-        file.write_text(json.dumps(ds_config(_block("lossless"))))
+        file.write_text(json.dumps(ds_config(block_of("lossless"))))
     dist.barrier()
     first = engine_of(file)
     stock = engine_of(ds_config(None))
-    second = engine_of(ds_config(_block("topo")), AwkwardNet(seed=1))
-    no_optimizer = {k: v for k, v in ds_config(_block("topo")).items() if k != "optimizer"}
+    second = engine_of(ds_config(block_of("topo")), AwkwardNet(seed=1))
+    no_optimizer = {k: v for k, v in ds_config(block_of("topo")).items() if k != "optimizer"}
     judge = hzero.initialize(model=AwkwardNet(), config=no_optimizer)[0]
     assert hzero.state(stock) is None and hzero.state(judge) is not None
     reference = AwkwardNet()
@@ -395,6 +225,43 @@ def check_several_engines_and_no_optimizer() -> None:
         engine.destroy()
 
 
+def check_a_destroyed_engine_leaves_the_model_to_the_next() -> None:
+    """Stock after hzero is stock, and hzero after hzero reads its own payloads, exact ones among them."""
+    zero = {"stage3_param_persistence_threshold": 0}
+    for block in (None, block_of("topo")):
+        model = AwkwardNet()
+        first = engine_of(ds_config(block_of("topo"), zero_optimization=zero), model)
+        train(first, 2)
+        first.destroy()
+        second = engine_of(ds_config(block, zero_optimization=zero), model)
+        train(second, 2, first=2)
+        reference = AwkwardNet()
+        masters = masters_of(second)
+        reference.load_state_dict(
+            {n: masters.get(n, p.detach()) for n, p in reference.named_parameters()}, strict=False
+        )
+        with torch.no_grad(), hzero.exact_weights(second):
+            exact, want = mean_over_ranks(second(batch(50, 0))), mean_over_ranks(reference(batch(50, 0)))
+        assert abs(exact - want) < 1e-5, (block, exact, want)
+        second.destroy()
+
+
+def check_saving_changes_nothing() -> None:
+    """A run that saves rounds as one that does not, and crosses nodes no more often."""
+    weights = {"codec": "int8", "rounding": "stochastic"}
+    block = block_of("topo", codecs={"weights": dict.fromkeys(("gcd", "gpu", "node"), weights)})
+    folder, losses, hops = shared_folder(), [], []
+    for saves in (False, True):
+        engine = engine_of(ds_config(block))
+        losses.append(train(engine, 2))
+        if saves:
+            engine.save_checkpoint(str(folder), tag="here")
+        losses[-1] += train(engine, 2, first=2)
+        hops.append({(e.role, e.tier): e.hops for e in hzero.state(engine).wire_log.entries()})
+        engine.destroy()
+    assert losses[0] == losses[1] and hops[0] == hops[1]
+
+
 def check_offloaded_states_come_back() -> None:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -403,10 +270,10 @@ def check_offloaded_states_come_back() -> None:
         model.frozen.weight.requires_grad_(True)
         return model
 
-    plain = engine_of(ds_config(_block("topo")), all_trainable())
+    plain = engine_of(ds_config(block_of("topo")), all_trainable())
     want = train(plain, 4)
     plain.destroy()
-    engine = engine_of(ds_config(_block("topo")), all_trainable())
+    engine = engine_of(ds_config(block_of("topo")), all_trainable())
     got = train(engine, 2)
     engine.offload_states(include=[OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads], pin_memory=False)
     assert hzero.state(engine).memory(engine.optimizer)["resident weights"] == 0
@@ -418,7 +285,7 @@ def check_offloaded_states_come_back() -> None:
 def check_memory_is_what_the_plan_says() -> None:
     from hzero.sharding.memory import plan_memory
 
-    engine = engine_of(ds_config(_block("topo", error_feedback=["node"])))
+    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"])))
     train(engine, 2)
     state = hzero.state(engine)
     measured = state.memory(engine.optimizer)
@@ -454,16 +321,24 @@ def check_unsupported_features_are_refused_by_name() -> None:
             "offload_optimizer.device",
         ),
         ({"compile": {"deepcompile": True}}, "deepcompile"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "nontrainable"),
+        (
+            {"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1, "select_strategy": "auto"}}},
+            "zenflow",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type"),
     ]
     for changes, name in cases:
-        config = copy.deepcopy(ds_config(_block("topo")))
+        config = copy.deepcopy(ds_config(block_of("topo")))
         config.update(changes)
         _expect_refusal(config, name)
     _expect_refusal(ds_config({"preset": "topo", "topology": {**TOPOLOGY, "nodes": 3}}), "nodes")
-    _expect_refusal(ds_config(_block("tpoo")), "topo")
-    _expect_refusal(ds_config(_block("topo", shard={"weights": "world", "gradients": "node"})), "weights")
+    _expect_refusal(ds_config(block_of("tpoo")), "topo")
+    _expect_refusal(ds_config(block_of("topo", shard={"weights": "world", "gradients": "node"})), "weights")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
 
 

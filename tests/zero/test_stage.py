@@ -6,7 +6,8 @@ import pytest
 
 from tests.ranks import collect, launch
 
-EQUALITY, STAGE = "tests.zero.equality_checks", "tests.zero.stage_checks"
+EQUALITY = ("tests.zero.equality_checks",)
+STAGE = ("tests.zero.stage_checks", "tests.zero.gradient_checks")
 
 
 @pytest.fixture(scope="module", params=[8, 4, 6], ids=["8 ranks", "4 ranks", "6 ranks"])
@@ -21,11 +22,11 @@ def stage() -> dict[str, str]:
     return launch(STAGE, 8)
 
 
-@pytest.mark.parametrize("check", collect(EQUALITY))
+@pytest.mark.parametrize("check", collect(*EQUALITY))
 def test_equality(equality: dict[str, str], check: str) -> None:
     assert equality[check] == "passed", equality[check]
 
 
-@pytest.mark.parametrize("check", collect(STAGE))
+@pytest.mark.parametrize("check", collect(*STAGE))
 def test_stage(stage: dict[str, str], check: str) -> None:
     assert stage[check] == "passed", stage[check]

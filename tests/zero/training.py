@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
 
 LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
+TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
 
 
 class AwkwardNet(torch.nn.Module):
@@ -105,8 +109,13 @@ def _quiet() -> Any:
     yield
 
 
-def train(engine: Any, steps: int, accumulation: int = 1, first: int = 0) -> list[float]:
-    """Losses of ``steps`` optimizer steps, each the mean over ranks and micro-steps."""
+def train(
+    engine: Any, steps: int, accumulation: int = 1, first: int = 0, norms: list[float] | None = None
+) -> list[float]:
+    """Losses of ``steps`` optimizer steps, each the mean over ranks and micro-steps.
+
+    ``norms`` takes the norm of every step's gradients: with clipping and AdamW losses do not show their scale.
+    """
     losses = []
     for step in range(first, first + steps):
         total = 0.0
@@ -116,10 +125,14 @@ def train(engine: Any, steps: int, accumulation: int = 1, first: int = 0) -> lis
             engine.backward(loss)
             engine.step()
         losses.append(total)
+        if norms is not None:
+            norms.append(float(engine.get_global_grad_norm()))
     return losses
 
 
-def train_ddp(steps: int, accumulation: int = 1, model: torch.nn.Module | None = None) -> list[float]:
+def train_ddp(
+    steps: int, accumulation: int = 1, model: torch.nn.Module | None = None, norms: list[float] | None = None
+) -> list[float]:
     """The same under DistributedDataParallel with torch's AdamW and the same clipping."""
     model = AwkwardNet() if model is None else model
     ddp = torch.nn.parallel.DistributedDataParallel(model)
@@ -133,17 +146,19 @@ def train_ddp(steps: int, accumulation: int = 1, model: torch.nn.Module | None =
                 loss = ddp(batch(step, micro))
                 total += mean_over_ranks(loss) / accumulation
                 (loss / accumulation).backward()
-        torch.nn.utils.clip_grad_norm_(trainable, 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(trainable, 0.5)
+        if norms is not None:
+            norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
     return losses
 
 
-def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5) -> None:
+def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5, what: str = "losses") -> None:
     """Asserts that two runs agree to a relative tolerance at every step."""
     worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
-    assert worst <= tolerance, f"losses differ by {worst:.2e} relative:\n{got}\n{want}"
+    assert worst <= tolerance, f"{what} differ by {worst:.2e} relative:\n{got}\n{want}"
 
 
 def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
@@ -154,3 +169,24 @@ def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
     equal = torch.tensor([int(torch.equal(first, mine))])
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
     return bool(equal.item())
+
+
+def block_of(preset: str, **changes: Any) -> dict[str, Any]:
+    """The block of a preset on 2 nodes x 2 GPUs x 2 GCDs."""
+    return {"preset": preset, "topology": TOPOLOGY, **changes}
+
+
+def shared_folder() -> Path:
+    """One folder that all ranks know."""
+    name = [tempfile.mkdtemp(dir=os.environ["HZERO_CHECKS_OUT"])] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(name, 0)
+    return Path(name[0])
+
+
+def masters_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Exact float32 weights by name."""
+    return {
+        name: safe_get_full_fp32_param(param).clone()
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }

@@ -1,0 +1,220 @@
+"""What happens to gradients inside DeepSpeed. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad
+
+import hzero
+from tests.zero.training import (
+    AwkwardNet,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    masters_of,
+    mean_over_ranks,
+    train,
+    train_ddp,
+)
+
+
+def check_unmanaged_accumulation() -> None:
+    """The boundary at ``step()`` alone; a gradient that came in an early micro-step only is not lost."""
+    want_norms: list[float] = []
+    managed = engine_of(ds_config(block_of("lossless"), 2))
+    want = train(managed, 5, 2, norms=want_norms)
+    managed.destroy()
+    engine = engine_of(ds_config(block_of("lossless"), 2, managed_gradient_accumulation=False))
+    got, norms = [], []
+    for step in range(5):
+        total = 0.0
+        for micro in range(2):
+            loss = engine(batch(step, micro))
+            total += mean_over_ranks(loss) / 2
+            engine.backward(loss)
+        engine.step()
+        got.append(total)
+        norms.append(float(engine.get_global_grad_norm()))
+    assert_losses(got, want)
+    assert_losses(norms, want_norms, 1e-4, "gradient norms")
+    engine.destroy()
+
+
+def check_coalesced_reduction_and_leaf_modules() -> None:
+    """One reduction for several backwards, and a module that is gathered as a whole."""
+    want_norms: list[float] = []
+    want = train_ddp(4, 3, norms=want_norms)
+    model = AwkwardNet()
+    deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.LayerNorm])
+    engine = engine_of(ds_config(block_of("lossless")), model)
+    got, norms = [], []
+    for step in range(4):
+        total = 0.0
+        with engine.coalesce_grad_reduction():
+            for micro in range(3):
+                loss = engine(batch(step, micro))
+                total += mean_over_ranks(loss) / 3
+                engine.backward(loss / 3)
+        engine.step()
+        got.append(total)
+        norms.append(float(engine.get_global_grad_norm()))
+    assert_losses(got, want)
+    assert_losses(norms, want_norms, 1e-4, "gradient norms")
+    engine.destroy()
+
+
+class _Sometimes(torch.nn.Module):
+    """A layer used in some micro-steps and steps only, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always = torch.nn.Linear(5, 7)
+        self.sometimes = torch.nn.Linear(7, 7)
+        self.never = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = self.always(x)
+        return (self.sometimes(y) if use else y).square().mean()
+
+
+def _sometimes_batch(step: int, micro: int) -> tuple[torch.Tensor, bool]:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + dist.get_rank()))
+    return x, (step % 3 == 0 and micro == 0) or (step % 3 == 1 and micro == 1)
+
+
+def check_silent_parameters_match_ddp() -> None:
+    """A parameter that is silent at times gets the gradients that DDP would give it, and no stale one; so does the norm."""
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+    unmanaged = {"managed_gradient_accumulation": False}
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
+    for preset in ("lossless", "hpz"):
+        for changes in ({}, offload, unmanaged, {**offload, **unmanaged}):
+            engine = engine_of(ds_config(block_of(preset), 2, **sgd, **changes), _Sometimes())
+            reference = _Sometimes()
+            optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+            for step in range(6):
+                for micro in range(2):
+                    engine.backward(engine(*_sometimes_batch(step, micro)))
+                    if "managed_gradient_accumulation" not in changes or micro:
+                        engine.step()
+                    (reference(*_sometimes_batch(step, micro)) / 2).backward()
+                for param in reference.parameters():
+                    if param.grad is not None:
+                        dist.all_reduce(param.grad)
+                        param.grad /= dist.get_world_size()
+                norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
+                where = f"{preset}, {changes}, step {step}"
+                assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, where
+                optimizer.step()
+                optimizer.zero_grad()
+                for name, master in masters_of(engine).items():
+                    want = dict(reference.named_parameters())[name].detach()
+                    torch.testing.assert_close(master, want, msg=f"{where}: {name}")
+            engine.destroy()
+
+
+def check_early_gradient_readers_are_told() -> None:
+    """Before the boundary a reader gets an error that says when to come, and then DDP's gradient."""
+    for managed in (True, False):
+        config = ds_config(block_of("lossless"), 2, gradient_clipping=0.0, managed_gradient_accumulation=managed)
+        engine, reference = engine_of(config), AwkwardNet()
+        for micro in range(2):
+            engine.backward(engine(batch(0, micro)))
+            (reference(batch(0, micro)) / 2).backward()
+            if micro == 0:
+                for read in (
+                    lambda engine=engine: safe_get_full_grad(engine.module.up.weight),
+                    engine.optimizer.get_fp32_grad_partitions,
+                ):
+                    with pytest.raises(RuntimeError, match="boundary"):
+                        read()
+                if managed:
+                    engine.step()
+        if not managed:
+            with pytest.raises(RuntimeError, match="finalize_gradient_accumulation_boundary"):
+                safe_get_full_grad(engine.module.up.weight)
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        dist.all_reduce(reference.up.weight.grad)
+        want = reference.up.weight.grad / dist.get_world_size()
+        torch.testing.assert_close(safe_get_full_grad(engine.module.up.weight).float(), want)
+        engine.step()
+        engine.destroy()
+
+
+def check_fp16_skips_a_step_and_goes_on() -> None:
+    """An overflow skips the step, keeps payloads valid, clears the window, and training goes on finite."""
+    # DeepSpeed does not allow fp16 on processors, though torch can; the loss scaler is what is tested here.
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
+    for preset in ("lossless", "topo"):
+        engine = engine_of(ds_config(block_of(preset), 1, fp16=fp16))
+        before, scale = masters_of(engine), engine.optimizer.loss_scale
+        train(engine, 1)
+        assert engine.optimizer.overflow and engine.optimizer.loss_scale < scale
+        for name, master in masters_of(engine).items():
+            assert torch.equal(master, before[name])
+        refreshed = hzero.state(engine).wire_log.entries()
+        train(engine, 1, first=1)
+        node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
+        again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
+        assert node == again, "a skipped step must leave the resident payloads valid"
+        losses = train(engine, 25, first=2)
+        assert not engine.optimizer.overflow and losses[-1] < losses[0]
+        engine.destroy()
+
+
+def check_cpu_offload_optimizer() -> None:
+    """Optimizer states on the host: managed and unmanaged."""
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    plain = engine_of(ds_config(block_of("lossless"), 2))
+    want = train(plain, 5, 2)
+    plain.destroy()
+    changes: dict[str, Any] = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
+    engine = engine_of(ds_config(block_of("lossless"), 2, **changes))
+    assert engine.optimizer.offload_optimizer
+    assert_losses(train(engine, 5, 2), want)
+    engine.destroy()
+
+
+def check_activation_checkpointing() -> None:
+    """Both kinds give the losses of none."""
+    plain = engine_of(ds_config(block_of("lossless"), 2))
+    want = train(plain, 6, 2)
+    plain.destroy()
+    for kind in ("reentrant", "non-reentrant"):
+        engine = engine_of(ds_config(block_of("lossless"), 2), AwkwardNet(checkpointing=kind))
+        assert_losses(train(engine, 6, 2), want)
+        engine.destroy()
+
+
+def check_a_skipped_step_leaves_no_residual() -> None:
+    """What a window's gradients left counts from its step on, and not at all where the step is skipped."""
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"]), 1, fp16=fp16))
+    train(engine, 3)
+    feedback = hzero.state(engine).gradients._collectives.feedback
+    before = {key: kept.clone() for key, (kept, _) in feedback._residuals.items()}
+    assert before and any(bool(kept.any()) for kept in before.values())
+    loss = engine(batch(3, 0))
+    hook = engine.module.gain.register_hook(lambda gradient: gradient * float("inf"))
+    engine.backward(loss)
+    hook.remove()
+    engine.step()
+    assert engine.optimizer.overflow
+    for key, (kept, _) in feedback._residuals.items():
+        assert torch.equal(kept, before[key]), key
+    train(engine, 1, first=4)
+    assert not engine.optimizer.overflow
+    changed = [key for key, (kept, _) in feedback._residuals.items() if not torch.equal(kept, before[key])]
+    assert len(changed) > len(before) // 2
+    engine.destroy()
