@@ -69,7 +69,7 @@ def _run(command: str, rest: list[str]) -> int:
 
         return run_report(rest)
     near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(f"unknown command {command!r}{hint} Possible: {', '.join(COMMANDS)}")
 
 

@@ -72,6 +72,9 @@ class ShardPlan:
                 codec = config.codecs[role][tier].codec
                 if grid.size(tier) == 1 and codec != "none":
                     notes.append(f"codec {codec} of {role} on tier {tier} is unused: the tier has size 1")
+        for tier in config.error_feedback:
+            if config.codecs.gradients[tier].codec == "none":
+                notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
         return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes))
 
     def _hops(self, role: str, tiers: tuple[str, ...]) -> tuple[Hop, ...]:

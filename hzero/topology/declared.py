@@ -33,7 +33,14 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
     inside = topology.gpus_per_node * topology.gcds_per_gpu
     nodes = topology.nodes
     if nodes is None:
-        nodes = max(world_size // inside, 1)
+        if world_size % inside:
+            below = world_size // inside * inside
+            fitting = " or ".join(str(count) for count in (below, below + inside) if count)
+            raise ConfigError(
+                f"{where}: gpus_per_node={topology.gpus_per_node} x gcds_per_gpu={topology.gcds_per_gpu} is {inside} ranks a "
+                f"node, but the world has {world_size}; {fitting} ranks would fit"
+            )
+        nodes = world_size // inside
     grid = Grid(nodes, topology.gpus_per_node, topology.gcds_per_gpu, topology.order)
     if grid.world_size != world_size:
         raise ConfigError(_misfit(where, grid, world_size))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +20,8 @@ from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
 from hzero.train import checkpoint, data, folder
-from hzero.train.conf import conf_dir, one_line
-from hzero.train.launch import Ranks, free_port, rank_environment
+from hzero.train.conf import conf_dir, known_keys, one_line, plain
+from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
 from hzero.train.settings import Settings
 from hzero.train.summary import size_text
 from hzero.train.worker import STARTED, prepare_process, train_rank, write_job
@@ -40,7 +42,13 @@ def run(overrides: Sequence[str]) -> int:
         except ConfigError as error:
             print(f"hzero: error: {error}", file=sys.stderr)
             statuses.append(2)
+        if statuses[-1] == INTERRUPTED:
+            raise KeyboardInterrupt  # ends a multirun as well
 
+    for override in overrides:
+        if re.fullmatch(r"(model|data|topology|zero|launcher)=(null)?", override):
+            raise ConfigError(f"{override}: the group needs an option; `hzero train --help` lists them")
+    known_keys()  # Hydra composes nothing else while it runs the task
     argv = sys.argv
     sys.argv = ["hzero train", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
@@ -48,6 +56,8 @@ def run(overrides: Sequence[str]) -> int:
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except SystemExit as left:  # Hydra's --help
         return left.code if isinstance(left.code, int) else 0
     finally:
@@ -60,30 +70,47 @@ def _train(config: DictConfig) -> int:
     if outside is not None:
         os.environ.update(outside)
         return _train_as_rank(config)
-    settings = Settings(config)
-    run_dir = _prepare(settings, _run_dir(settings))
-    threads = settings["launcher"]["threads"]
-    port = free_port()
-    return Ranks(
-        [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
-        [rank_environment(rank, settings.world_size, port, threads) for rank in range(settings.world_size)],
-        run_dir / "logs",
-        run_dir / "logs" / STARTED,
-        settings["launcher"]["start_timeout_s"],
-    ).run()
+    settings = Settings(plain(config))
+    with contextlib.ExitStack() as claims:
+        run_dir, fresh = _prepare(settings, claims)
+        threads = settings["launcher"]["threads"]
+        port = free_port()
+        status = Ranks(
+            [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
+            [rank_environment(rank, settings.world_size, port, threads) for rank in range(settings.world_size)],
+            run_dir / folder.LOGS,
+            run_dir / folder.LOGS / STARTED,
+            settings["launcher"]["start_timeout_s"],
+        ).run()
+        if status == REFUSED and fresh:
+            folder.undo(run_dir)
+        return status
 
 
-def _run_dir(settings: Settings) -> Path:
-    run = settings["run"]
-    directory = run["dir"]
+def _directory(settings: Settings) -> str:
+    directory = str(settings["run"]["dir"])
     if HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN"):
         directory = f"{directory}-{HydraConfig.get().job.num}-{settings.preset}"
-    return folder.choose(directory, settings["resume"], run["overwrite"])
+    return directory
 
 
-def _prepare(settings: Settings, run_dir: Path) -> Path:
-    """Everything that can go wrong goes wrong here, before anything is written into the run's folder."""
+def _prepare(settings: Settings, claims: contextlib.ExitStack) -> tuple[Path, bool]:
+    """Everything that can go wrong goes wrong here, before anything is written into the run's folder.
+
+    Args:
+        settings: Of the run.
+        claims: Takes what lets go of the folder at the end of the run.
+
+    Returns:
+        The run's folder, and whether all that is in it is of this run.
+    """
+    directory, resume, overwrite = _directory(settings), settings["resume"], settings["run"]["overwrite"]
+    run_dir = folder.choose(directory, resume, overwrite)
+    claimed = run_dir.is_dir()
+    if claimed:
+        claims.enter_context(folder.lock(run_dir))
     prepare_process(settings["launcher"]["threads"])
+    _check_dtype(settings)
     sequences = settings.world_size * settings["train"]["micro_batch"]
     _check_memory(settings)
     tokens = data.prepare(
@@ -96,14 +123,28 @@ def _prepare(settings: Settings, run_dir: Path) -> Path:
         )
     if settings["resume"] == "auto" and found is None:
         _say("no checkpoint to go on from: starting at the first step")
-    if str(run_dir) != settings["run"]["dir"]:
-        _say(f"run folder {run_dir} (run.overwrite=true would replace {settings['run']['dir']})")
+    if not claimed:
+        run_dir = folder.choose(directory, resume, overwrite)  # another run may have come while text was tokenised
+        claims.enter_context(folder.lock(run_dir))
+    if run_dir != Path(directory).expanduser():
+        _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
-    folder.create(run_dir, text, settings["run"]["overwrite"], found.step if found else None)
+    fresh = overwrite or not folder.holds_run(run_dir)
+    folder.create(run_dir, text, overwrite, found.step if found else None)
     write_job(run_dir, data.folder_of(settings["data"], tokens), tokens.source, found.folder if found else None)
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
-    return run_dir
+    return run_dir, fresh
+
+
+def _check_dtype(settings: Settings) -> None:
+    """Refuses a type that this machine cannot train in; a plan may be of another machine, so settings do not."""
+    import torch
+
+    if settings.dtype == "fp16" and not torch.cuda.is_available():
+        raise ConfigError(
+            "train.dtype: found fp16, which DeepSpeed trains on accelerators only; possible: auto, fp32, bf16"
+        )
 
 
 def _check_memory(settings: Settings) -> None:
@@ -148,9 +189,9 @@ def _warn(message: str) -> None:
 def _rank_of_a_launcher() -> dict[str, str] | None:
     """What torch.distributed needs to know where torchrun or srun has started this process as one of several."""
     env = os.environ
-    if int(env.get("WORLD_SIZE", "1")) > 1 and "RANK" in env:
+    if _count("WORLD_SIZE") > 1 and "RANK" in env:
         return {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    if _count("SLURM_NTASKS") > 1 and "SLURM_PROCID" in env:
         if "MASTER_ADDR" not in env:
             raise ConfigError("MASTER_ADDR: not set; the job script must export the first host of the allocation")
         import torch
@@ -166,25 +207,33 @@ def _rank_of_a_launcher() -> dict[str, str] | None:
     return None
 
 
+def _count(variable: str) -> int:
+    value = os.environ.get(variable, "1")
+    if not value.isdigit():
+        raise ConfigError(f"{variable}: found {value!r} in the environment, expected a number of ranks")
+    return int(value)
+
+
 def _train_as_rank(config: DictConfig) -> int:
     """This process is one rank of torchrun's or srun's: rank 0 prepares, the others wait for it."""
     import torch.distributed as dist
 
     from hzero.train.loop import start_process_group
 
-    settings = Settings(config, world_size=int(os.environ["WORLD_SIZE"]))
+    settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
     start_process_group(settings["train"]["timeout_s"])
     found: list[str | None] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found = [str(_prepare(settings, _run_dir(settings)).resolve()), None]
-        except ConfigError as error:
-            found = [None, str(error)]
-    dist.broadcast_object_list(found, 0)
-    if found[1] is not None:
-        raise ConfigError(found[1]) if dist.get_rank() == 0 else SystemExit(2)
-    assert found[0] is not None
-    train_rank(Path(found[0]))
-    dist.destroy_process_group()
+    with contextlib.ExitStack() as claims:
+        if dist.get_rank() == 0:
+            try:
+                found = [str(_prepare(settings, claims)[0].resolve()), None]
+            except ConfigError as error:
+                found = [None, str(error)]
+        dist.broadcast_object_list(found, 0)
+        if found[1] is not None:
+            raise ConfigError(found[1]) if dist.get_rank() == 0 else SystemExit(2)
+        assert found[0] is not None
+        train_rank(Path(found[0]))
+        dist.destroy_process_group()
     return 0

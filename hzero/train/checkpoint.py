@@ -24,7 +24,7 @@ class Identity:
 
     Attributes:
         model: Hash of the model's shape.
-        data: Hash of the tokenised text.
+        data: Hash of the tokenised text, and the share of it that is kept from training.
         seed: Of weights and batches.
         world_size: Ranks; ZeRO-3's files are one a rank.
         dtype: Type of the weights.
@@ -47,7 +47,7 @@ def identity_of(settings: Settings, data_key: str) -> Identity:
     """What the checkpoints of a run belong to."""
     return Identity(
         model=model_hash(settings["model"]),
-        data=data_key,
+        data=f"{data_key} {settings['data']['eval_share']}",
         seed=settings["train"]["seed"],
         world_size=settings.world_size,
         dtype=settings.dtype,
@@ -84,10 +84,17 @@ def publish(folder: Path, step: int, identity: Identity, keep: int) -> None:
     note = {"step": step, "identity": asdict(identity), "files": files}
     _write(folder / NOTE, json.dumps(note, indent=1))
     _write(folder.parent / "latest", folder.name)
-    for _, old in _tags(folder.parent)[:-keep]:
-        if old != folder:
-            (old / NOTE).unlink(missing_ok=True)
+    tags = [path for _, path in _tags(folder.parent)]
+    kept = [path for path in tags if (path / NOTE).exists()][-keep:]
+    for old in tags[: tags.index(folder)]:
+        if old not in kept:
+            withdraw(old)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def withdraw(folder: Path) -> None:
+    """Takes back that a checkpoint is complete: it is about to be written again, or removed."""
+    (folder / NOTE).unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
@@ -131,12 +138,21 @@ def read(folder: Path) -> Checkpoint:
 
 
 def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
-    """The newest complete checkpoint of a ``checkpoints`` folder; torn ones are passed over, with a warning."""
+    """The newest complete checkpoint of a ``checkpoints`` folder; others are passed over, with a warning.
+
+    Raises:
+        ConfigError: There are some that were complete once, and none is now.
+    """
+    torn: ConfigError | None = None
     for _, path in reversed(_tags(folder)):
         try:
             return read(path)
         except ConfigError as error:
-            warn(f"{error}; trying the one before")
+            if (path / NOTE).exists():
+                torn = torn or error
+            warn(f"{error}; passed over")
+    if torn is not None:
+        raise ConfigError(f"{torn}, and there is no other; run.overwrite=true starts the run anew")
     return None
 
 
@@ -178,7 +194,7 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
 def _compare(found: Checkpoint, identity: Identity) -> None:
     said = {
         "model": "was saved by a model of another shape (the model group differs)",
-        "data": "was trained on other text (data.path, data.max_bytes or the vocabulary differ)",
+        "data": "was trained on other text (data.path, data.max_bytes, data.eval_share or the vocabulary differ)",
         "seed": f"was trained with train.seed={found.identity.seed}, not {identity.seed}",
         "world_size": f"was saved by {found.identity.world_size} ranks, and this run has {identity.world_size}",
         "dtype": f"was trained in {found.identity.dtype}, not {identity.dtype}",

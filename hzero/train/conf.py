@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -38,12 +39,38 @@ def compose(overrides: list[str]) -> DictConfig:
         raise ConfigError(one_line(error)) from None
 
 
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain dictionaries, without keys that nothing reads and with all that are read.
+
+    Hydra adds whatever a ``+`` stands before and removes whatever a ``~`` does. The blocks ``zero`` and ``topology`` are
+    checked where they are parsed, ``deepspeed`` is DeepSpeed's.
+
+    Raises:
+        ConfigError: Naming the first key that is unknown, gone, or has no value.
+    """
+    try:
+        resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from None
+    parsed_elsewhere = ("zero.", "topology.", "deepspeed.")
+    known = {key for key in known_keys() if not key.startswith(parsed_elsewhere)}
+    given = {key for key in _dotted(resolved) if not key.startswith(parsed_elsewhere)}
+    for key in sorted(given - known):
+        raise _unknown_key(key)
+    for key in sorted(known - given):
+        if "." not in key or isinstance(resolved.get(key.partition(".")[0]), dict):  # else settings tell of the group
+            raise ConfigError(f"{key}: removed, and nothing else says what it should be")
+    return {str(key): value for key, value in resolved.items()}
+
+
 def one_line(error: Exception) -> str:
     """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return str(one_of(group, option, sorted(error.options), "option"))
     text = " ".join(str(error).split())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read; quote a value with blanks, brackets, commas or ~ twice: KEY='\"my book (1)\"'"
     found = re.search(r"Could not override '([^']+)'", text)
     if found is not None:
         return str(_unknown_key(found.group(1)))
@@ -52,11 +79,17 @@ def one_line(error: Exception) -> str:
 
 
 def _unknown_key(key: str) -> ConfigError:
-    known = list(_dotted(OmegaConf.to_container(compose([]))))
+    known = known_keys()
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = same_end[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return ConfigError(f"{key}: unknown key{hint} `hzero train --cfg job` shows all of them")
+
+
+@functools.cache
+def known_keys() -> tuple[str, ...]:
+    """Keys of the main job's configuration, groups among them. Not while a Hydra application runs, but for a second time."""
+    return tuple(_dotted(OmegaConf.to_container(compose([]))))
 
 
 def _dotted(value: Any, path: str = "") -> Iterator[str]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from hzero.config import ConfigError
 #: Of the standard library: what is no source of it, or not everywhere there.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
 _FORMAT = 1
+#: Age of a half-built corpus that nobody is building any more, in seconds.
+_ABANDONED_S = 86_400
 
 
 def stdlib_files() -> list[Path]:
@@ -36,6 +39,8 @@ def text_files(path: Path) -> list[Path]:
         ConfigError: There is no such path, it cannot be read, or no text is in it.
     """
     if path.is_file():
+        if path.stat().st_size and os.access(path, os.R_OK) and not _is_text(path):
+            raise ConfigError(f"data.path: {str(path)!r} is no text: there are zero bytes in it")
         return [path]
     if not path.is_dir():
         raise ConfigError(f"data.path: no file or folder {str(path)!r}")
@@ -202,6 +207,9 @@ def _build(texts: list[str], vocab_size: int, folder: Path, key: str, check: Cal
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.glob(".building-*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     except OSError as error:
         raise ConfigError(f"data.cache_dir: cannot write below {str(folder.parent)!r}: {error.strerror}") from None

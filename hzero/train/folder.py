@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -10,12 +12,18 @@ from typing import Any, TextIO
 
 from hzero.config import ConfigError
 
-METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
+METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
+#: All that a run writes, and all that replacing one removes.
+OWN = (CONFIG, METRICS, SUMMARY, LOGS, CHECKPOINTS)
+#: Held locked by whoever runs in the folder; the kernel lets go of it, however that one ends.
+_LOCK = ".lock"
+#: Where a run waits that another is about to replace, until that one has begun.
+_REPLACED = ".replaced"
 
 
 def holds_run(path: Path) -> bool:
     """Whether a folder holds a run, or what is left of one."""
-    return (path / CONFIG).exists() or (path / METRICS).exists()
+    return (path / CONFIG).is_file() and (path / METRICS).is_file()
 
 
 def choose(directory: str, resume: Any, overwrite: bool) -> Path:
@@ -24,13 +32,20 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
     Nothing is written or deleted here.
 
     Raises:
-        ConfigError: There is something there that is no run.
+        ConfigError: There is something there that is no run and would be written over, or the two keys contradict.
     """
     path = Path(directory).expanduser()
+    if overwrite and resume not in (False, None, "false"):
+        raise ConfigError(
+            f"run.overwrite: found true beside resume={resume}; one throws the run away, the other continues it"
+        )
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir: {str(path)!r} is a file")
-    if overwrite and path.is_dir() and any(path.iterdir()) and not holds_run(path):
-        raise ConfigError(f"run.overwrite: {str(path)!r} is not empty and holds no run; not deleting it")
+    in_the_way = [name for name in OWN if (path / name).exists()]
+    if in_the_way and not holds_run(path):
+        raise ConfigError(
+            f"run.dir: {str(path)!r} holds {', '.join(in_the_way)} that no run of hzero left; choose another folder"
+        )
     if resume == "auto" or overwrite or not holds_run(path):
         return path
     number = 2
@@ -39,16 +54,46 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
     return path.with_name(f"{path.name}-{number}")
 
 
+def lock(path: Path) -> TextIO:
+    """Makes the folder where there is none, and claims it until the returned file is closed or the process ends.
+
+    Raises:
+        ConfigError: Another run is under way in it, or it cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = open(path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the claim
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            raise ConfigError(f"run.dir: a run is under way in {str(path)!r} (process {owner})") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
 def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> None:
-    """Makes the folder, writes the resolved configuration, and cuts metrics after ``last_step`` (None: all of them).
+    """Writes the resolved configuration and cuts metrics after ``last_step`` (None: all of them).
+
+    A run that is there and to be overwritten waits aside until `begun` or `undo`. The caller holds the lock.
 
     Raises:
         ConfigError: The folder cannot be written.
     """
     try:
-        if overwrite and path.is_dir():
-            shutil.rmtree(path)
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            _remove(path / _REPLACED)
+            (path / _REPLACED).mkdir()
+            for name in OWN:
+                if (path / name).exists():
+                    (path / name).rename(path / _REPLACED / name)
+        (path / LOGS).mkdir(exist_ok=True)
         (path / CONFIG).write_text(config)
         (path / SUMMARY).unlink(missing_ok=True)
         kept = [row for row in read_metrics(path)[0] if last_step is not None and row["step"] <= last_step]
@@ -56,21 +101,59 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         partial.rename(path / METRICS)
     except OSError as error:
-        raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def begun(path: Path) -> None:
+    """The run has begun: what it replaces is removed."""
+    _remove(path / _REPLACED)
+
+
+def undo(path: Path) -> None:
+    """The run could not begin: what `create` has written is removed, and what it replaced is put back."""
+    for name in OWN:
+        _remove(path / name)
+    replaced = path / _REPLACED
+    for entry in replaced.iterdir() if replaced.is_dir() else ():
+        entry.rename(path / entry.name)
+    _remove(replaced)
+    if [entry.name for entry in path.iterdir()] == [_LOCK]:
+        shutil.rmtree(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+#: Key of the loss in a row, by kind.
+_LOSS_OF = {"step": "loss", "eval": "loss_exact"}
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Rows of a run's metrics and the number of lines that could not be read (a torn last one)."""
+    """Rows of a run's metrics, and the number of lines that could not be read (a torn last one) or lack what rows have."""
     rows, torn = [], 0
     file = path / METRICS
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
             row = json.loads(line)
             int(row["step"])
+            _ = row[_LOSS_OF[row["kind"]]]
             rows.append(row)
         except (ValueError, KeyError, TypeError):
             torn += 1
     return rows, torn
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every number that JSON has no word for: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Metrics:
@@ -81,7 +164,7 @@ class Metrics:
 
     def add(self, row: dict[str, Any]) -> None:
         """Appends one row."""
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps(finite(row)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -92,5 +175,5 @@ class Metrics:
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Writes ``summary.json`` in one move."""
     partial = path / (SUMMARY + ".partial")
-    partial.write_text(json.dumps(summary, indent=1))
+    partial.write_text(json.dumps(finite(summary), indent=1))
     os.replace(partial, path / SUMMARY)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 GRACE_S = 60.0
-INTERRUPTED = 130
+#: Exit statuses: after Ctrl-C, and for input that the ranks refuse.
+INTERRUPTED, REFUSED = 130, 2
 
 
 def free_port() -> int:
@@ -72,7 +73,8 @@ class Ranks:
         """Runs the ranks to their end.
 
         Returns:
-            0 where all ended well, 130 after an interruption, 1 where a rank died or start-up took too long.
+            0 where all ended well, 130 after an interruption, 2 where the ranks refused their input, 1 where a rank died
+            or start-up took too long.
         """
         for stale in self._logs.glob("rank*"):
             stale.unlink()
@@ -100,7 +102,9 @@ class Ranks:
     def _interrupt(self, number: int, frame: object) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            self._say("stopping: the ranks finish their step and save (again to stop at once)")
+            begun = self._started.exists()
+            what = "the ranks finish their step and save (again to stop at once)" if begun else "training had not begun"
+            self._say(f"stopping: {what}")
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
@@ -115,14 +119,16 @@ class Ranks:
             if self._interrupts:
                 interrupted_at = interrupted_at or time.monotonic()
                 if all(code is not None for code in codes):
+                    raised = [rank for rank in failed if (codes[rank] or 0) > 0]
+                    if raised:  # while it saved, as on a full disk
+                        self._report(raised)
                     return INTERRUPTED
                 if time.monotonic() > interrupted_at + GRACE_S:
                     self._say(f"ranks {_open(codes)} did not stop within {GRACE_S:.0f} s; ended")
                     return INTERRUPTED
             elif failed:
                 time.sleep(1.0)  # others that failed for the same reason may still be writing theirs
-                self._report(failed)
-                return 1
+                return self._report(failed)
             elif all(code == 0 for code in codes):
                 return 0
             elif not self._started.exists() and time.monotonic() > deadline:
@@ -133,7 +139,11 @@ class Ranks:
                 return 1
             time.sleep(0.05)
 
-    def _report(self, failed: Sequence[int]) -> None:
+    def _report(self, failed: Sequence[int]) -> int:
+        """Says why ranks failed; returns the exit status that this makes."""
+        for path in sorted(self._logs.glob("rank*.refused")):
+            self._say(f"hzero: error: {path.read_text(errors='replace').strip()}")
+            return REFUSED
         tracebacks = sorted(self._logs.glob("rank*.traceback"), key=lambda path: path.stat().st_mtime_ns)
         codes = {rank: self._processes[rank].poll() for rank in failed}
         killed = [rank for rank in failed if (codes[rank] or 0) < 0]
@@ -148,6 +158,7 @@ class Ranks:
             rank = int(tracebacks[0].stem[len("rank") :])
             self._say(f"{text}\nhzero: rank {rank} failed with the error above; all ranks are ended")
         self._say(f"hzero: logs of all ranks: {self._logs}")
+        return 1
 
     def _end_all(self) -> None:
         for process in self._processes:

@@ -99,8 +99,7 @@ class Loop:
         if resume_from is not None:
             self._engine.load_checkpoint(str(resume_from.folder.parent), tag=resume_from.folder.name)
             self._done = resume_from.step
-        self._stop = False
-        self._times: list[float] = []
+        self._stop = self._warned = False
         self._rows: list[dict[str, Any]] = []
         signal.signal(signal.SIGTERM, self._ask_to_stop)
 
@@ -114,8 +113,13 @@ class Loop:
         metrics = folder.Metrics(self._run_dir) if first else None
         stopped = False
         evaluation: dict[str, float] = {}
+        own = hzero.state(self._engine)
+        if own is not None:
+            own.weights.refresh()  # the one of the start is no step's
+            own.wire_log.reset()
         if first:
-            (self._run_dir / "logs" / STARTED).touch()
+            (self._run_dir / folder.LOGS / STARTED).touch()
+            folder.begun(self._run_dir)
         with Progress(train["steps"], start=self._done, enabled=first) as progress:
             if self._done:
                 progress.message(f"going on after step {self._done}")
@@ -124,6 +128,9 @@ class Loop:
                 self._done = step
                 if metrics is not None:
                     metrics.add(row)
+                    if not math.isfinite(row["loss"]) and not self._warned:
+                        self._warned = True
+                        progress.message(f"warning: the loss of step {step} is {row['loss']}")
                     progress.update(
                         step=step, loss=row["loss"], tokens_per_s=row["tokens_per_s"], tflops=row["tflops_per_rank"]
                     )
@@ -133,13 +140,17 @@ class Loop:
                 if (every and (last or step % every == 0)) or stopped:
                     self._save(step)
                 if stopped:
-                    progress.message(f"stopped after step {step}; resume=auto goes on from there")
+                    again = f"resume=auto run.dir={self._run_dir}"
+                    progress.message(f"stopped after step {step}; the same command with {again} goes on from there")
                     break
+        if own is not None:
+            own.weights.refresh()  # the last step's
+        traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics)
         if metrics is not None:
             metrics.close()
-        self._sum_up(evaluation, interrupted=stopped)
+        self._sum_up(evaluation, traffic, interrupted=stopped)
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One optimizer step. Returns its row of metrics, the same on all ranks, and whether any rank has to stop."""
@@ -163,7 +174,6 @@ class Loop:
         dist.all_reduce(shared)
         loss_mean, stops = shared.tolist()
         seconds = time.perf_counter() - started
-        self._times.append(seconds)
         tokens = self._world * train["micro_batch"] * train["grad_accumulation"] * length
         per_second = tokens / seconds
         norm = self._engine.get_global_grad_norm()
@@ -206,16 +216,19 @@ class Loop:
         return float(total) / self._world / train["eval_batches"]
 
     def _save(self, step: int) -> None:
-        path, tag = self._run_dir / "checkpoints", checkpoint.tag_of(step)
+        path, tag = self._run_dir / folder.CHECKPOINTS, checkpoint.tag_of(step)
+        if self._rank == 0:
+            checkpoint.withdraw(path / tag)  # an earlier life of the run may have left one
+        dist.barrier()
         self._engine.save_checkpoint(str(path), tag=tag, save_latest=False)
         dist.barrier()
         if self._rank == 0:
             checkpoint.publish(path / tag, step, self._identity, self._settings["checkpoint"]["keep"])
 
-    def _sum_up(self, evaluation: dict[str, float], interrupted: bool) -> None:
+    def _sum_up(self, evaluation: dict[str, float], traffic: list[dict[str, Any]], interrupted: bool) -> None:
         own = hzero.state(self._engine)
         mine = {
-            "traffic": own.wire_log.as_dicts() if own is not None else [],
+            "traffic": traffic,
             "memory": own.memory(self._engine.optimizer) if own is not None else {},
         }
         everyones: list[Any] = [None] * self._world if self._rank == 0 else []
@@ -225,6 +238,7 @@ class Loop:
                 self._settings,
                 parameters=self._parameters,
                 rows=self._rows,
+                losses=[row["loss"] for row in folder.read_metrics(self._run_dir)[0] if row["kind"] == "step"],
                 everyones=everyones,
                 evaluation=evaluation,
                 interrupted=interrupted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from hzero.config import TIERS, ConfigError, parse_config
 from hzero.sharding import memory as memory_plan
 from hzero.sharding import traffic as traffic_plan
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel, record_format
 from hzero.sharding.shapes import gpt_neox_numels
-from hzero.train.conf import compose
-from hzero.train.settings import Settings
+from hzero.train.conf import compose, plain
+from hzero.train.settings import GROUPS, Settings
 from hzero.train.summary import size_text
 
 #: Short names of keys that a plan is mostly asked for.
@@ -45,7 +47,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
     parser.add_argument(
-        "--itemsize", type=int, choices=(2, 4), default=2, help="bytes of a weight: 2 (bf16) or 4 (fp32)"
+        "--itemsize", type=int, choices=(2, 4), help="bytes of a weight; by default those of train.dtype, auto being 2"
     )
     parser.add_argument("--json", action="store_true", help="for machines")
     parsed = parser.parse_intermixed_args(list(arguments))
@@ -57,14 +59,16 @@ def run_plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def compute(overrides: Sequence[str], itemsize: int) -> dict[str, Any]:
+def compute(overrides: Sequence[str], itemsize: int | None = None) -> dict[str, Any]:
     """The plan as plain values: what ``--json`` prints.
 
     Args:
         overrides: Overrides of the trainer's configuration, short names allowed.
-        itemsize: Bytes of a weight.
+        itemsize: Bytes of a weight; None takes those of ``train.dtype``.
     """
-    settings = Settings(compose([_long(override) for override in overrides]))
+    settings = Settings(plain(compose([_long(override) for override in overrides])))
+    if itemsize is None:
+        itemsize = 4 if settings["train"]["dtype"] == "fp32" else 2
     if settings.block is None:
         raise ConfigError("zero.preset: none given; a plan is of the stage, beside plain ZeRO-3 (as in preset=topo)")
     model, train, grid = settings["model"], settings["train"], settings.grid
@@ -93,7 +97,7 @@ def compute(overrides: Sequence[str], itemsize: int) -> dict[str, Any]:
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *_padding_note(plan, numels)],
         "memory": memory_plan.as_dicts(memory_plan.plan_memory(plan, numels, itemsize=itemsize)),
         "zero3_memory": memory_plan.as_dicts(memory_plan.zero3_memory(grid, numels, itemsize=itemsize)),
         "traffic": traffic_plan.as_dicts(traffic),
@@ -104,8 +108,27 @@ def compute(overrides: Sequence[str], itemsize: int) -> dict[str, Any]:
     }
 
 
+def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:
+    """A note where shards are so small that padding and scales cost more than a tenth on top of the codes."""
+    chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
+    fmt = record_format(plan.gather_hops()[0].codec) if plan.gather_hops() else None
+    if fmt is None or fmt.codec == "none":
+        return []
+    long = fmt.record_bytes(1 << 20, 2) / (1 << 20)
+    ratio = fmt.message_bytes(chunks, 1, 2) / (sum(numels) / plan.grid.world_size * long)
+    if ratio < 1.1:
+        return []
+    return [
+        f"shards are of {sum(chunks) / len(chunks):,.0f} elements on average, so padding makes {fmt.codec} records "
+        f"{ratio:.1f} times as long as those of a large model; the closed forms of the peers know no padding"
+    ]
+
+
 def _long(override: str) -> str:
     key, sign, value = override.partition("=")
+    near = difflib.get_close_matches(key, SHORT, n=1, cutoff=0.7) if sign and key.isidentifier() else []
+    if near and key not in SHORT and key not in GROUPS:
+        raise ConfigError(f"{key}: unknown key; did you mean {near[0]!r}?")
     return f"{SHORT.get(key, key)}{sign}{value}"
 
 

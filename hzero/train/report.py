@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import html
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +83,8 @@ def run_report(arguments: Sequence[str]) -> int:
     )
     parsed = parser.parse_args(list(arguments))
     runs = [read_run(path) for path in parsed.runs]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [dataclasses.replace(run, name=str(path)) for run, path in zip(runs, parsed.runs)]
     output = parsed.output or (parsed.runs[0] / "report" if len(runs) == 1 else Path("report"))
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -111,15 +115,23 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return smoothed
 
 
+def _number(loss: float | None) -> float:
+    """A loss as metrics have it: null where it was not finite."""
+    return math.nan if loss is None else loss
+
+
 def _loss_figure(runs: Sequence[Run]) -> Any:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for index, run in enumerate(runs):
         colour = COLOURS[index % len(COLOURS)]
-        steps, losses = [row["step"] for row in run.steps], [row["loss"] for row in run.steps]
+        steps, losses = [row["step"] for row in run.steps], [_number(row["loss"]) for row in run.steps]
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(steps, _smooth(losses), color=colour, linewidth=1.8, label=run.name)
         if run.evaluations:
-            at, exact = [row["step"] for row in run.evaluations], [row["loss_exact"] for row in run.evaluations]
+            at, exact = (
+                [row["step"] for row in run.evaluations],
+                [_number(row["loss_exact"]) for row in run.evaluations],
+            )
             axes.scatter(at, exact, color=colour, marker="D", s=28, zorder=3)
     axes.set(xlabel="optimizer step", ylabel="loss, nats a token", title="Training loss (diamonds: evaluation)")
     axes.grid(alpha=0.3)
@@ -205,10 +217,10 @@ def _runs_table(runs: Sequence[Run]) -> str:
                 str(run.summary.get("preset", "")),
                 run.summary.get("status", "no summary"),
                 f"{run.steps[-1]['step']:,}",
-                f"{run.steps[0]['loss']:.4f}",
-                f"{run.steps[-1]['loss']:.4f}",
-                f"{evaluation['loss_decoded']:.4f}" if evaluation else "",
-                f"{evaluation['loss_exact']:.4f}" if evaluation else "",
+                f"{_number(run.steps[0]['loss']):.4f}",
+                f"{_number(run.steps[-1]['loss']):.4f}",
+                f"{_number(evaluation['loss_decoded']):.4f}" if evaluation else "",
+                f"{_number(evaluation['loss_exact']):.4f}" if evaluation else "",
                 f"{rate:,.0f}" if rate else "",
             ]
         )

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from hzero.config import ConfigError, parse_config, parse_topology
+from hzero.config import TIERS, ConfigError, one_of, parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.declared import resolve_grid
 from hzero.topology.grid import Grid
-from hzero.train.conf import one_line
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -23,6 +19,8 @@ _AT_LEAST = {
     "train.steps": 1,
     "train.micro_batch": 1,
     "train.grad_accumulation": 1,
+    "train.seed": 0,
+    "train.min_lr_ratio": 0,
     "train.warmup_steps": 0,
     "train.eval_every": 0,
     "train.eval_batches": 1,
@@ -43,6 +41,23 @@ _AT_LEAST = {
     "model.seq_length": 2,
 }
 
+#: DeepSpeed's keys that the trainer sets, and what to write instead.
+_OWNED = {
+    "hzero": "choose zero=...",
+    "train_micro_batch_size_per_gpu": "use train.micro_batch",
+    "train_batch_size": "use train.micro_batch and train.grad_accumulation",
+    "gradient_accumulation_steps": "use train.grad_accumulation",
+    "gradient_clipping": "use train.grad_clip",
+    "managed_gradient_accumulation": "the loop leaves the boundary to DeepSpeed",
+    "scheduler": "use train.lr, train.warmup_steps and train.min_lr_ratio",
+    "optimizer.params.lr": "use train.lr",
+    "optimizer.params.betas": "use train.betas",
+    "optimizer.params.weight_decay": "use train.weight_decay",
+    "bf16.enabled": "use train.dtype",
+    "fp16.enabled": "use train.dtype",
+    "zero_optimization.stage": "the trainer runs stage 3",
+}
+
 
 def without_nulls(value: Any) -> Any:
     """A nested dictionary without its null leaves and the blocks that are empty then."""
@@ -53,7 +68,7 @@ def without_nulls(value: Any) -> Any:
 
 
 class Settings:
-    """A composed configuration whose parts have been checked against each other.
+    """A configuration whose parts have been checked against each other.
 
     Attributes:
         config: The configuration as plain dictionaries, resolved.
@@ -62,20 +77,15 @@ class Settings:
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
 
     Args:
-        config: As Hydra composed it.
+        config: Plain dictionaries; `hzero.train.conf.plain` makes them of what Hydra composed.
         world_size: Ranks that a launcher has started; None where the run may choose.
 
     Raises:
         ConfigError: Naming the key, what was found, what is possible.
     """
 
-    def __init__(self, config: DictConfig | dict[str, Any], world_size: int | None = None) -> None:
-        if isinstance(config, DictConfig):
-            try:
-                config = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-            except OmegaConfBaseException as error:
-                raise ConfigError(one_line(error)) from None
-        self.config: dict[str, Any] = {str(key): value for key, value in config.items()}
+    def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
+        self.config = config
         for group in GROUPS:
             if not isinstance(self.config.get(group), dict):
                 raise ConfigError(f"{group}: found {self.config.get(group)!r}, expected a block of keys")
@@ -91,7 +101,7 @@ class Settings:
                     "launcher.world_size=.."
                 )
             world_size = declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
-        if not isinstance(world_size, int) or world_size < 1:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"launcher.world_size: found {world_size!r}, expected a positive number of ranks")
         self.world_size = world_size
         self.grid: Grid = resolve_grid(declared, world_size, where="topology")
@@ -145,7 +155,7 @@ class Settings:
                 or value < least
             ):
                 raise ConfigError(f"{key}: found {value!r}, expected a number of at least {least}")
-            whole = key not in ("train.grad_clip", "train.lr", "train.weight_decay")
+            whole = key not in ("train.grad_clip", "train.lr", "train.min_lr_ratio", "train.weight_decay")
             if whole and not isinstance(value, int):
                 raise ConfigError(f"{key}: found {value!r}, expected a whole number")
         model, train = self.config["model"], self.config["train"]
@@ -156,8 +166,10 @@ class Settings:
             )
         if train["dtype"] not in DTYPES:
             raise ConfigError(f"train.dtype: found {train['dtype']!r}, possible: {', '.join(DTYPES)}")
+        if train["min_lr_ratio"] > 1:
+            raise ConfigError(f"train.min_lr_ratio: found {train['min_lr_ratio']}, expected a share of at most 1")
         share = self.config["data"]["eval_share"]
-        if not isinstance(share, (int, float)) or not 0 < share < 1:
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
             raise ConfigError(f"data.eval_share: found {share!r}, expected a share between 0 and 1")
         betas = train["betas"]
         numbers = isinstance(betas, list) and all(isinstance(b, (int, float)) for b in betas)
@@ -169,10 +181,36 @@ class Settings:
                 raise ConfigError(f"{key}: found {self.config[group][name]!r}, expected true or false")
         if model["zero_init"] not in ("auto", True, False):
             raise ConfigError(f"model.zero_init: found {model['zero_init']!r}, possible: auto, true, false")
-        for key in ("run.name", "run.dir", "data.path"):
+        for key in ("run.name", "run.dir", "data.path", "data.cache_dir"):
             group, name = key.split(".")
             value = self.config[group][name]
-            if value == "" or not isinstance(value, (str, type(None))) or (value is None and key != "data.path"):
+            if value == "" or not isinstance(value, (str, type(None))) or (value is None and group != "data"):
                 raise ConfigError(f"{key}: found {value!r}, expected a name or path")
-        if self.config["deepspeed"].get("zero_optimization", {}).get("stage", 3) != 3:
-            raise ConfigError("deepspeed.zero_optimization.stage: the trainer runs stage 3; remove the key")
+        self._check_deepspeed()
+        self._check_bandwidth()
+
+    def _check_deepspeed(self) -> None:
+        """The trainer's own keys decide what it has keys for; the same said twice would be ignored once."""
+        for key, instead in _OWNED.items():
+            value: Any = self.config["deepspeed"]
+            *blocks, last = key.split(".")
+            for depth, block in enumerate(blocks):
+                value = value.get(block, {})
+                if not isinstance(value, dict):
+                    where = ".".join(["deepspeed", *blocks[: depth + 1]])
+                    raise ConfigError(f"{where}: found {value!r}, expected a block of keys")
+            if last in value:
+                raise ConfigError(f"deepspeed.{key}: the trainer sets it; {instead}")
+
+    def _check_bandwidth(self) -> None:
+        bandwidth = self.config["topology"].get("bandwidth_gb_s")
+        where = "topology.bandwidth_gb_s"
+        if bandwidth is None:
+            return
+        if not isinstance(bandwidth, dict):
+            raise ConfigError(f"{where}: found {bandwidth!r}, expected a block of tiers: {', '.join(TIERS)}")
+        for tier, rate in bandwidth.items():
+            if tier not in TIERS:
+                raise one_of(where, tier, TIERS, "tier")
+            if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0):
+                raise ConfigError(f"{where}.{tier}: found {rate!r}, expected GB/s above 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from hzero.sharding.traffic import as_dicts as traffic_dicts
 from hzero.sharding.traffic import zero3_traffic
 from hzero.train.settings import Settings
 
-#: Steps at either end whose mean is given as first and last loss.
+#: Most steps at either end whose mean is given as first and last loss.
 WINDOW = 10
 
 
@@ -28,6 +29,7 @@ def build_summary(
     *,
     parameters: int,
     rows: Sequence[dict[str, Any]],
+    losses: Sequence[float | None],
     everyones: Sequence[dict[str, Any]],
     evaluation: dict[str, float],
     interrupted: bool,
@@ -39,7 +41,8 @@ def build_summary(
     Args:
         settings: Of the run.
         parameters: Of the model.
-        rows: Metrics of the steps of this process' life.
+        rows: Metrics of the steps of this process' life: rates and bytes are of these.
+        losses: Of all steps of the run, those before a resume among them; None where one was not finite.
         everyones: Wire log (``traffic``) and ``memory`` of every rank.
         evaluation: Losses with decoded and with exact weights.
         interrupted: Whether the run was asked to stop.
@@ -55,14 +58,16 @@ def build_summary(
     compressed = sum(row["raw_bytes"] for row in traffic if row["codec"] != "none")
     memory = {name: max(rank["memory"].get(name, 0) for rank in everyones) for name in everyones[0]["memory"]}
     planned = plan_memory(plan, sizes, itemsize=itemsize) if plan is not None else []
-    losses = [row["loss"] for row in rows]
+    window = max(min(WINDOW, len(losses) // 2), 1)
+    known = [math.nan if loss is None else loss for loss in losses]
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
     return {
         "status": "interrupted" if interrupted else "finished",
         "steps": rows[-1]["step"] if rows else 0,
         "steps_here": len(rows),
-        "loss_first": statistics.fmean(losses[:WINDOW]) if losses else None,
-        "loss_last": statistics.fmean(losses[-WINDOW:]) if losses else None,
+        "loss_first": statistics.fmean(known[:window]) if known else None,
+        "loss_last": statistics.fmean(known[-window:]) if known else None,
+        "loss_window": window,
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows) if rows else None,
         "tflops_per_rank": statistics.median(row["tflops_per_rank"] for row in rows) if rows else None,
         "step_s_median": statistics.median(row["step_s"] for row in rows) if rows else None,
@@ -155,11 +160,19 @@ def _run_table(summary: dict[str, Any]) -> Table:
         ("steps", f"{summary['steps']:,}"),
         (
             "loss, first and last",
-            f"{first:.4f} → {last:.4f} (means of {WINDOW} steps)" if first is not None else "none",
+            f"{_figure(first)} → {_figure(last)} (means of {summary['loss_window']} steps)",
         ),
         ("parameters", f"{summary['parameters']:,}"),
     ]
+    resumed = summary["steps"] - summary["steps_here"]
     if summary.get("tokens_per_s"):
+        rows += (
+            [
+                ("rates and bytes", f"of the {summary['steps_here']:,} steps since {resumed:,}"),
+            ]
+            if resumed
+            else []
+        )
         rows += [
             ("tokens/s", f"{summary['tokens_per_s']:,.0f} (median)"),
             ("TFLOPS a rank", f"{summary['tflops_per_rank']:.3g} (median)"),
@@ -168,8 +181,8 @@ def _run_table(summary: dict[str, Any]) -> Table:
     evaluation = summary.get("eval") or {}
     if evaluation:
         rows += [
-            ("evaluation loss, decoded weights", f"{evaluation['loss_decoded']:.4f}"),
-            ("evaluation loss, exact weights", f"{evaluation['loss_exact']:.4f}"),
+            ("evaluation loss, decoded weights", _figure(evaluation["loss_decoded"])),
+            ("evaluation loss, exact weights", _figure(evaluation["loss_exact"])),
         ]
     if summary.get("ratio"):
         rows += [
@@ -179,6 +192,10 @@ def _run_table(summary: dict[str, Any]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _figure(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.4f}"
 
 
 def traffic_table(summary: dict[str, Any]) -> Table:

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from hzero.config import ConfigError
+
 JOB = "job.json"
 #: File that rank 0 makes when the first step is about to begin.
 STARTED = "started"
@@ -72,10 +74,11 @@ def main() -> None:
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         start_process_group(config["train"]["timeout_s"])
         train_rank(run_dir)
-    except BaseException:
+    except BaseException as error:
+        refused = isinstance(error, ConfigError)
         partial = run_dir / "logs" / f"rank{rank}.partial"
-        partial.write_text(traceback.format_exc())
-        partial.rename(partial.with_suffix(".traceback"))
+        partial.write_text(str(error) if refused else traceback.format_exc())
+        partial.rename(partial.with_suffix(".refused" if refused else ".traceback"))
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # a process group with a dead peer can take minutes to be torn down

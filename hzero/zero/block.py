@@ -99,6 +99,9 @@ def find_block(ds_config: Any) -> Mapping[str, Any] | None:
         except (OSError, TypeError, ValueError):
             return None  # Not ours to judge: DeepSpeed says what is wrong with it.
     if KEY not in ds_config:
+        for name in ds_config:
+            if str(name).lower().replace("_", "").replace("-", "") == KEY:
+                raise ConfigError(f"{name}: unknown key; did you mean {KEY!r}?")
         return None
     if not isinstance(ds_config[KEY], Mapping):
         raise ConfigError(f"{KEY}: found {ds_config[KEY]!r}, expected a block of keys")

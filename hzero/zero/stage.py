@@ -99,7 +99,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Stock, and the accumulation window starts anew. (Stock's own step calls this before it applies the gradients.)"""
+        """Stock, and the accumulation window starts anew, except where stock's own step calls this before it is done."""
         if not self._stepping:
             self.hzero.gradients.clear()
         super().zero_grad(set_to_none)

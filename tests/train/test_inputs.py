@@ -27,7 +27,7 @@ CASES = {
     "train.dtype=fp8": "train.dtype: found 'fp8'",
     "train.betas=[a,b]": "train.betas",
     "train=3": "train: found 3, expected a block",
-    "~zero": "zero: found None",
+    "~zero": "zero: removed",
     "model.num_heads=3": "model.num_heads: found 3, which does not divide",
     "model.zero_init=maybe": "model.zero_init: found 'maybe'",
     "model=gpt_neox_20b": "states of",
@@ -41,7 +41,31 @@ CASES = {
     "resume=elsewhere": "resume: no folder 'elsewhere'",
     "+deepspeed.zero_optimization.stage=2": "the trainer runs stage 3",
     "run.name=${oc.env:HZERO_NOT_SET}": "HZERO_NOT_SET",
-    "train.steps": "train.steps",
+    "train.steps": "train.steps: cannot be read",
+    "experiment=nope": "experiment: unknown option 'nope'",
+    "model=null": "model=null: the group needs an option",
+    "+train.stepz=5": "train.stepz: unknown key; did you mean 'train.steps'",
+    "+model.extra=1": "model.extra: unknown key",
+    "~train.dtype": "train.dtype: removed",
+    "~resume": "resume",
+    "train.seed=abc": "train.seed: found 'abc'",
+    "train.seed=-1": "train.seed: found -1",
+    "train.dtype=fp16": "train.dtype: found fp16",
+    "train.min_lr_ratio=2": "train.min_lr_ratio: found 2",
+    "data.cache_dir=5": "data.cache_dir: found 5",
+    "data.path=binary.txt": "data.path: 'binary.txt' is no text",
+    "launcher.world_size=true": "launcher.world_size: found True",
+    "topology.nodes=null launcher.world_size=6": "4 or 8 ranks would fit",
+    "topology.bandwidth_gb_s=5": "topology.bandwidth_gb_s: found 5",
+    "topology.bandwidth_gb_s={gcd:-5}": "topology.bandwidth_gb_s.gcd: found -5",
+    "topology.bandwidth_gb_s={rack:5}": "topology.bandwidth_gb_s: unknown tier 'rack'",
+    "+deepspeed.zero_optimization=5": "deepspeed.zero_optimization: found 5",
+    "+deepspeed.gradient_accumulation_steps=4": "use train.grad_accumulation",
+    "+deepspeed.optimizer.params.lr=1": "use train.lr",
+    "+deepspeed.hzero.preset=topo": "deepspeed.hzero: the trainer sets it",
+    "resume=auto run.overwrite=true": "run.overwrite: found true beside resume=auto",
+    "run.dir=project run.overwrite=true": "run.dir: 'project' holds config.yaml",
+    "run.dir=a(b": "run.dir=a(b: cannot be read",
 }
 
 
@@ -56,14 +80,17 @@ def test_bad_override(
     (tmp_path / "book.txt").write_text("some words to train on, again and again\n" * 8000)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "binary").write_bytes(b"\0\1\2")
-    before = sorted(p.name for p in tmp_path.iterdir())
     with_text = [] if override.startswith("data") else ["data.path=book.txt"]
-    assert main(["train", *with_text, override]) == 2
+    (tmp_path / "binary.txt").write_bytes(b"words\0words" * 9999)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").write_text("not ours")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", *with_text, *override.split(" ")]) == 2
     error = capsys.readouterr().err
     assert CASES[override] in error and error.startswith("hzero: error: ") and error.count("\n") == 1, error
-    left = sorted(p.name for p in tmp_path.iterdir() if p.name != "cache")
+    left = sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts)
     assert left == before
-    assert override.startswith(("resume",)) or not list((tmp_path / "cache").glob("hzero/tokens-*"))
+    assert override.startswith("resume=else") or not list((tmp_path / "cache").glob("hzero/tokens-*"))
 
 
 def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]) -> None:

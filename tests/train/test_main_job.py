@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hzero.train.folder import lock
 from tests.ranks import ROOT
 
 SMALL = [
@@ -95,21 +97,50 @@ def test_an_uninterrupted_run_leaves_what_it_says(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_killed_rank_ends_the_job_and_resume_continues_bit_for_bit(folder: Path) -> None:
-    run = folder / "runs" / "killed"
-    process = _start(folder, "zero=lossless", "run.name=killed")
-    _wait_for_step(run, 6, process)
-    ranks = _ranks(process)
-    assert len(ranks) == 4
-    os.kill(ranks[2], signal.SIGKILL)
-    code, out, err = _finish(process, timeout=60)
-    assert code == 1 and "rank 2 died: signal SIGKILL" in err, out + err
-    assert all(not Path(f"/proc/{pid}").exists() for pid in ranks), "a rank was left behind"
-    assert len(_losses(run)) >= 6
-    # The newest checkpoint is torn too: the one before must serve.
-    code, out, err = _finish(_start(folder, "zero=lossless", "run.name=killed", "resume=auto"))
-    assert code == 0 and "going on after step 4" in out, out + err
+def test_killed_ranks_and_torn_checkpoints_change_nothing(folder: Path) -> None:
+    """Kills rank 2, then rank 0, then tears a checkpoint: what is resumed continues bit for bit."""
+    run, job = folder / "runs" / "killed", ("zero=lossless", "run.name=killed")
+    for victim, step in ((2, 5), (0, 9)):
+        process = _start(folder, *job, "resume=auto")
+        _wait_for_step(run, step, process)
+        ranks = _ranks(process)
+        assert len(ranks) == 4
+        os.kill(ranks[victim], signal.SIGKILL)
+        code, out, err = _finish(process, timeout=60)
+        assert code == 1 and f"rank {victim} died: signal SIGKILL" in err, out + err
+        assert all(not Path(f"/proc/{pid}").exists() for pid in ranks), "a rank was left behind"
+        assert max(_losses(run)) >= step
+    newest, before = sorted((run / "checkpoints").glob("step_*"))[::-1][:2]
+    assert (newest / "complete.json").exists() and newest.name == "step_000008"
+    next(newest.glob("zero_pp_rank_1_*")).write_bytes(b"torn")
+    code, out, err = _finish(_start(folder, *job, "resume=auto"))
+    assert code == 0 and "is torn" in err and f"going on after step {int(before.name[5:])}" in out, out + err
     assert _losses(run) == _losses(folder / "runs" / "whole")
+
+
+def test_checkpoints_that_cannot_serve_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    whole = folder / "runs" / "whole"
+    torn = tmp_path / "torn"
+    shutil.copytree(whole, torn)
+    for checkpoint in (torn / "checkpoints").glob("step_*"):
+        next(checkpoint.glob("zero_pp_rank_0_*")).unlink()
+    metrics = (torn / "metrics.jsonl").read_bytes()
+    cases = {
+        (f"resume={whole}", "model.num_layers=3", "train.steps=20"): "a model of another shape",
+        (f"resume={whole}", "train.seed=1", "train.steps=20"): "train.seed=0, not 1",
+        (f"resume={whole}",): "train.steps: found 12, but the run has 12 steps already",
+        (f"resume={torn}/checkpoints/step_000012", "train.steps=20"): "is torn",
+        ("resume=auto", f"run.dir={torn}", "train.steps=20"): "and there is no other; run.overwrite=true starts",
+    }
+    for overrides, message in cases.items():
+        code, out, err = _finish(_start(folder, "zero=lossless", "run.name=refused", *overrides))
+        errors = [line for line in err.splitlines() if "warning" not in line]
+        assert code == 2 and len(errors) == 1 and message in errors[0], out + err
+    assert not (folder / "runs" / "refused").exists()
+    assert (torn / "metrics.jsonl").read_bytes() == metrics
+    with lock(whole):
+        code, _, err = _finish(_start(folder, "zero=lossless", "run.name=whole", "resume=auto", "train.steps=20"))
+    assert code == 2 and f"a run is under way in 'runs/whole' (process {os.getpid()})" in err, err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
@@ -120,7 +151,7 @@ def test_ctrl_c_saves_and_resume_goes_on(folder: Path) -> None:
     ranks = _ranks(process)
     process.send_signal(signal.SIGINT)
     code, out, err = _finish(process, timeout=60)
-    assert code == 130 and "stopping" in err, out + err
+    assert code == 130 and "stopping" in err and "resume=auto run.dir=runs/stopped" in out, out + err
     assert all(not Path(f"/proc/{pid}").exists() for pid in ranks)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "interrupted" and summary["steps"] == max(_losses(run))
@@ -130,9 +161,23 @@ def test_ctrl_c_saves_and_resume_goes_on(folder: Path) -> None:
 
 
 def test_a_failing_rank_shows_its_traceback_once(folder: Path) -> None:
-    code, _, err = _finish(_start(folder, "run.name=bad", "+deepspeed.zero_optimization.reduce_scatter=false"))
+    code, _, err = _finish(_start(folder, "run.name=bad", "+deepspeed.optimizer.type=Nope"))
     assert code == 1 and err.count("Traceback") == 1, err
-    assert "zero_optimization.reduce_scatter: found False" in err and "all ranks are ended" in err
+    assert "Nope" in err and "all ranks are ended" in err
+
+
+def test_what_the_ranks_refuse_is_one_line_and_undone(folder: Path) -> None:
+    def content() -> dict[str, bytes]:
+        files = ("metrics.jsonl", "summary.json", "config.yaml", "checkpoints/latest")
+        return {name: (folder / "runs" / "whole" / name).read_bytes() for name in files}
+
+    refused, kept = "+deepspeed.zero_optimization.reduce_scatter=false", content()
+    for overrides in (("run.name=new",), ("run.name=whole", "run.overwrite=true")):
+        code, _, err = _finish(_start(folder, *overrides, refused))
+        assert code == 2 and err.count("\n") == 1, err
+        assert err.startswith("hzero: error: zero_optimization.reduce_scatter: found False"), err
+    assert not (folder / "runs" / "new").exists()
+    assert content() == kept
 
 
 def test_stock_zero3_gives_the_same_losses(folder: Path) -> None:

@@ -24,7 +24,8 @@ def _summary() -> dict[str, Any]:
     ]  # fmt: skip
     stock = [{"role": r["role"], "tier": r["tier"], "codec": "none", "wire_bytes": 10**5} for r in traffic]
     return {
-        "status": "finished", "steps": 20, "steps_here": 20, "loss_first": 6.0, "loss_last": 4.0, "tokens_per_s": 1000.0,
+        "status": "finished", "steps": 20, "steps_here": 20, "loss_first": 6.0, "loss_last": 4.0, "loss_window": 10,
+        "tokens_per_s": 1000.0,
         "tflops_per_rank": 0.001, "step_s_median": 0.3, "model": "tiny", "parameters": 1234567, "world_size": 8,
         "preset": "topo", "traffic": traffic, "compressed_share": 1.0, "ratio": 4.0, "memory": {"optimizer": 12345},
         "transient": {"transient gather": 99}, "zero3": {"traffic": stock, "memory": [{"name": "optimizer", "bytes": 5}]},
