@@ -79,4 +79,5 @@ class Grid:
         return range(first, first + self.size(tier) * self.stride(tier), self.stride(tier))
 
     def __str__(self) -> str:
-        return f"{self.nodes} nodes x {self.gpus_per_node} GPUs x {self.gcds_per_gpu} GCDs"
+        counts = {"node": self.nodes, "GPU": self.gpus_per_node, "GCD": self.gcds_per_gpu}
+        return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts.items())

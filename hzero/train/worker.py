@@ -34,12 +34,38 @@ def train_rank(run_dir: Path) -> None:
     from hzero.train.loop import Loop
     from hzero.train.settings import Settings
 
+    sys.stdout = _Patient(sys.stdout)  # type: ignore[assignment]
     config: dict[str, Any] = yaml.safe_load((run_dir / CONFIG).read_text())
     job = json.loads((run_dir / "logs" / JOB).read_text())
     settings = Settings(config, world_size=int(os.environ["WORLD_SIZE"]))
     tokens = data.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
     resume_from = checkpoint.read(Path(job["resume_from"])) if job["resume_from"] else None
     Loop(settings, run_dir, tokens, resume_from).run()
+
+
+class _Patient:
+    """Standard output that outlives its reader: ``hzero train | head`` must not end the training."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, to nowhere once the reader is gone."""
+        try:
+            self._stream.write(text)
+        except BrokenPipeError:
+            self._stream = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, with the same patience."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._stream = open(os.devnull, "w")  # noqa: SIM115
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def prepare_process(threads: int) -> None:
