@@ -1,9 +1,10 @@
 """Step time of the stage with codec `none` against stock DeepSpeed ZeRO-3, in one run, on this machine's processors.
 
-Both engines live in the same eight ranks and take turns, block of steps by block of steps, so that whatever else the
-machine does meets both. Prints the median step time of each preset as a ratio to ZeRO-3's, and writes a dated report.
+The model and the batch are the main job's. All engines live in the same eight ranks and take turns, block of steps by
+block of steps, so that whatever else the machine does meets all of them. Prints the median step time of each preset as a
+ratio to ZeRO-3's, and writes a dated report.
 
-    python benchmarks/step_time.py [--ranks 8] [--presets lossless,zero3,topo] [--report benchmarks/reports]
+    python benchmarks/step_time.py [--accumulation 1] [--presets lossless,zero3,topo] [--report benchmarks/reports]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROUNDS, STEPS_A_ROUND = 12, 5
+STEPS_A_ROUND = 5
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -52,7 +53,7 @@ def worker(arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape))
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
+            "train_micro_batch_size_per_gpu": arguments.micro_batch,
             "gradient_accumulation_steps": arguments.accumulation,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -61,7 +62,9 @@ def worker(arguments: argparse.Namespace) -> None:
         if name != "stock ZeRO-3":
             config["hzero"] = {"preset": name, "topology": topology}
         engines[name] = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    tokens = torch.randint(0, 1024, (1, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
+    tokens = torch.randint(
+        0, 1024, (arguments.micro_batch, 128), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
 
     def steps(engine: Any, count: int) -> list[float]:
         times = []
@@ -78,12 +81,12 @@ def worker(arguments: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {name: [] for name in engines}
     for engine in engines.values():
         steps(engine, 3)  # DeepSpeed records its trace in the first steps
-    for round_index in range(ROUNDS):
+    for round_index in range(arguments.rounds):
         order = list(engines) if round_index % 2 == 0 else list(reversed(engines))
         for name in order:
             times[name] += steps(engines[name], STEPS_A_ROUND)
         if dist.get_rank() == 0:
-            print(f"round {round_index + 1}/{ROUNDS}", file=sys.stderr, flush=True)
+            print(f"round {round_index + 1}/{arguments.rounds}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         parameters = sum(p.ds_numel for p in next(iter(engines.values())).module.parameters())
         result = {
@@ -116,8 +119,9 @@ def render(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
             "own work; the links between real nodes, which it is made for, are not in it.",
             "",
             f"Configuration: {arguments.ranks} ranks as {arguments.ranks // 4} nodes x 2 GPUs x 2 GCDs, gloo, fp32, GPT-NeoX "
-            f"of {result['parameters']:,} parameters ({result['shape']}), 1 x 128 tokens a rank and micro-step, accumulation "
-            f"{arguments.accumulation}, persistence threshold 0 for all, {ROUNDS} interleaved rounds of {STEPS_A_ROUND} steps.",
+            f"of {result['parameters']:,} parameters ({result['shape']}), {arguments.micro_batch} x 128 tokens a rank and "
+            f"micro-step, accumulation {arguments.accumulation}, persistence threshold 0 for all, {arguments.rounds} "
+            f"interleaved rounds of {STEPS_A_ROUND} steps.",
             "",
             "| engine | median, ms | min | max | ratio of medians |",
             "|---|---|---|---|---|",
@@ -125,7 +129,8 @@ def render(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
             "",
             f"Repeat with `python benchmarks/step_time.py --ranks {arguments.ranks} --presets "
             f"{','.join(arguments.presets)} --hidden {arguments.hidden} --layers {arguments.layers} "
-            f"--accumulation {arguments.accumulation}`.",
+            f"--micro-batch {arguments.micro_batch} --accumulation {arguments.accumulation} "
+            f"--rounds {arguments.rounds}`.",
             "",
         ]
     )
@@ -140,7 +145,9 @@ def main() -> int:
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences a rank and micro-step (default 2)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step (default 1)")
+    parser.add_argument("--rounds", type=int, default=30, help=f"of {STEPS_A_ROUND} steps an engine (default 30)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for the whole run (default 900)")
     parser.add_argument("--report", type=Path, help="folder to write a dated report into")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -168,7 +175,8 @@ def main() -> int:
     print(report)
     if arguments.report is not None:
         arguments.report.mkdir(parents=True, exist_ok=True)
-        path = arguments.report / f"{datetime.date.today().isoformat()}-step-time.md"
+        accumulated = f"-accumulation-{arguments.accumulation}" if arguments.accumulation > 1 else ""
+        path = arguments.report / f"{datetime.date.today().isoformat()}-step-time{accumulated}.md"
         path.write_text(report)
         print(f"written to {path}", file=sys.stderr)
     return 0

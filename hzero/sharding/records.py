@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,12 @@ class RecordFormat:
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor."""
-        return rows * sum(self.record_bytes(chunk, itemsize) for chunk in chunks)
+        return rows * _row_bytes(self, tuple(chunks), itemsize)
+
+
+@functools.lru_cache(maxsize=4096)  # the same few buckets are asked for at every hop
+def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int:
+    return sum(fmt.record_bytes(chunk, itemsize) for chunk in chunks)
 
 
 def record_format(config: CodecConfig) -> RecordFormat:
