@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from hzero.config import TIERS
 from hzero.sharding.plan import ShardPlan
@@ -75,7 +76,8 @@ def world_timeout() -> timedelta:
     """The timeout that the world's process group was made with; a group made later does not inherit it by itself."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
-    return world._get_backend(world._device_types[0]).options._timeout
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)  # not every torch shows them
+    return options._timeout if options is not None else default_pg_timeout
 
 
 class Transport:

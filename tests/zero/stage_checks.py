@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import json
 from typing import Any
+from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
 from hzero.config import ConfigError
 from hzero.sharding.traffic import node_bytes, plan_traffic
+from hzero.zero.block import check_deepspeed
 from tests.zero.training import (
     TOPOLOGY,
     AwkwardNet,
@@ -340,6 +344,27 @@ def check_unsupported_features_are_refused_by_name() -> None:
     _expect_refusal(ds_config(block_of("tpoo")), "topo")
     _expect_refusal(ds_config(block_of("topo", shard={"weights": "world", "gradients": "node"})), "weights")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
+
+
+def check_other_versions_of_deepspeed_are_refused() -> None:
+    for version in ("0.19.8", "0.19.9+rocm", "0.19.12"):
+        with mock.patch.object(deepspeed, "__version__", version):
+            check_deepspeed()
+    for version in ("0.18.9", "0.19.7", "0.20.0", "1.0.0"):
+        with (
+            mock.patch.object(deepspeed, "__version__", version),
+            pytest.raises(ConfigError, match=rf"deepspeed {version} found; .*>=0.19.8,<0.20"),
+        ):
+            check_deepspeed()
+
+    def partition_grads(self: Any, others: Any) -> None:
+        """As a later DeepSpeed might have it."""
+
+    with (
+        mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "partition_grads", partition_grads),
+        pytest.raises(ConfigError, match=r"has another DeepSpeedZeroOptimizer_Stage3\.partition_grads"),
+    ):
+        check_deepspeed()
 
 
 def _expect_refusal(config: dict[str, Any], name: str) -> None:
