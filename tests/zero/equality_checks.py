@@ -45,7 +45,7 @@ def _peers(accumulation: int) -> dict[str, tuple[list[float], list[float]]]:
 def _assert_equal(what: str, losses: list[float], norms: list[float], peers: dict[str, Any]) -> None:
     for name, (peer_losses, peer_norms) in peers.items():
         assert_losses(losses, peer_losses[: len(losses)], what=f"losses of {what} and {name}")
-        assert_losses(norms, peer_norms[: len(norms)], 1e-4, what=f"gradient norms of {what} and {name}")
+        assert_losses(norms, peer_norms[: len(norms)], what=f"gradient norms of {what} and {name}")
 
 
 def _compare(block: dict[str, Any], layout: tuple[int, int, int], accumulation: int, steps: int = STEPS) -> None:
