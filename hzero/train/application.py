@@ -79,7 +79,7 @@ def _train(config: DictConfig) -> int:
         return _train_as_rank(config)
     settings = Settings(plain(config))
     with contextlib.ExitStack() as claims:
-        run_dir, fresh = _prepare(settings, claims)
+        run_dir = _prepare(settings, claims)
         threads = settings["launcher"]["threads"]
         port = free_port()
         status = Ranks(
@@ -89,7 +89,8 @@ def _train(config: DictConfig) -> int:
             run_dir / folder.LOGS / STARTED,
             settings["launcher"]["start_timeout_s"],
         ).run()
-        if status == REFUSED and fresh:
+        begun = (run_dir / folder.LOGS / STARTED).exists()
+        if not begun and (status in (REFUSED, INTERRUPTED) or folder.set_aside(run_dir)):
             folder.undo(run_dir)
         return status
 
@@ -101,7 +102,7 @@ def _directory(settings: Settings) -> str:
     return directory
 
 
-def _prepare(settings: Settings, claims: contextlib.ExitStack) -> tuple[Path, bool]:
+def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     """Everything that can go wrong goes wrong here, before anything is written into the run's folder.
 
     Args:
@@ -109,7 +110,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> tuple[Path, bo
         claims: Takes what lets go of the folder at the end of the run.
 
     Returns:
-        The run's folder, and whether all that is in it is of this run.
+        The run's folder.
     """
     directory, resume, overwrite = _directory(settings), settings["resume"], settings["run"]["overwrite"]
     run_dir = folder.choose(directory, resume, overwrite)
@@ -129,19 +130,20 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> tuple[Path, bo
             f"train.steps: found {settings['train']['steps']}, but the run has {found.step} steps already"
         )
     if settings["resume"] == "auto" and found is None:
-        _say("no checkpoint to go on from: starting at the first step")
+        _say(
+            "no checkpoint to go on from: starting at the first step (metrics that are there are kept as metrics.N.jsonl)"
+        )
     if not claimed:
         run_dir = folder.choose(directory, resume, overwrite)  # another run may have come while text was tokenised
         claims.enter_context(folder.lock(run_dir))
     if run_dir != Path(directory).expanduser():
         _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
-    fresh = overwrite or not folder.holds_run(run_dir)
     folder.create(run_dir, text, overwrite, found.step if found else None)
     write_job(run_dir, data.folder_of(settings["data"], tokens), tokens.source, found.folder if found else None)
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
-    return run_dir, fresh
+    return run_dir
 
 
 def _check_dtype(settings: Settings) -> None:
@@ -234,7 +236,7 @@ def _train_as_rank(config: DictConfig) -> int:
     with contextlib.ExitStack() as claims:
         if dist.get_rank() == 0:
             try:
-                found = [str(_prepare(settings, claims)[0].resolve()), None]
+                found = [str(_prepare(settings, claims).resolve()), None]
             except ConfigError as error:
                 found = [None, str(error)]
         dist.broadcast_object_list(found, 0)

@@ -17,13 +17,18 @@ METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "
 OWN = (CONFIG, METRICS, SUMMARY, LOGS, CHECKPOINTS)
 #: Held locked by whoever runs in the folder; the kernel lets go of it, however that one ends.
 _LOCK = ".lock"
-#: Where a run waits that another is about to replace, until that one has begun.
-_REPLACED = ".replaced"
+#: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
+_REPLACED, _CONTINUED = ".replaced", ".continued"
 
 
 def holds_run(path: Path) -> bool:
     """Whether a folder holds a run, or what is left of one."""
-    return (path / CONFIG).is_file() and (path / METRICS).is_file()
+    return ((path / CONFIG).is_file() and (path / METRICS).is_file()) or set_aside(path)
+
+
+def set_aside(path: Path) -> bool:
+    """Whether something waits here for a run to begin, or for `undo`."""
+    return any((path / name).is_dir() for name in (_REPLACED, _CONTINUED))
 
 
 def choose(directory: str, resume: Any, overwrite: bool) -> Path:
@@ -57,6 +62,8 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
 def lock(path: Path) -> TextIO:
     """Makes the folder where there is none, and claims it until the returned file is closed or the process ends.
 
+    What a run left that was killed before it began is undone.
+
     Raises:
         ConfigError: Another run is under way in it, or it cannot be written.
     """
@@ -73,30 +80,43 @@ def lock(path: Path) -> TextIO:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        if set_aside(path):
+            undo(path)
         return file
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> None:
-    """Writes the resolved configuration and cuts metrics after ``last_step`` (None: all of them).
+    """Writes the resolved configuration and cuts metrics after ``last_step``.
 
-    A run that is there and to be overwritten waits aside until `begun` or `undo`. The caller holds the lock.
+    With None for it the run starts anew; metrics that are there, of steps which no checkpoint holds, are kept under
+    another name. What is replaced or changed waits aside until `begun` or `undo`. The caller holds the lock.
 
     Raises:
         ConfigError: The folder cannot be written.
     """
     try:
         if overwrite:
-            _remove(path / _REPLACED)
             (path / _REPLACED).mkdir()
             for name in OWN:
                 if (path / name).exists():
                     (path / name).rename(path / _REPLACED / name)
+        elif holds_run(path):
+            (path / _CONTINUED).mkdir()
+            for name in (CONFIG, METRICS, SUMMARY):
+                if (path / name).exists():
+                    shutil.copy2(path / name, path / _CONTINUED / name)
         (path / LOGS).mkdir(exist_ok=True)
         (path / CONFIG).write_text(config)
         (path / SUMMARY).unlink(missing_ok=True)
-        kept = [row for row in read_metrics(path)[0] if last_step is not None and row["step"] <= last_step]
+        rows = read_metrics(path)[0]
+        if last_step is None and rows:
+            number = 1
+            while (path / f"metrics.{number}.jsonl").exists():
+                number += 1
+            shutil.copy2(path / METRICS, path / f"metrics.{number}.jsonl")
+        kept = [row for row in rows if last_step is not None and row["step"] <= last_step]
         partial = path / (METRICS + ".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         partial.rename(path / METRICS)
@@ -107,16 +127,28 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
 def begun(path: Path) -> None:
     """The run has begun: what it replaces is removed."""
     _remove(path / _REPLACED)
+    _remove(path / _CONTINUED)
 
 
 def undo(path: Path) -> None:
-    """The run could not begin: what `create` has written is removed, and what it replaced is put back."""
-    for name in OWN:
-        _remove(path / name)
-    replaced = path / _REPLACED
-    for entry in replaced.iterdir() if replaced.is_dir() else ():
-        entry.rename(path / entry.name)
+    """The run could not begin: what `create` has written is removed, and what it replaced or changed is put back.
+
+    The logs of the attempt stay, as ``logs/failed`` where the run has logs of its own.
+    """
+    replaced, continued = path / _REPLACED, path / _CONTINUED
+    for entry in continued.iterdir() if continued.is_dir() else ():
+        os.replace(entry, path / entry.name)
+    if not continued.is_dir():
+        for name in OWN:
+            if name != LOGS or not (replaced / LOGS).is_dir():
+                _remove(path / name)
+        if (path / LOGS).is_dir():
+            _remove(replaced / LOGS / "failed")
+            (path / LOGS).rename(replaced / LOGS / "failed")
+        for entry in replaced.iterdir() if replaced.is_dir() else ():
+            entry.rename(path / entry.name)
     _remove(replaced)
+    _remove(continued)
     if [entry.name for entry in path.iterdir()] == [_LOCK]:
         shutil.rmtree(path)
 

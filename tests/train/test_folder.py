@@ -1,0 +1,90 @@
+"""A run's folder: nothing is lost, whatever ends a run before it has begun."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hzero.config import ConfigError
+from hzero.train import folder
+
+ROW = json.dumps({"kind": "step", "step": 1, "loss": 2.0}) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of one step, with a checkpoint and a file of the user's."""
+    path = tmp_path / "run"
+    (path / "logs").mkdir(parents=True)
+    (path / "checkpoints" / "step_000001").mkdir(parents=True)
+    for name, text in (
+        ("config.yaml", "old"),
+        ("metrics.jsonl", ROW),
+        ("summary.json", "{}"),
+        ("notes.txt", "mine"),
+        ("logs/rank0.log", "old"),
+        ("checkpoints/step_000001/complete.json", "old"),
+    ):
+        (path / name).write_text(text)
+    return path
+
+
+def _content(path: Path) -> dict[str, str]:
+    files = [p for p in path.rglob("*") if p.is_file() and p.name != ".lock"]
+    return {str(p.relative_to(path)): p.read_text() for p in files}
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("killed", [True, False])
+def test_undo_puts_back_what_was_there(run: Path, overwrite: bool, killed: bool) -> None:
+    before = _content(run)
+    with folder.lock(run):
+        folder.create(run, "new", overwrite, None if overwrite else 1)
+        (run / "logs" / "rank0.log").write_text("new")
+        assert (run / "config.yaml").read_text() == "new" and not (run / "summary.json").exists()
+        assert (run / "checkpoints").exists() != overwrite
+        if not killed:
+            folder.undo(run)
+    if killed:  # and the next run, or the same again, comes by
+        assert folder.holds_run(run)
+        folder.lock(run).close()
+    after = _content(run)
+    logs = {"logs/failed/rank0.log": "new"} if overwrite else {"logs/rank0.log": "new"}
+    assert after == {**before, **logs} and not folder.set_aside(run)
+
+
+def test_overwriting_removes_what_runs_write_and_nothing_else(run: Path) -> None:
+    with folder.lock(run):
+        folder.create(run, "new", True, None)
+        folder.begun(run)
+    assert _content(run) == {"config.yaml": "new", "metrics.jsonl": "", "notes.txt": "mine"}
+
+
+def test_undo_of_a_new_run_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    with folder.lock(path):
+        folder.create(path, "new", False, None)
+        folder.undo(path)
+    assert not path.exists()
+
+
+def test_starting_anew_keeps_metrics_of_steps_without_a_checkpoint(run: Path) -> None:
+    with folder.lock(run):
+        for number in (1, 2):
+            folder.create(run, "new", False, None)
+            folder.begun(run)
+            assert (run / "metrics.jsonl").read_text() == ""
+            assert (run / f"metrics.{number}.jsonl").read_text() == ROW
+            (run / "metrics.jsonl").write_text(ROW)
+
+
+def test_a_folder_has_one_run_at_a_time(run: Path) -> None:
+    with folder.lock(run), pytest.raises(ConfigError, match="a run is under way"):
+        folder.lock(run)
+    folder.lock(run).close()
+
+
+def test_numbers_are_json() -> None:
+    assert folder.finite({"a": [float("nan"), 1.5], "b": (float("inf"), "x")}) == {"a": [None, 1.5], "b": [None, "x"]}
