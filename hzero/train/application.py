@@ -25,7 +25,7 @@ from hzero.train.conf import conf_dir, known_keys, one_line, plain
 from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
 from hzero.train.settings import Settings
 from hzero.train.summary import size_text
-from hzero.train.worker import STARTED, prepare_process, train_rank, write_job
+from hzero.train.worker import prepare_process, train_rank, write_job
 
 
 def run(overrides: Sequence[str]) -> int:
@@ -86,10 +86,10 @@ def _train(config: DictConfig) -> int:
             [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
             [rank_environment(rank, settings.world_size, port, threads) for rank in range(settings.world_size)],
             run_dir / folder.LOGS,
-            run_dir / folder.LOGS / STARTED,
+            run_dir / folder.LOGS / folder.STARTED,
             settings["launcher"]["start_timeout_s"],
         ).run()
-        begun = (run_dir / folder.LOGS / STARTED).exists()
+        begun = (run_dir / folder.LOGS / folder.STARTED).exists()
         if not begun and (status in (REFUSED, INTERRUPTED) or folder.set_aside(run_dir)):
             folder.undo(run_dir)
         return status
@@ -243,6 +243,12 @@ def _train_as_rank(config: DictConfig) -> int:
         if found[1] is not None:
             raise ConfigError(found[1]) if dist.get_rank() == 0 else SystemExit(2)
         assert found[0] is not None
-        train_rank(Path(found[0]))
+        run_dir = Path(found[0])
+        try:
+            train_rank(run_dir)
+        except BaseException:
+            if dist.get_rank() == 0 and not (run_dir / folder.LOGS / folder.STARTED).exists():
+                folder.undo(run_dir)
+            raise
         dist.destroy_process_group()
     return 0

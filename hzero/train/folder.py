@@ -15,6 +15,8 @@ from hzero.config import ConfigError
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
 #: All that a run writes, and all that replacing one removes.
 OWN = (CONFIG, METRICS, SUMMARY, LOGS, CHECKPOINTS)
+#: File among the logs that rank 0 makes when the first step is about to begin.
+STARTED = "started"
 #: Held locked by whoever runs in the folder; the kernel lets go of it, however that one ends.
 _LOCK = ".lock"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
@@ -108,6 +110,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
                 if (path / name).exists():
                     shutil.copy2(path / name, path / _CONTINUED / name)
         (path / LOGS).mkdir(exist_ok=True)
+        (path / LOGS / STARTED).unlink(missing_ok=True)
         (path / CONFIG).write_text(config)
         (path / SUMMARY).unlink(missing_ok=True)
         rows = read_metrics(path)[0]

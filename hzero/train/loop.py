@@ -21,7 +21,6 @@ from hzero.train.data import Tokens
 from hzero.train.progress import Progress
 from hzero.train.settings import Settings
 from hzero.train.summary import build_summary, print_summary
-from hzero.train.worker import STARTED
 
 
 def deepspeed_config(settings: Settings) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class Loop:
             own.weights.refresh()  # the one of the start is no step's
             own.wire_log.reset()
         if first:
-            (self._run_dir / folder.LOGS / STARTED).touch()
+            (self._run_dir / folder.LOGS / folder.STARTED).touch()
             folder.begun(self._run_dir)
         with Progress(train["steps"], start=self._done, enabled=first) as progress:
             if self._done:

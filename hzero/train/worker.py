@@ -17,8 +17,6 @@ import yaml
 from hzero.config import ConfigError
 
 JOB = "job.json"
-#: File that rank 0 makes when the first step is about to begin.
-STARTED = "started"
 
 
 def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None) -> None:

@@ -19,6 +19,7 @@ from hzero.topology.declared import resolve_grid
 from hzero.zero.block import check_deepspeed, check_engine, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
+from hzero.zero.weights import Weights
 
 
 def enable() -> None:
@@ -67,6 +68,7 @@ def _with_weights(stock: Any) -> Any:
     def init(self: DeepSpeedZeRoOffload, *args: Any, **kwargs: Any) -> None:
         ds_config = kwargs.get("ds_config", args[2] if len(args) > 2 else None)
         config = read_block(ds_config)
+        Weights.release_all(kwargs["module"] if "module" in kwargs else args[0])
         if config is None:
             return stock(self, *args, **kwargs)
         if not sets_persistence_threshold(ds_config):

@@ -130,13 +130,26 @@ class Weights:
 
     def close(self) -> None:
         """Frees payloads and gives the parameters back to DeepSpeed, whose next engine may be a stock one."""
-        self._put_away_decoded()
-        for managed in self._managed.values():
-            for name, function in managed.own.items():
-                if getattr(managed.param, name) == function:  # else someone has put his own over ours
-                    setattr(managed.param, name, managed.stock[name])
-        self._managed.clear()
-        self._stale.clear()
+        for managed in list(self._managed.values()):
+            self._release(managed)
+
+    def _release(self, managed: _Managed) -> None:
+        param = managed.param
+        self._put_away_decoded(managed)
+        for name, function in managed.own.items():
+            if getattr(param, name) == function:  # else someone has put his own over ours
+                setattr(param, name, managed.stock[name])
+        del self._managed[param.ds_id]
+        self._stale.discard(param.ds_id)
+
+    @staticmethod
+    def release_all(module: torch.nn.Module) -> None:
+        """Gives back the parameters of a module that an earlier engine has taken over and was not destroyed."""
+        param: ZeroParameter
+        for param in module.parameters():
+            owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
+            if isinstance(owner, Weights):
+                owner._release(owner._managed[param.ds_id])
 
     def _all_gather(self, managed: _Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """``param.all_gather``: exact, except for a parameter that a forward reads outside its own module."""
@@ -205,18 +218,18 @@ class Weights:
     def exact(self) -> Iterator[None]:
         """Inside, forward and backward gather the primary shards themselves, without codecs, as stock DeepSpeed."""
         before, self._exact = self._exact, True
-        self._put_away_decoded()
+        for managed in self._managed.values():
+            self._put_away_decoded(managed)
         try:
             yield
         finally:
             self._put_away_all()
             self._exact = before
 
-    def _put_away_decoded(self) -> None:
-        for managed in self._managed.values():
-            param = managed.param
-            if managed.decoded and param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
-                param.partition()
+    def _put_away_decoded(self, managed: _Managed) -> None:
+        param = managed.param
+        if managed.decoded and param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
+            param.partition()
 
     def _put_away_all(self) -> None:
         for managed in self._managed.values():
