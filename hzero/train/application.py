@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from hydra import main as hydra_main
@@ -188,7 +189,10 @@ def _check_memory(settings: Settings) -> None:
 
 
 def _say(message: str) -> None:
-    print(message, flush=True)
+    try:
+        print(message, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader has left, which is no reason to stop
 
 
 def _warn(message: str) -> None:
@@ -233,13 +237,21 @@ def _train_as_rank(config: DictConfig) -> int:
     prepare_process(settings["launcher"]["threads"])
     start_process_group(settings["train"]["timeout_s"])
     found: list[str | None] = [None, None]
+    # Tokenising a large text takes longer than any collective may.
+    patience = timedelta(seconds=settings["launcher"]["start_timeout_s"])
+    patient = dist.new_group(backend="gloo", timeout=patience)
     with contextlib.ExitStack() as claims:
         if dist.get_rank() == 0:
             try:
                 found = [str(_prepare(settings, claims).resolve()), None]
             except ConfigError as error:
                 found = [None, str(error)]
-        dist.broadcast_object_list(found, 0)
+        try:
+            dist.broadcast_object_list(found, 0, group=patient)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank 0 has not prepared text and run folder within {patience} (launcher.start_timeout_s): {error}"
+            ) from error
         if found[1] is not None:
             raise ConfigError(found[1]) if dist.get_rank() == 0 else SystemExit(2)
         assert found[0] is not None

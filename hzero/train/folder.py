@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -79,6 +81,9 @@ def lock(path: Path) -> TextIO:
             owner = file.read().strip() or "unknown"
             file.close()
             raise ConfigError(f"run.dir: a run is under way in {str(path)!r} (process {owner})") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # else mounted without locks
+                raise
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -124,6 +129,8 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         partial.rename(path / METRICS)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            undo(path)
         raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
@@ -153,7 +160,9 @@ def undo(path: Path) -> None:
     _remove(replaced)
     _remove(continued)
     if [entry.name for entry in path.iterdir()] == [_LOCK]:
-        shutil.rmtree(path)
+        with contextlib.suppress(OSError):  # a link to a folder stays
+            (path / _LOCK).unlink()
+            path.rmdir()
 
 
 def _remove(path: Path) -> None:

@@ -149,6 +149,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 if param.requires_grad and not self.hzero.gradients.arrived(param):
                     self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id].zero_()
                     if self.offload_optimizer:
+                        self.norm_for_param_grads.pop(self.get_param_id(param), None)  # of a window given up
                         super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
 
     def _get_fp32_grad_state_partition(self, param: ZeroParameter, release_swap_buffers: bool) -> Any:

@@ -122,6 +122,28 @@ def check_silent_parameters_match_ddp() -> None:
             engine.destroy()
 
 
+def check_a_window_given_up_leaves_nothing() -> None:
+    """After ``zero_grad`` in place of a step neither its gradients nor their norms count; on the host as on the device."""
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
+    x = _sometimes_batch(0, 0)[0]
+    for preset in ("lossless", "hpz"):
+        for changes in ({}, offload):
+            engine, reference = engine_of(ds_config(block_of(preset), 1, **sgd, **changes), _Sometimes()), _Sometimes()
+            engine.backward(engine(x, True))
+            engine.optimizer.zero_grad()
+            engine.backward(engine(x, False))
+            engine.step()
+            reference(x, False).backward()
+            gradients = [param.grad for param in reference.parameters() if param.grad is not None]
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+            norm = float(torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients])))
+            assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, (preset, changes)
+            engine.destroy()
+
+
 def check_early_gradient_readers_are_told() -> None:
     """Before the boundary a reader gets an error that says when to come, and then DDP's gradient."""
     for managed in (True, False):
