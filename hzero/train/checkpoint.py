@@ -152,7 +152,7 @@ def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
                 torn = torn or error
             warn(f"{error}; passed over")
     if torn is not None:
-        raise ConfigError(f"{torn}, and there is no other; run.overwrite=true starts the run anew")
+        raise ConfigError(f"{torn}, and there is no other")
     return None
 
 
@@ -172,7 +172,10 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
     if resume in (False, None, "false"):
         return None
     if resume == "auto":
-        found = newest(run_dir / "checkpoints", warn)
+        try:
+            found = newest(run_dir / "checkpoints", warn)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; run.overwrite=true in place of resume starts the run anew") from None
     else:
         if not isinstance(resume, str):
             raise ConfigError(f"resume: found {resume!r}, possible: false, auto or a path")

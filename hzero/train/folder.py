@@ -19,15 +19,15 @@ METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "
 OWN = (CONFIG, METRICS, SUMMARY, LOGS, CHECKPOINTS)
 #: File among the logs that rank 0 makes when the first step is about to begin.
 STARTED = "started"
-#: Held locked by whoever runs in the folder; the kernel lets go of it, however that one ends.
-_LOCK = ".lock"
+#: Marks the folder as a run's. Held locked by whoever runs in it; the kernel lets go of it, however that one ends.
+_LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
 _REPLACED, _CONTINUED = ".replaced", ".continued"
 
 
 def holds_run(path: Path) -> bool:
     """Whether a folder holds a run, or what is left of one."""
-    return ((path / CONFIG).is_file() and (path / METRICS).is_file()) or set_aside(path)
+    return all((path / name).is_file() for name in (_LOCK, CONFIG, METRICS)) or set_aside(path)
 
 
 def set_aside(path: Path) -> bool:

@@ -20,6 +20,7 @@ def run(tmp_path: Path) -> Path:
     (path / "logs").mkdir(parents=True)
     (path / "checkpoints" / "step_000001").mkdir(parents=True)
     for name, text in (
+        (".hzero-run", "1"),
         ("config.yaml", "old"),
         ("metrics.jsonl", ROW),
         ("summary.json", "{}"),
@@ -32,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def _content(path: Path) -> dict[str, str]:
-    files = [p for p in path.rglob("*") if p.is_file() and p.name != ".lock"]
+    files = [p for p in path.rglob("*") if p.is_file() and p.name != ".hzero-run"]
     return {str(p.relative_to(path)): p.read_text() for p in files}
 
 
@@ -60,6 +61,14 @@ def test_overwriting_removes_what_runs_write_and_nothing_else(run: Path) -> None
         folder.create(run, "new", True, None)
         folder.begun(run)
     assert _content(run) == {"config.yaml": "new", "metrics.jsonl": "", "notes.txt": "mine"}
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text("another tool's")
+    for resume, overwrite in ((False, False), ("auto", False), (False, True)):
+        with pytest.raises(ConfigError, match=r"holds config\.yaml, metrics\.jsonl that no run of hzero left"):
+            folder.choose(str(tmp_path), resume, overwrite)
 
 
 def test_undo_of_a_new_run_leaves_nothing(tmp_path: Path) -> None:

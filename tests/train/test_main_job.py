@@ -130,7 +130,11 @@ def test_checkpoints_that_cannot_serve_are_refused_in_one_line(folder: Path, tmp
         (f"resume={whole}", "train.seed=1", "train.steps=20"): "train.seed=0, not 1",
         (f"resume={whole}",): "train.steps: found 12, but the run has 12 steps already",
         (f"resume={torn}/checkpoints/step_000012", "train.steps=20"): "is torn",
-        ("resume=auto", f"run.dir={torn}", "train.steps=20"): "and there is no other; run.overwrite=true starts",
+        (
+            "resume=auto",
+            f"run.dir={torn}",
+            "train.steps=20",
+        ): "and there is no other; run.overwrite=true in place of resume",
     }
     for overrides, message in cases.items():
         code, out, err = _finish(_start(folder, "zero=lossless", "run.name=refused", *overrides))
