@@ -36,12 +36,8 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
     """The error for a value that is not among the possible ones, with the nearest of them."""
     names = [str(name) for name in possible]
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(
-        f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}"
-        if hint
-        else f"{key}: unknown {what} {value!r}. Possible: {', '.join(names)}"
-    )
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return ConfigError(f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}")
 
 
 class _Frozen(BaseModel):

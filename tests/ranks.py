@@ -12,12 +12,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from hzero.train.launch import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,13 +33,6 @@ def collect(*modules: str) -> list[str]:
         tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
         names += [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("check_")]
     return [name for name in names if re.search(os.environ.get("HZERO_CHECKS", ""), name)]
-
-
-def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def launch(modules: Sequence[str], world_size: int, *, timeout: float = 420, **environment: str) -> dict[str, str]:

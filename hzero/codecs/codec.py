@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hzero.codecs import ops  # noqa: F401 - defines the operators
-from hzero.codecs.reference import scale_limit
+from hzero.codecs.reference import SCALE_DTYPES, scale_limit
 from hzero.config import CodecConfig
 from hzero.sharding.records import RecordFormat, record_format
 
@@ -20,7 +20,6 @@ _ROUNDOFF = {
     torch.bfloat16: (2.0**-8, 2.0**-134),
     torch.float16: (2.0**-11, 2.0**-25),
 }
-_SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Codec:
     def _block_error(self, absmax: float) -> float:
         """`error_bound` of a block codec in float32."""
         levels = 127 if self.name == "int8" else 8
-        roundoff, tiny = _ROUNDOFF[_SCALE_DTYPES[self.scale]]
+        roundoff, tiny = _ROUNDOFF[SCALE_DTYPES[self.format.scale_bytes]]
         single = 2.0**-24
         scale = absmax / levels
         clamped = any(scale > scale_limit(self.format, t) and absmax <= torch.finfo(t).max for t in _ROUNDOFF)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from hzero.codecs import reference
 from hzero.config import CODECS
-from hzero.sharding.records import RecordFormat
+from hzero.sharding.records import SCALE_BYTES, RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_SCALES = {"bf16": 2, "fp32": 4}
 
 torch.library.define(
     "hzero::encode",
@@ -43,13 +43,12 @@ torch.library.define(
 def _format(codec: str, block_size: int, scale: str, prefix: str = "") -> RecordFormat:
     if codec not in CODECS:
         raise ValueError(f"{prefix}codec: found {codec!r}, possible: {', '.join(CODECS)}")
-    if codec in ("none", "bf16"):
-        return RecordFormat(codec, 0, 0)
-    if scale not in _SCALES:
-        raise ValueError(f"{prefix}scale: found {scale!r}, possible: {', '.join(_SCALES)}")
-    if not 16 <= block_size <= 4096 or block_size % 16:
-        raise ValueError(f"{prefix}block_size: found {block_size}, expected a multiple of 16 from 16 to 4096")
-    return RecordFormat(codec, block_size, _SCALES[scale])
+    if codec not in ("none", "bf16"):
+        if scale not in SCALE_BYTES:
+            raise ValueError(f"{prefix}scale: found {scale!r}, possible: {', '.join(SCALE_BYTES)}")
+        if not 16 <= block_size <= 4096 or block_size % 16:
+            raise ValueError(f"{prefix}block_size: found {block_size}, expected a multiple of 16 from 16 to 4096")
+    return RecordFormat.of(codec, block_size, scale)
 
 
 def _rows(sizes: Sequence[int], strides: Sequence[int], outer: int) -> int:
@@ -130,152 +129,136 @@ def _check_payload(
         )
 
 
-# ---- reference backend and fakes: the former serves every device for which no other backend is registered ----------
+# ---- backends: what computes behind the checks ----------------------------------------------------------------------
 
 
-@torch.library.impl("hzero::encode", "CompositeExplicitAutograd")
-def _encode(
-    source: Sequence[torch.Tensor],
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    stochastic: bool,
-    seed: int,
-) -> torch.Tensor:
-    fmt = _format(codec, block_size, scale)
-    _check_source(source, chunks, _rows(sizes, strides, outer))
-    return reference.encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
+def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every operator by its qualified name: the checks, then the function of that name of ``backend``.
+
+    A backend takes formats in place of their settings; `hzero.codecs.reference` shows the four functions.
+    """
+
+    def encode(
+        source: Sequence[torch.Tensor],
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int,
+        codec: str,
+        block_size: int,
+        scale: str,
+        stochastic: bool,
+        seed: int,
+    ) -> torch.Tensor:
+        fmt = _format(codec, block_size, scale)
+        _check_source(source, chunks, _rows(sizes, strides, outer))
+        return backend.encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
+
+    def decode(
+        payload: torch.Tensor,
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int,
+        codec: str,
+        block_size: int,
+        scale: str,
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        fmt = _format(codec, block_size, scale)
+        _check_payload(payload, fmt, chunks, _rows(sizes, strides, outer), dtype)
+        return backend.decode(payload, chunks, sizes, strides, outer, fmt, dtype)
+
+    def decode_sum(
+        payload: torch.Tensor,
+        peers: int,
+        chunks: Sequence[int],
+        inner: int,
+        codec: str,
+        block_size: int,
+        scale: str,
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        fmt = _format(codec, block_size, scale)
+        _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
+        return backend.decode_sum(payload, peers, chunks, inner, fmt, dtype)
+
+    def decode_sum_encode(
+        payload: torch.Tensor,
+        peers: int,
+        chunks: Sequence[int],
+        inner: int,
+        codec: str,
+        block_size: int,
+        scale: str,
+        dtype: torch.dtype,
+        outer: int,
+        out_codec: str,
+        out_block_size: int,
+        out_scale: str,
+        stochastic: bool,
+        seed: int,
+    ) -> torch.Tensor:
+        fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale, "out_")
+        _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
+        _rows((inner,), (1,), outer)
+        return backend.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
+
+    for operator in (encode, decode, decode_sum, decode_sum_encode):
+        yield f"hzero::{operator.__name__}", operator
 
 
-@torch.library.register_fake("hzero::encode")
-def _encode_fake(
-    source: Sequence[torch.Tensor],
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    stochastic: bool,
-    seed: int,
-) -> torch.Tensor:
-    fmt, rows = _format(codec, block_size, scale), _rows(sizes, strides, outer)
-    _check_source(source, chunks, rows)
-    return source[0].new_empty(fmt.message_bytes(chunks, rows, source[0].dtype.itemsize), dtype=torch.uint8)
+class _Fake:
+    """The backend of tracing: outputs of the right size, type and device, without their content."""
+
+    @staticmethod
+    def encode(
+        source: Sequence[torch.Tensor],
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int,
+        fmt: RecordFormat,
+        *rounding: Any,
+    ) -> torch.Tensor:
+        size = fmt.message_bytes(chunks, math.prod(sizes), source[0].dtype.itemsize)
+        return source[0].new_empty(size, dtype=torch.uint8)
+
+    @staticmethod
+    def decode(
+        payload: torch.Tensor,
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor]:
+        return [payload.new_empty(math.prod(sizes) * chunk, dtype=dtype) for chunk in chunks]
+
+    @staticmethod
+    def decode_sum(
+        payload: torch.Tensor, peers: int, chunks: Sequence[int], inner: int, fmt: RecordFormat, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        return [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
+
+    @staticmethod
+    def decode_sum_encode(
+        payload: torch.Tensor,
+        peers: int,
+        chunks: Sequence[int],
+        inner: int,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+        outer: int,
+        out: RecordFormat,
+        *rounding: Any,
+    ) -> torch.Tensor:
+        return payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)
 
 
-@torch.library.impl("hzero::decode", "CompositeExplicitAutograd")
-def _decode(
-    payload: torch.Tensor,
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    fmt = _format(codec, block_size, scale)
-    _check_payload(payload, fmt, chunks, _rows(sizes, strides, outer), dtype)
-    return reference.decode(payload, chunks, sizes, strides, outer, fmt, dtype)
-
-
-@torch.library.register_fake("hzero::decode")
-def _decode_fake(
-    payload: torch.Tensor,
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    fmt, rows = _format(codec, block_size, scale), _rows(sizes, strides, outer)
-    _check_payload(payload, fmt, chunks, rows, dtype)
-    return [payload.new_empty(rows * chunk, dtype=dtype) for chunk in chunks]
-
-
-@torch.library.impl("hzero::decode_sum", "CompositeExplicitAutograd")
-def _decode_sum(
-    payload: torch.Tensor,
-    peers: int,
-    chunks: Sequence[int],
-    inner: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    fmt = _format(codec, block_size, scale)
-    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
-    return reference.decode_sum(payload, peers, chunks, inner, fmt, dtype)
-
-
-@torch.library.register_fake("hzero::decode_sum")
-def _decode_sum_fake(
-    payload: torch.Tensor,
-    peers: int,
-    chunks: Sequence[int],
-    inner: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    fmt = _format(codec, block_size, scale)
-    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
-    return [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
-
-
-@torch.library.impl("hzero::decode_sum_encode", "CompositeExplicitAutograd")
-def _decode_sum_encode(
-    payload: torch.Tensor,
-    peers: int,
-    chunks: Sequence[int],
-    inner: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    dtype: torch.dtype,
-    outer: int,
-    out_codec: str,
-    out_block_size: int,
-    out_scale: str,
-    stochastic: bool,
-    seed: int,
-) -> torch.Tensor:
-    fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale, "out_")
-    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
-    _rows((inner,), (1,), outer)
-    return reference.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
-
-
-@torch.library.register_fake("hzero::decode_sum_encode")
-def _decode_sum_encode_fake(
-    payload: torch.Tensor,
-    peers: int,
-    chunks: Sequence[int],
-    inner: int,
-    codec: str,
-    block_size: int,
-    scale: str,
-    dtype: torch.dtype,
-    outer: int,
-    out_codec: str,
-    out_block_size: int,
-    out_scale: str,
-    stochastic: bool,
-    seed: int,
-) -> torch.Tensor:
-    fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale, "out_")
-    _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
-    _rows((inner,), (1,), outer)
-    return payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)
+# The reference backend serves every device for which no other is registered.
+for _name, _operator in _operators(reference):
+    torch.library.impl(_name, "CompositeExplicitAutograd")(_operator)
+for _name, _operator in _operators(_Fake):
+    torch.library.register_fake(_name)(_operator)

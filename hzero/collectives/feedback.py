@@ -55,11 +55,11 @@ class ErrorFeedback:
             # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
             residual = torch.nan_to_num_(wanted - got, nan=0.0, posinf=0.0, neginf=0.0)
             self._pending[(tier, key)] = (residual, scale)
-        held = [*self._residuals.values(), *self._pending.values()]
-        self._most_held = max(self._most_held, sum(kept.numel() * kept.element_size() for kept, _ in held))
 
     def commit(self) -> None:
         """The step is done: what its gradients left is added to the next ones."""
+        held = [*self._residuals.values(), *self._pending.values()]
+        self._most_held = max(self._most_held, sum(kept.numel() * kept.element_size() for kept, _ in held))
         self._residuals.update(self._pending)
         self._pending.clear()
 
@@ -68,7 +68,7 @@ class ErrorFeedback:
         self._pending.clear()
 
     def bytes(self) -> int:
-        """Most memory that residuals have taken on this rank, in bytes: twice their size, from a reduction to its step."""
+        """Most memory that residuals have taken on this rank at a step, in bytes: twice their size from the second on."""
         return self._most_held
 
     def clear(self) -> None:

@@ -11,6 +11,9 @@ from hzero.config import CodecConfig
 #: Both regions of a record are rounded up to this many bytes, so that every one starts where a wide load can.
 ALIGNMENT = 16
 
+#: Bytes of a scale, by the name of its type.
+SCALE_BYTES = {"bf16": 2, "fp32": 4}
+
 _BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 
@@ -36,6 +39,14 @@ class RecordFormat:
     codec: str
     block_size: int
     scale_bytes: int
+
+    @classmethod
+    def of(cls, codec: str, block_size: int, scale: str) -> RecordFormat:
+        """The format of settings that are known to be valid."""
+        if codec in ("none", "bf16"):
+            # No scales, so no blocks: two settings that differ in the block size alone are the same format.
+            return cls(codec, 0, 0)
+        return cls(codec, block_size, SCALE_BYTES[scale])
 
     def blocks(self, numel: int) -> int:
         """Scales of a record of ``numel`` elements."""
@@ -67,7 +78,4 @@ def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int
 
 def record_format(config: CodecConfig) -> RecordFormat:
     """The format that a codec's settings lead to."""
-    if config.codec in ("none", "bf16"):
-        # No scales, so no blocks: two settings that differ in the block size alone are the same format.
-        return RecordFormat(config.codec, 0, 0)
-    return RecordFormat(config.codec, config.block_size, {"bf16": 2, "fp32": 4}[config.scale])
+    return RecordFormat.of(config.codec, config.block_size, config.scale)

@@ -17,14 +17,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hzero.config import ConfigError, parse_config
+from hzero.config import ConfigError
 from hzero.sharding.memory import plan_memory, zero3_memory
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.shapes import gpt_neox_numels
 from hzero.train import checkpoint, data, folder
 from hzero.train.conf import conf_dir, known_keys, one_line, plain
 from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
-from hzero.train.settings import Settings
+from hzero.train.settings import Settings, model_numels
 from hzero.train.summary import size_text
 from hzero.train.worker import prepare_process, train_rank, write_job
 
@@ -125,12 +123,12 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     tokens = data.prepare(
         settings["data"], settings["model"]["vocab_size"], settings["model"]["seq_length"], sequences, _say
     )
-    found = checkpoint.find(settings["resume"], run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
+    found = checkpoint.find(resume, run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
     if found is not None and found.step >= settings["train"]["steps"]:
         raise ConfigError(
             f"train.steps: found {settings['train']['steps']}, but the run has {found.step} steps already"
         )
-    if settings["resume"] == "auto" and found is None:
+    if resume == "auto" and found is None:
         _say(
             "no checkpoint to go on from: starting at the first step (metrics that are there are kept as metrics.N.jsonl)"
         )
@@ -168,17 +166,11 @@ def _check_memory(settings: Settings) -> None:
     if torch.cuda.is_available() or _rank_of_a_launcher() is not None:
         return
     model = settings["model"]
-    sizes = gpt_neox_numels(
-        hidden=model["hidden_size"],
-        layers=model["num_layers"],
-        vocab=model["vocab_size"],
-        intermediate=model["intermediate_size"],
-    )
-    itemsize = 4 if settings.dtype == "fp32" else 2
-    states = zero3_memory(settings.grid, sizes, itemsize=itemsize)
-    if settings.block is not None:
-        plan = ShardPlan.from_config(parse_config(settings.block, "zero"), settings.grid, 0)
-        states = plan_memory(plan, sizes, itemsize=itemsize)
+    sizes, itemsize = model_numels(model), settings.itemsize
+    if settings.plan is not None:
+        states = plan_memory(settings.plan, sizes, itemsize=itemsize)
+    else:
+        states = zero3_memory(settings.grid, sizes, itemsize=itemsize)
     needed = sum(state.bytes for state in states if not state.name.startswith("transient")) * settings.world_size
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:

@@ -242,7 +242,7 @@ class Loop:
                 evaluation=evaluation,
                 interrupted=interrupted,
                 plan=own.plan if own is not None else None,
-                itemsize=4 if self._settings.dtype == "fp32" else 2,
+                itemsize=self._settings.itemsize,
             )
             folder.write_summary(self._run_dir, summary)
             print_summary(summary)

@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from hzero.sharding.shapes import gpt_neox_numels
+from hzero.train.settings import model_numels
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
 ZERO_INIT_FROM = 500_000_000
-
-
-def numels(model: dict[str, Any]) -> list[int]:
-    """Elements of every parameter of the ``model`` group's model."""
-    return gpt_neox_numels(
-        hidden=model["hidden_size"],
-        layers=model["num_layers"],
-        vocab=model["vocab_size"],
-        intermediate=model["intermediate_size"],
-    )
 
 
 def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpointing: bool) -> torch.nn.Module:
@@ -50,7 +40,7 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
     torch.manual_seed(seed)
     partition = model["zero_init"]
     if partition == "auto":
-        partition = sum(numels(model)) >= ZERO_INIT_FROM
+        partition = sum(model_numels(model)) >= ZERO_INIT_FROM
     if partition:
         import deepspeed
 
@@ -96,6 +86,6 @@ def flops_per_token(model: dict[str, Any]) -> float:
     6 a parameter and 12 x layers x hidden x length for the attention scores (Narayanan et al., arXiv 2104.04473,
     without their factor for recomputation). The input embedding is a lookup and is not counted.
     """
-    sizes = numels(model)
+    sizes = model_numels(model)
     attention = 12 * model["num_layers"] * model["hidden_size"] * model["seq_length"]
     return 6.0 * (sum(sizes) - sizes[0]) + attention

@@ -11,14 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hzero.config import TIERS, ConfigError, parse_config
+from hzero.config import TIERS, ConfigError
 from hzero.sharding import memory as memory_plan
 from hzero.sharding import traffic as traffic_plan
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
-from hzero.sharding.shapes import gpt_neox_numels
 from hzero.train.conf import compose, plain
-from hzero.train.settings import GROUPS, Settings
+from hzero.train.settings import GROUPS, Settings, model_numels
 from hzero.train.summary import size_text
 
 #: Short names of keys that a plan is mostly asked for.
@@ -69,16 +68,11 @@ def compute(overrides: Sequence[str], itemsize: int | None = None) -> dict[str, 
     settings = Settings(plain(compose([_long(override) for override in overrides])))
     if itemsize is None:
         itemsize = 4 if settings["train"]["dtype"] == "fp32" else 2
-    if settings.block is None:
+    plan = settings.plan
+    if plan is None:
         raise ConfigError("zero.preset: none given; a plan is of the stage, beside plain ZeRO-3 (as in preset=topo)")
     model, train, grid = settings["model"], settings["train"], settings.grid
-    numels = gpt_neox_numels(
-        hidden=model["hidden_size"],
-        layers=model["num_layers"],
-        vocab=model["vocab_size"],
-        intermediate=model["intermediate_size"],
-    )
-    plan = ShardPlan.from_config(parse_config(settings.block, "zero"), grid, 0)
+    numels = model_numels(model)
     accumulation = train["grad_accumulation"]
     traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
     stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hzero.config import TIERS, ConfigError, one_of, parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.shapes import gpt_neox_numels
 from hzero.topology.declared import resolve_grid
 from hzero.topology.grid import Grid
 
@@ -67,6 +68,16 @@ def without_nulls(value: Any) -> Any:
     return {key: item for key, item in kept.items() if item != {}}
 
 
+def model_numels(model: dict[str, Any]) -> list[int]:
+    """Elements of every parameter of the ``model`` group's model."""
+    return gpt_neox_numels(
+        hidden=model["hidden_size"],
+        layers=model["num_layers"],
+        vocab=model["vocab_size"],
+        intermediate=model["intermediate_size"],
+    )
+
+
 class Settings:
     """A configuration whose parts have been checked against each other.
 
@@ -75,6 +86,7 @@ class Settings:
         world_size: Ranks of the run.
         grid: Where they stand.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
+        plan: The shard plan of rank 0; None for stock ZeRO-3.
 
     Args:
         config: Plain dictionaries; `hzero.train.conf.plain` makes them of what Hydra composed.
@@ -106,8 +118,9 @@ class Settings:
         self.world_size = world_size
         self.grid: Grid = resolve_grid(declared, world_size, where="topology")
         self.block = self._block()
+        self.plan = None
         if self.block is not None:
-            ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0)
+            self.plan = ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0)
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
@@ -126,6 +139,11 @@ class Settings:
         import torch
 
         return "bf16" if torch.cuda.is_available() else "fp32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one weight."""
+        return 4 if self.dtype == "fp32" else 2
 
     def _block(self) -> dict[str, Any] | None:
         zero = without_nulls(self.config["zero"])

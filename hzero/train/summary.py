@@ -18,7 +18,7 @@ from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.traffic import as_dicts as traffic_dicts
 from hzero.sharding.traffic import zero3_traffic
-from hzero.train.settings import Settings
+from hzero.train.settings import Settings, model_numels
 
 #: Most steps at either end whose mean is given as first and last loss.
 WINDOW = 10
@@ -49,9 +49,7 @@ def build_summary(
         plan: The stage's plan; None for stock ZeRO-3.
         itemsize: Bytes of one weight.
     """
-    from hzero.train.model import numels
-
-    sizes, accumulation = numels(settings["model"]), settings["train"]["grad_accumulation"]
+    sizes, accumulation = model_numels(settings["model"]), settings["train"]["grad_accumulation"]
     traffic = _summed(rank["traffic"] for rank in everyones)
     raw = sum(row["raw_bytes"] for row in traffic)
     wire = sum(row["wire_bytes"] for row in traffic)

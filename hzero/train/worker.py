@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from hzero.config import ConfigError
+from hzero.train.folder import CONFIG, LOGS
 
 JOB = "job.json"
 
@@ -22,19 +23,18 @@ JOB = "job.json"
 def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None) -> None:
     """Leaves for the ranks what the parent has found: the tokenised text, and the checkpoint to go on from."""
     job = {"tokens": str(cache), "source": source, "resume_from": str(resume_from) if resume_from else None}
-    (run_dir / "logs" / JOB).write_text(json.dumps(job))
+    (run_dir / LOGS / JOB).write_text(json.dumps(job))
 
 
 def train_rank(run_dir: Path) -> None:
     """Runs this rank's share of the run; the process group is up."""
     from hzero.train import checkpoint, data
-    from hzero.train.folder import CONFIG
     from hzero.train.loop import Loop
     from hzero.train.settings import Settings
 
     sys.stdout = _Patient(sys.stdout)  # type: ignore[assignment]
     config: dict[str, Any] = yaml.safe_load((run_dir / CONFIG).read_text())
-    job = json.loads((run_dir / "logs" / JOB).read_text())
+    job = json.loads((run_dir / LOGS / JOB).read_text())
     settings = Settings(config, world_size=int(os.environ["WORLD_SIZE"]))
     tokens = data.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
     resume_from = checkpoint.read(Path(job["resume_from"])) if job["resume_from"] else None
@@ -95,12 +95,12 @@ def main() -> None:
         prepare_process(int(os.environ["OMP_NUM_THREADS"]))
         from hzero.train.loop import start_process_group
 
-        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        config = yaml.safe_load((run_dir / CONFIG).read_text())
         start_process_group(config["train"]["timeout_s"])
         train_rank(run_dir)
     except BaseException as error:
         refused = isinstance(error, ConfigError)
-        partial = run_dir / "logs" / f"rank{rank}.partial"
+        partial = run_dir / LOGS / f"rank{rank}.partial"
         partial.write_text(str(error) if refused else traceback.format_exc())
         partial.rename(partial.with_suffix(".refused" if refused else ".traceback"))
         traceback.print_exc()

@@ -92,8 +92,6 @@ class Gradients:
                 # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
                 self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
                 self._waiting[param.ds_id] = param
-        held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
-        self._most_held = max(self._most_held, held)
 
     def boundary(
         self,
@@ -108,6 +106,8 @@ class Gradients:
             scale: Loss scale of these gradients.
             deliver: Takes parameters and their flat shards, cut to the elements that exist (perhaps none).
         """
+        held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
+        self._most_held = max(self._most_held, held)  # nothing has been freed yet
         waiting = [self._waiting[key] for key in sorted(self._waiting)]
         buckets = list(in_buckets(((param, param.ds_numel) for param in waiting), self.bucket_numel))
         chains = pipelined(partial(self._start_boundary, bucket, dtype, scale) for bucket in buckets)
@@ -152,7 +152,7 @@ class Gradients:
             self._collectives.feedback.commit()
 
     def bytes(self) -> int:
-        """Most memory that the accumulators have taken on this rank, in bytes."""
+        """Most memory that the accumulators have taken on this rank at a boundary, in bytes."""
         return self._most_held
 
     def _next_seed(self) -> int:
