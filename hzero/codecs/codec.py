@@ -162,6 +162,51 @@ class Codec:
             seed,
         )
 
+    def encode_feedback(
+        self,
+        source: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor],
+        factors: Sequence[float],
+        chunks: Sequence[int],
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int = 1,
+        seed: int = 0,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Encodes ``source + factor * residual``, product and sum rounded to float32 each, and tells what that loses.
+
+        Args:
+            source: As `encode`.
+            residuals: float32, of as many elements as the sources, or of none: nothing is added.
+            factors: One for each residual.
+            chunks: As `encode`.
+            sizes: As `encode`.
+            strides: As `encode`.
+            outer: As `encode`.
+            seed: As `encode`.
+
+        Returns:
+            The message, that of `encode` on float32 sums; and one flat float32 tensor for each source: the sum less
+            what the message decodes to, zero in blocks that are not finite.
+
+        Raises:
+            TypeError: As `encode`.
+            ValueError: As `encode`.
+        """
+        return torch.ops.hzero.encode_feedback(
+            list(source),
+            list(residuals),
+            list(factors),
+            list(chunks),
+            list(sizes),
+            list(strides),
+            outer,
+            *self._settings(),
+            self.stochastic,
+            seed,
+        )
+
     def decode(
         self,
         payload: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The codec operators of the torch.library namespace ``hzero``: schema, checks, fake, and the reference backend."""
+"""The codec operators of the torch.library namespace ``hzero``: schema, checks, fake, and what computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hzero.codecs import reference
+from hzero.codecs import backends, reference
 from hzero.config import CODECS
 from hzero.sharding.records import SCALE_BYTES, RecordFormat
 
@@ -19,6 +19,11 @@ torch.library.define(
     "hzero::encode",
     "(Tensor[] source, int[] chunks, int[] sizes, int[] strides, int outer, str codec, int block_size, str scale, "
     "bool stochastic, int seed) -> Tensor",
+)
+torch.library.define(
+    "hzero::encode_feedback",
+    "(Tensor[] source, Tensor[] residuals, float[] factors, int[] chunks, int[] sizes, int[] strides, int outer, "
+    "str codec, int block_size, str scale, bool stochastic, int seed) -> (Tensor, Tensor[])",
 )
 torch.library.define(
     "hzero::decode",
@@ -107,6 +112,24 @@ def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: i
             )
 
 
+def _check_residuals(residuals: Sequence[torch.Tensor], factors: Sequence[float], source: Sequence[torch.Tensor]) -> None:
+    for name, found in (("residuals", residuals), ("factors", factors)):
+        if len(found) != len(source):
+            raise ValueError(f"{name}: found {len(found)} for {len(source)} sources")
+    for index, (residual, tensor) in enumerate(zip(residuals, source)):
+        name = f"residuals[{index}]"
+        if residual.dtype != torch.float32 or residual.device != tensor.device:
+            raise TypeError(
+                f"{name}: found {residual.dtype} on {residual.device}, expected float32 on {tensor.device}"
+            )
+        if not residual.is_contiguous():
+            raise ValueError(f"{name}: found strides {tuple(residual.stride())}, expected a contiguous tensor")
+        if residual.numel() not in (0, tensor.numel()):
+            raise ValueError(
+                f"{name}: found {residual.numel()} elements, expected none or the {tensor.numel()} of source[{index}]"
+            )
+
+
 def _summed_rows(peers: int, inner: int) -> int:
     for name, count in (("peers", peers), ("inner", inner)):
         if count < 1:
@@ -135,7 +158,7 @@ def _check_payload(
 def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every operator by its qualified name: the checks, then the function of that name of ``backend``.
 
-    A backend takes formats in place of their settings; `hzero.codecs.reference` shows the four functions.
+    A backend takes formats in place of their settings; `hzero.codecs.reference` shows the functions.
     """
 
     def encode(
@@ -153,6 +176,27 @@ def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         fmt = _format(codec, block_size, scale)
         _check_source(source, chunks, _rows(sizes, strides, outer))
         return backend.encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
+
+    def encode_feedback(
+        source: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor],
+        factors: Sequence[float],
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int,
+        codec: str,
+        block_size: int,
+        scale: str,
+        stochastic: bool,
+        seed: int,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        fmt = _format(codec, block_size, scale)
+        _check_source(source, chunks, _rows(sizes, strides, outer))
+        _check_residuals(residuals, factors, source)
+        return backend.encode_feedback(
+            source, residuals, factors, chunks, sizes, strides, outer, fmt, stochastic, seed
+        )
 
     def decode(
         payload: torch.Tensor,
@@ -204,7 +248,7 @@ def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         _rows((inner,), (1,), outer)
         return backend.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
 
-    for operator in (encode, decode, decode_sum, decode_sum_encode):
+    for operator in (encode, encode_feedback, decode, decode_sum, decode_sum_encode):
         yield f"hzero::{operator.__name__}", operator
 
 
@@ -223,6 +267,17 @@ class _Fake:
     ) -> torch.Tensor:
         size = fmt.message_bytes(chunks, math.prod(sizes), source[0].dtype.itemsize)
         return source[0].new_empty(size, dtype=torch.uint8)
+
+    @classmethod
+    def encode_feedback(
+        cls,
+        source: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor],
+        factors: Sequence[float],
+        *layout: Any,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
+        return cls.encode(source, *layout), left
 
     @staticmethod
     def decode(
@@ -257,8 +312,13 @@ class _Fake:
         return payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)
 
 
-# The reference backend serves every device for which no other is registered.
-for _name, _operator in _operators(reference):
-    torch.library.impl(_name, "CompositeExplicitAutograd")(_operator)
+# Tensors of a processor and of a GPU go to the backend that is in use for them, all others to the reference.
+for _key, _backend in (
+    ("CompositeExplicitAutograd", reference),
+    ("CPU", backends.Current("cpu")),
+    ("CUDA", backends.Current("cuda")),
+):
+    for _name, _operator in _operators(_backend):
+        torch.library.impl(_name, _key)(_operator)
 for _name, _operator in _operators(_Fake):
     torch.library.register_fake(_name)(_operator)

@@ -57,6 +57,32 @@ def encode(
 
 
 @torch.no_grad()
+def encode_feedback(
+    source: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    factors: Sequence[float],
+    chunks: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    outer: int,
+    fmt: RecordFormat,
+    stochastic: bool,
+    seed: int,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Encodes ``source + factor * residual`` and what that loses of it; see `hzero.codecs.Codec.encode_feedback`."""
+    meant = []
+    for tensor, residual, factor in zip(source, residuals, factors):
+        total = tensor.new_empty(tensor.numel(), dtype=torch.float32).copy_(tensor.view(-1))
+        # Product and sum are rounded each: whether `add_` with alpha fuses them depends on the processor.
+        meant.append(total.add_(residual.view(-1) * factor) if residual.numel() else total)
+    message = encode(meant, chunks, sizes, strides, outer, fmt, stochastic, seed)
+    sent = decode(message, chunks, sizes, strides, outer, fmt, torch.float32)
+    # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
+    left = [total.sub_(part[: total.numel()]).nan_to_num_(0.0, 0.0, 0.0) for total, part in zip(meant, sent)]
+    return message, left
+
+
+@torch.no_grad()
 def decode(
     payload: torch.Tensor,
     chunks: Sequence[int],
@@ -273,11 +299,15 @@ def _sum_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, peers:
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
 
 
+def noise_key(seed: int) -> int:
+    """The unsigned 32-bit word that a seed stands for."""
+    return _mixed_word(_mixed_word((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
+
+
 def _noise(staged: torch.Tensor, seed: int) -> torch.Tensor:
     """Numbers of (0, 1), float32 ``[rows, columns]`` like ``staged``, from seed, row and column (payload_format.md)."""
     rows, columns = staged.shape
-    key = _mixed_word(_mixed_word((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
-    keys = _mixed(_words(rows, staged).bitwise_xor_(_signed(key)))
+    keys = _mixed(_words(rows, staged).bitwise_xor_(_signed(noise_key(seed))))
     bits = _mixed(keys.unsqueeze(-1) ^ _words(columns, staged))
     # 16 bits and a half: a code below 128 plus such a number is exact in float32, so multiples of the scale stay.
     return _shifted(bits, 16).to(torch.float32).add_(0.5).mul_(2.0**-16)

@@ -1,0 +1,331 @@
+// What the kernel families share: where a workgroup's work lies, 16 elements a thread in and out of memory, and the
+// arithmetic of a block as docs/payload_format.md fixes it.
+//
+// A block is shared by `lanes` successive threads of a workgroup, 16 of its elements each, so that a load of bfloat16
+// and a store of int8 codes are 16 bytes wide. Blocks of up to 16 * HZ_WAVE elements need the exchanges of a wave
+// alone; WIDE kernels, for larger ones, exchange through shared memory as well.
+#pragma once
+#include "shim.h"
+
+namespace hz {
+
+struct alignas(16) Words {
+  hz_u32 word[4];
+};
+struct alignas(8) Pair {
+  hz_u32 word[2];
+};
+
+// ---- where ---------------------------------------------------------------------------------------------------------
+
+// What a thread works on: a tensor's record, and in it the block and the 16 elements from `element` on.
+struct Place {
+  const hz_tensor& tensor;
+  hz_u32 row, block, blocks, lane, element;
+  bool has_elements;  // of the record; the last threads may have none
+};
+
+// A workgroup takes HZ_THREADS / lanes successive blocks of one record.
+HZ_DEVICE Place place(const hz_bucket& bucket) {
+  hz_u32 index = 0;
+  while (index + 1 < bucket.tensors && bucket.tensor[index + 1].first_group <= workgroup()) ++index;
+  const hz_tensor& tensor = bucket.tensor[index];
+  const hz_u32 per_group = HZ_THREADS / bucket.lanes;
+  const hz_u32 blocks = (tensor.chunk + bucket.block_size - 1) / bucket.block_size;
+  const hz_u32 per_row = (blocks + per_group - 1) / per_group;
+  const hz_u32 group = workgroup() - tensor.first_group;
+  const hz_u32 row = group / per_row;
+  const hz_u32 block = (group - row * per_row) * per_group + thread() / bucket.lanes;
+  const hz_u32 lane = thread() % bucket.lanes, element = block * bucket.block_size + lane * 16;
+  return Place{tensor, row, block, blocks, lane, element, lane * 16 < bucket.block_size && element < tensor.chunk};
+}
+
+HZ_DEVICE hz_i64 shard_of(const hz_bucket& bucket, hz_u32 row) {
+  hz_i64 shard = 0;
+#pragma unroll 1
+  for (int axis = (int)bucket.axes - 1; axis >= 0; --axis) {
+    const hz_u32 size = bucket.sizes[axis];
+    shard += (hz_i64)(row % size) * bucket.strides[axis];
+    row /= size;
+  }
+  return shard;
+}
+
+// A record's address: row `row` of pieces of `inner` rows.
+HZ_DEVICE hz_u8* record_at(hz_u64 payload, hz_i64 row_bytes, hz_u32 inner, hz_i64 start, hz_u32 record_bytes,
+                           hz_u32 row) {
+  const hz_u32 piece = row / inner;
+  return pointer<hz_u8>(payload) + (hz_i64)piece * inner * row_bytes + inner * start +
+         (hz_i64)(row - piece * inner) * record_bytes;
+}
+
+// Elements that a row's record takes from the tensor: fewer than a chunk where the tensor ends.
+HZ_DEVICE hz_u32 present(const hz_tensor& tensor, hz_i64 first) {
+  const hz_i64 rest = tensor.numel - first;
+  return rest < 0 ? 0 : rest < tensor.chunk ? (hz_u32)rest : tensor.chunk;
+}
+
+// ---- elements ------------------------------------------------------------------------------------------------------
+
+HZ_DEVICE hz_u16 to_bf16(float x) {
+  const hz_u32 bits = bits_of(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return (hz_u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Element types: bytes, and conversion of elements that were read as words.
+struct Fp32 {
+  enum { bytes = 4 };
+  typedef float type;
+  HZ_DEVICE float widen(float x) { return x; }
+  HZ_DEVICE float narrow(float x) { return x; }
+};
+struct Bf16 {
+  enum { bytes = 2 };
+  typedef hz_u16 type;
+  HZ_DEVICE float widen(hz_u16 x) { return float_of((hz_u32)x << 16); }
+  HZ_DEVICE hz_u16 narrow(float x) { return to_bf16(x); }
+};
+struct Fp16 {
+  enum { bytes = 2 };
+  typedef hz_u16 type;
+  HZ_DEVICE float widen(hz_u16 x) { return from_half(x); }
+  HZ_DEVICE hz_u16 narrow(float x) { return to_half(x); }
+};
+
+// Turns 16 registers by N. A loop over a part of them that turns them each time indexes no register by a variable, and
+// holds the temporaries of that part alone.
+template <int N, class T>
+HZ_DEVICE void turn(T (&x)[16]) {
+  T first[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) first[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < 16 - N; ++i) x[i] = x[i + N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[16 - N + i] = first[i];
+}
+
+// Up to 16 elements as float32, +0 beyond `count`.
+template <class Type>
+HZ_DEVICE void load(const typename Type::type* source, int count, float (&x)[16]) {
+  typedef typename Type::type Element;
+  if (count >= 16 && (hz_u64)source % 16 == 0) {
+    union {
+      Words words[Type::bytes];
+      Element elements[16];
+    } read;
+#pragma unroll
+    for (int i = 0; i < Type::bytes; ++i) read.words[i] = ((const Words*)source)[i];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = Type::widen(read.elements[i]);
+  } else {
+#pragma unroll 1
+    for (int done = 0; done < 16; done += 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = done + i < count ? Type::widen(source[done + i]) : 0.0f;
+      turn<4>(x);
+    }
+  }
+}
+
+template <class Type>
+HZ_DEVICE void store(typename Type::type* target, int count, float (&x)[16]) {
+  typedef typename Type::type Element;
+  if (count >= 16 && (hz_u64)target % 16 == 0) {
+    union {
+      Words words[Type::bytes];
+      Element elements[16];
+    } written;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) written.elements[i] = Type::narrow(x[i]);
+#pragma unroll
+    for (int i = 0; i < Type::bytes; ++i) ((Words*)target)[i] = written.words[i];
+  } else {
+#pragma unroll 1
+    for (int done = 0; done < 16; done += 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (done + i < count) target[done + i] = Type::narrow(x[i]);
+      turn<4>(x);
+    }
+  }
+}
+
+// ---- codes ---------------------------------------------------------------------------------------------------------
+
+// The 16 codes of vector `vector` of a record; `all` vectors in it. Writes the padding after the last one too.
+template <int BITS>
+HZ_DEVICE void store_codes(hz_u8* record, hz_u32 vector, hz_u32 all, const hz_u32 (&words)[BITS / 2]) {
+  if (BITS == 8) {
+    Words whole;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) whole.word[i] = words[i];
+    ((Words*)record)[vector] = whole;
+  } else {
+    Pair pair = {{words[0], words[1]}};
+    ((Pair*)record)[vector] = pair;
+    if (vector + 1 == all && vector % 2 == 0) ((Pair*)record)[vector + 1] = Pair{{0, 0}};
+  }
+}
+
+// 16 codes of a record as float32.
+template <int BITS>
+HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, float (&codes)[16]) {
+  hz_u32 words[BITS / 2];
+  if (BITS == 8) {
+    const Words whole = ((const Words*)record)[vector];
+#pragma unroll
+    for (int i = 0; i < BITS / 2; ++i) words[i] = whole.word[i];
+  } else {
+    const Pair pair = ((const Pair*)record)[vector];
+    words[0] = pair.word[0];
+    words[1] = pair.word[1];
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    codes[i] = (float)((int)(words[i * BITS / 32] << (32 - BITS - i * BITS % 32)) >> (32 - BITS));
+}
+
+HZ_DEVICE float load_scale(const hz_u8* scales, hz_u32 block, hz_u32 bytes) {
+  return bytes == 2 ? float_of((hz_u32)((const hz_u16*)scales)[block] << 16) : ((const float*)scales)[block];
+}
+
+// A scale, and behind the last one of a record the padding.
+HZ_DEVICE void store_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, hz_u32 bytes, float scale) {
+  const hz_u32 end = block + 1 == blocks ? (blocks * bytes + 15) / 16 * 16 / bytes : block + 1;
+  for (hz_u32 i = block; i < end; ++i) {
+    const hz_u32 bits = i == block ? bits_of(scale) : 0;
+    if (bytes == 2)
+      ((hz_u16*)scales)[i] = (hz_u16)(bits >> 16);
+    else
+      ((hz_u32*)scales)[i] = bits;
+  }
+}
+
+// ---- the arithmetic of a block -------------------------------------------------------------------------------------
+
+struct Largest {
+  HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a > b ? a : b; }
+};
+struct Smallest {
+  HZ_DEVICE hz_u32 of(hz_u32 a, hz_u32 b) { return a < b ? a : b; }
+};
+
+// The largest or smallest value over the `lanes` threads that share a block. WIDE: over more than a wave. Every thread
+// of the workgroup calls it.
+template <class Choice, bool WIDE>
+HZ_DEVICE hz_u32 over_lanes(hz_u32 value, hz_u32 lanes) {
+#pragma unroll
+  for (hz_u32 m = 1; m < HZ_WAVE; m *= 2)
+    if (m < lanes) value = Choice::of(value, swap_halves(value, m));
+  if (WIDE) {
+    HZ_SHARED hz_u32 waves[HZ_THREADS / HZ_WAVE];
+    barrier();  // what was read from it last has been read
+    if (thread() % HZ_WAVE == 0) waves[thread() / HZ_WAVE] = value;
+    barrier();
+    const hz_u32 first = thread() / lanes * lanes / HZ_WAVE;
+    for (hz_u32 i = 0; i < lanes / HZ_WAVE; ++i) value = Choice::of(value, waves[first + i]);
+  }
+  return value;
+}
+
+template <int BITS, bool WIDE>
+HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32 scale_bytes, float limit) {
+  hz_u32 magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) magnitude = Largest::of(magnitude, bits_of(x[i]) & 0x7fffffffu);
+  const hz_u32 extreme = over_lanes<Largest, WIDE>(magnitude, lanes);
+  float scale;
+  if (BITS == 8) {
+    scale = divide(float_of(extreme), 127.0f);
+  } else {
+    // The first of those that reach the magnitude gives the sign: the smallest of index and sign, in this order.
+    hz_u32 sign = 2 * 4096;
+#pragma unroll
+    for (int i = 15; i >= 0; --i)
+      if ((bits_of(x[i]) & 0x7fffffffu) == extreme) sign = i * 2 + (bits_of(x[i]) >> 31);
+    sign = over_lanes<Smallest, WIDE>(sign + lane * 32, lanes);
+    scale = mul(float_of(extreme | sign << 31), -0.125f);
+  }
+  if (scale_bytes == 2) scale = float_of((hz_u32)to_bf16(scale) << 16);
+  scale = clamp(scale, -limit, limit);
+  if (extreme >= 0x7f800000u) return float_of(0x7fc00000u);
+  return scale == 0.0f ? 0.0f : scale;
+}
+
+HZ_DEVICE hz_u32 mix(hz_u32 word) {
+  word = (word ^ word >> 16) * 0x7feb352du;
+  word = (word ^ word >> 15) * 0x846ca68bu;
+  return word ^ word >> 16;
+}
+
+// A number whose lowest bits are those of `quotient` rounded to nearest even, as an integer: 1.5 * 2^23 leaves no
+// fraction. Exact for magnitudes below 2^22.
+HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
+
+// x / scale, rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product with it
+// (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the middle between two
+// float32 that what the reciprocal lacks could matter; quotients below 2^-40, whose remainders may not be exact, have
+// code 0 and do not move a stochastic one.
+HZ_DEVICE float quotient_of(float x, float scale, float reciprocal) {
+  const float quotient = mul(x, reciprocal);
+  return fused(fused(-quotient, scale, x), reciprocal, quotient);
+}
+
+// Codes of 16 elements, packed. `row_key` and `column` are those of stochastic rounding.
+template <int BITS>
+HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row_key, hz_u32 column,
+                        hz_u32 (&words)[BITS / 2]) {
+  const float low = BITS == 8 ? -127.0f : -8.0f, high = BITS == 8 ? 127.0f : 7.0f;
+  const hz_u32 mask = (1u << BITS) - 1;
+  const float size = scale < 0.0f ? -scale : scale;
+  const bool easy = (bits_of(scale) & 0xffffu) == 0 && size > 0x1p-60f && size < 0x1p100f;
+  const float reciprocal = divide(1.0f, easy ? scale : 1.0f);
+#pragma unroll
+  for (int i = 0; i < BITS / 2; ++i) words[i] = 0;
+  if (easy && !stochastic) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float quotient = quotient_of(x[i], scale, reciprocal);
+      words[i * BITS / 32] |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS % 32);
+    }
+    return;
+  }
+  const bool empty = scale == 0.0f || scale != scale;
+  const float divisor = empty ? 1.0f : scale;
+  // One word at a time: sixteen divisions side by side would take more registers than the rest of the kernel.
+#pragma unroll 1
+  for (int done = 0; done < BITS / 2; ++done) {
+    hz_u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 32 / BITS; ++i) {
+      float quotient = easy ? quotient_of(x[i], scale, reciprocal) : empty ? 0.0f : divide(x[i], divisor);
+      if (stochastic)
+        quotient = round_down(add(quotient, mul(add((float)(mix(row_key ^ (column + i)) >> 16), 0.5f), 0x1p-16f)));
+      word |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS);
+    }
+    column += 32 / BITS;
+    turn<32 / BITS>(x);
+#pragma unroll
+    for (int i = 0; i + 1 < BITS / 2; ++i) words[i] = words[i + 1];
+    words[BITS / 2 - 1] = word;
+  }
+}
+
+// Encodes a block from the 16 elements that each of its lanes holds, writes codes and scale, and returns the scale.
+// Every thread of the workgroup calls it; those without elements hold zeros and write nothing.
+template <int BITS, bool WIDE>
+HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales,
+                             hz_u32 scale_bytes, float (&x)[16], hz_u32 (&words)[BITS / 2]) {
+  const float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit);
+  const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
+  codes_of<BITS>(x, scale, bucket.stochastic != 0, bucket.stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
+  if (at.has_elements) {
+    store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
+    if (at.lane == 0) store_scale(record + scales, at.block, at.blocks, scale_bytes, scale);
+  }
+  return scale;
+}
+
+}  // namespace hz

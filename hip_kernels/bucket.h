@@ -1,0 +1,54 @@
+// What one call of a kernel works on: a bucket of tensors, its payload, and the order of its rows. The device kernels,
+// their emulation and the host library all take this structure; hzero/codecs/table.py fills it. Words and formats:
+// docs/payload_format.md.
+#pragma once
+
+#define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
+#define HZ_BUCKET_AXES 6
+#define HZ_BUCKET_VERSION 1  // of this structure; the host library tells it, so that an old build is not called
+
+typedef unsigned char hz_u8;
+typedef unsigned short hz_u16;
+typedef unsigned int hz_u32;
+typedef unsigned long long hz_u64;
+typedef long long hz_i64;
+
+struct hz_tensor {
+  hz_u64 data;         // address of the shards in order: what is encoded, or where decoded elements and sums go
+  hz_u64 residual;     // address of float32 added before encoding; 0: none
+  hz_u64 left;         // address for float32: what encoding lost; 0: not wanted
+  hz_i64 numel;        // elements at data; further ones count as +0
+  hz_i64 start;        // bytes that the records of the tensors before take in a row of the payload
+  hz_i64 out_start;    // the same for the payload written by decode_sum_encode
+  hz_u32 chunk;        // elements of one shard, below 2^31
+  hz_u32 scales;       // where the scales start in a record, in bytes
+  hz_u32 out_scales;
+  hz_u32 record_bytes;
+  hz_u32 out_record_bytes;
+  hz_u32 first_block;  // blocks of the tensors before in a row: columns of stochastic rounding count from here
+  hz_u32 first_group;  // workgroups of the tensors before; device kernels only
+  float factor;        // of the residual
+};
+
+struct hz_bucket {
+  hz_u64 payload;      // address, a multiple of 16
+  hz_u64 out_payload;  // address of the payload written by decode_sum_encode, a multiple of 16
+  hz_i64 row_bytes;    // of one row of the payload
+  hz_i64 out_row_bytes;
+  hz_u32 outer;  // pieces of the payload; the peers of a sum
+  hz_u32 inner;  // rows of a piece
+  hz_u32 out_inner;
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16
+  hz_u32 scale_bytes;
+  hz_u32 out_scale_bytes;
+  float limit;        // largest scale to be written
+  hz_u32 stochastic;  // 0: to nearest even
+  hz_u32 key;         // of stochastic rounding, made from the seed
+  hz_u32 axes;
+  hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..
+  hz_u32 strides[HZ_BUCKET_AXES];  // in shards
+  hz_u32 tensors;
+  hz_u32 workgroups;  // device kernels only
+  hz_u32 lanes;       // device kernels only: threads that share a block, each with 16 of its elements; a power of two
+  hz_tensor tensor[HZ_BUCKET_TENSORS];
+};

@@ -1,0 +1,41 @@
+// Decode: elements of a bucket of tensors from one payload, int8 or int4.
+//
+// Computes code * scale in float32, rounded to the type of the elements. Shards are written where they stand in the
+// tensors, whatever the order of the payload's rows.
+//
+// Memory traffic an element, bfloat16 target at 128 a block: 1 + 2/128 bytes read (int8) or 0.5 + 2/128 (int4), 2
+// written. Each byte moves once.
+//
+// Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode.hip -o decode.hsaco
+//              nvcc -O3 -arch=sm_90 -cubin -x cu decode.hip -o decode.cubin
+// Check alone: python -m pytest tests/kernels -k decode     (emulated on the host, and on a GPU where there is one)
+#include "block.h"
+
+namespace hz {
+
+template <class Target, int BITS>
+HZ_DEVICE void decode(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  if (!at.has_elements) return;
+  const hz_tensor& tensor = at.tensor;
+  const hz_u8* record =
+      record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
+  const float scale = load_scale(record + tensor.scales, at.block, bucket.scale_bytes);
+  float x[16];
+  load_codes<BITS>(record, at.element / 16, x);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
+  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
+  store<Target>(pointer<typename Target::type>(tensor.data) + first + at.element, (int)(tensor.chunk - at.element), x);
+}
+
+}  // namespace hz
+
+#define HZ_DECODE(codec, bits, name, Target) \
+  HZ_KERNEL(decode_##codec##_##name) { hz::decode<hz::Target, bits>(bucket); }
+HZ_DECODE(int8, 8, fp32, Fp32)
+HZ_DECODE(int8, 8, bf16, Bf16)
+HZ_DECODE(int8, 8, fp16, Fp16)
+HZ_DECODE(int4, 4, fp32, Fp32)
+HZ_DECODE(int4, 4, bf16, Bf16)
+HZ_DECODE(int4, 4, fp16, Fp16)

@@ -1,0 +1,29 @@
+// Decode and sum: the payloads of several peers, int8 or int4, summed in float32 in the order of the peers.
+//
+// The bucket's `outer` counts the peers. Each element starts from peer 0's value; the others are added one by one, each
+// product and each sum rounded by itself, so that the result does not depend on where it is computed.
+//
+// Memory traffic an element of the sum, k peers at 128 a block: k * (1 + 2/128) bytes read (int8) or k * (0.5 + 2/128)
+// (int4), 4 written. Each byte moves once.
+//
+// Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode_sum.hip -o decode_sum.hsaco
+//              nvcc -O3 -arch=sm_90 -cubin -x cu decode_sum.hip -o decode_sum.cubin
+// Check alone: python -m pytest tests/kernels -k decode_sum (emulated on the host, and on a GPU where there is one)
+#include "sum.h"
+
+namespace hz {
+
+template <int BITS>
+HZ_DEVICE void decode_sum(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  float sums[16];
+  sum_of_peers<BITS>(bucket, at, sums);
+  if (at.has_elements)
+    store<Fp32>(pointer<float>(at.tensor.data) + (hz_i64)at.row * at.tensor.chunk + at.element,
+                (int)(at.tensor.chunk - at.element), sums);
+}
+
+}  // namespace hz
+
+HZ_KERNEL(decode_sum_int8) { hz::decode_sum<8>(bucket); }
+HZ_KERNEL(decode_sum_int4) { hz::decode_sum<4>(bucket); }

@@ -1,0 +1,36 @@
+// Decode, sum and encode: what a rank does between two hops of a reduce-scatter, in one pass.
+//
+// Sums the payloads of several peers as decode_sum does and encodes the sums from registers as encode does, for the
+// next hop: another codec or other scales, but the same block size. Rows keep their order; the payload written has its
+// own pieces (`out_inner` rows each).
+//
+// Memory traffic an element of the sum, k peers at 128 a block, from int8 to int4: k * (1 + 2/128) bytes read,
+// 0.5 + 2/128 written. Each byte moves once.
+//
+// Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode_sum_encode.hip -o decode_sum_encode.hsaco
+//              nvcc -O3 -arch=sm_90 -cubin -x cu decode_sum_encode.hip -o decode_sum_encode.cubin
+// Check alone: python -m pytest tests/kernels -k sum_encode (emulated on the host, and on a GPU where there is one)
+#include "sum.h"
+
+namespace hz {
+
+template <int BITS, int OUT_BITS, bool WIDE>
+HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  float sums[16];
+  sum_of_peers<BITS>(bucket, at, sums);
+  hz_u8* record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, at.tensor.out_start,
+                            at.tensor.out_record_bytes, at.row);
+  hz_u32 words[OUT_BITS / 2];
+  encode_block<OUT_BITS, WIDE>(bucket, at, record, at.tensor.out_scales, bucket.out_scale_bytes, sums, words);
+}
+
+}  // namespace hz
+
+#define HZ_SUM(codec, bits, out, out_bits)                                                                 \
+  HZ_KERNEL(decode_sum_encode_##codec##_##out) { hz::decode_sum_encode<bits, out_bits, false>(bucket); }       \
+  HZ_KERNEL(decode_sum_encode_##codec##_##out##_wide) { hz::decode_sum_encode<bits, out_bits, true>(bucket); }
+HZ_SUM(int8, 8, int8, 8)
+HZ_SUM(int8, 8, int4, 4)
+HZ_SUM(int4, 4, int8, 8)
+HZ_SUM(int4, 4, int4, 4)

@@ -1,0 +1,183 @@
+// Runs the device source on the host, thread by thread, so that a test without a GPU covers what a GPU would run.
+//
+// Each thread of a workgroup is a fiber. A fiber runs until it meets another one: at an exchange between the lanes of
+// a wave, or at a barrier of the workgroup. There it waits until all lanes of its wave, or all waves, have come to the
+// same; if they come to different ones, or one has finished, the GPU's behaviour is undefined and the emulation aborts
+// with a message. HZ_WAVE is 64 or 32. For tests alone: about a thousand times slower than the host library.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#ifndef HZ_WAVE
+#error "HZ_EMULATE needs HZ_WAVE: 64 or 32"
+#endif
+#define HZ_DEVICE static inline
+#define HZ_SHARED static
+#define HZ_KERNEL(name)                                                                              \
+  static void name##_thread(const hz_bucket& bucket);                                                \
+  extern "C" void name(const hz_bucket* bucket) { hz::emulation::launch(#name, name##_thread, *bucket); } \
+  static void name##_thread(const hz_bucket& bucket)
+
+namespace hz {
+namespace emulation {
+
+enum class State { runs, exchanges, waits, is_done };
+
+struct Fiber {
+  ucontext_t context;
+  State state;
+  hz_u32 value;  // what it offers to the other lanes
+};
+
+struct Workgroup {
+  static constexpr size_t stack_bytes = 64 << 10;
+  const char* kernel;
+  void (*body)(const hz_bucket&);
+  const hz_bucket* bucket;
+  hz_u32 index, current;
+  ucontext_t scheduler;
+  Fiber fibers[HZ_THREADS];
+  std::unique_ptr<char[]> stacks{new char[stack_bytes * HZ_THREADS]};
+};
+
+inline Workgroup* group = nullptr;
+
+[[noreturn]] inline void diverged(hz_u32 first, hz_u32 count, const char* where) {
+  static const char* const names[] = {"runs", "exchanges with its wave", "waits at a barrier", "is done"};
+  hz_u32 other = first;
+  while (group->fibers[other].state == group->fibers[first].state && other + 1 < first + count) ++other;
+  std::fprintf(stderr, "emulation: %s, workgroup %u: divergence in a %s: thread %u %s, thread %u %s\n", group->kernel,
+               group->index, where, first, names[(int)group->fibers[first].state], other,
+               names[(int)group->fibers[other].state]);
+  std::abort();
+}
+
+inline void entry() {
+  group->body(*group->bucket);
+  group->fibers[group->current].state = State::is_done;
+  swapcontext(&group->fibers[group->current].context, &group->scheduler);
+}
+
+inline void stop(State state) {
+  Fiber& fiber = group->fibers[group->current];
+  fiber.state = state;
+  swapcontext(&fiber.context, &group->scheduler);
+}
+
+inline bool agree(hz_u32 first, hz_u32 count) {
+  for (hz_u32 i = first + 1; i < first + count; ++i)
+    if (group->fibers[i].state != group->fibers[first].state) return false;
+  return true;
+}
+
+// Runs each lane of a wave to where it stops next; all must have come to the same.
+inline State advance(hz_u32 first) {
+  for (hz_u32 i = first; i < first + HZ_WAVE; ++i) {
+    group->current = i;
+    swapcontext(&group->scheduler, &group->fibers[i].context);
+  }
+  if (!agree(first, HZ_WAVE)) diverged(first, HZ_WAVE, "wave");
+  return group->fibers[first].state;
+}
+
+inline void run() {
+  for (hz_u32 i = 0; i < HZ_THREADS; ++i) {
+    Fiber& fiber = group->fibers[i];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = group->stacks.get() + i * Workgroup::stack_bytes;
+    fiber.context.uc_stack.ss_size = Workgroup::stack_bytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, entry, 0);
+  }
+  do {
+    for (hz_u32 first = 0; first < HZ_THREADS; first += HZ_WAVE)
+      while (advance(first) == State::exchanges) {
+      }
+    if (!agree(0, HZ_THREADS)) diverged(0, HZ_THREADS, "workgroup");
+  } while (group->fibers[0].state != State::is_done);
+}
+
+inline void launch(const char* kernel, void (*body)(const hz_bucket&), const hz_bucket& bucket) {
+  std::unique_ptr<Workgroup> own(new Workgroup);
+  group = own.get();
+  group->kernel = kernel;
+  group->body = body;
+  group->bucket = &bucket;
+  for (group->index = 0; group->index < bucket.workgroups; ++group->index) run();
+  group = nullptr;
+}
+
+// Every lane offers a value, then reads that of the lane `source`. Values stay until all have read: a lane offers again
+// only after its whole wave has stopped once more.
+inline hz_u32 exchange(hz_u32 value, hz_u32 source) {
+  Fiber& fiber = group->fibers[group->current];
+  fiber.value = value;
+  stop(State::exchanges);
+  hz_u32 read = group->fibers[group->current / HZ_WAVE * HZ_WAVE + source % HZ_WAVE].value;
+  stop(State::exchanges);
+  return read;
+}
+
+}  // namespace emulation
+
+template <class T>
+HZ_DEVICE T* pointer(hz_u64 address) {
+  return (T*)address;
+}
+HZ_DEVICE hz_u32 thread() { return emulation::group->current; }
+HZ_DEVICE hz_u32 workgroup() { return emulation::group->index; }
+HZ_DEVICE void barrier() { emulation::stop(emulation::State::waits); }
+#if HZ_WAVE == 64
+// The DPP controls that shim.h uses, as the CDNA2 instruction set defines them.
+template <int CONTROL>
+HZ_DEVICE hz_u32 dpp(hz_u32 value) {
+  hz_u32 lane = thread() % HZ_WAVE, source;
+  if (CONTROL < 0x100)
+    source = lane / 4 * 4 + (CONTROL >> lane % 4 * 2) % 4;
+  else if (CONTROL == 0x140)
+    source = lane / 16 * 16 + 15 - lane % 16;
+  else if (CONTROL == 0x141)
+    source = lane / 8 * 8 + 7 - lane % 8;
+  else
+    std::abort();
+  return emulation::exchange(value, source);
+}
+HZ_DEVICE hz_u32 crossbar(hz_u32 value, hz_u32 lane) { return emulation::exchange(value, lane); }
+#else
+HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) { return emulation::exchange(value, thread() % HZ_WAVE ^ m); }
+#endif
+HZ_DEVICE hz_u32 bits_of(float x) {
+  hz_u32 bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+HZ_DEVICE float float_of(hz_u32 bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+// Compiled with -ffp-contract=off.
+HZ_DEVICE float mul(float a, float b) { return a * b; }
+HZ_DEVICE float add(float a, float b) { return a + b; }
+HZ_DEVICE float sub(float a, float b) { return a - b; }
+HZ_DEVICE float divide(float a, float b) { return a / b; }
+HZ_DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
+HZ_DEVICE float round_down(float x) { return std::floor(x); }
+HZ_DEVICE float clamp(float x, float low, float high) { return std::fmin(std::fmax(x, low), high); }
+HZ_DEVICE float from_half(hz_u16 bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return (float)half;
+}
+HZ_DEVICE hz_u16 to_half(float x) {
+  _Float16 half = (_Float16)x;
+  hz_u16 bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+}  // namespace hz

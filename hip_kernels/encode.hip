@@ -1,0 +1,56 @@
+// Encode: block quantisation of a bucket of tensors into one payload, int8 or int4.
+//
+// Computes, for every block of a record: the scale from the block's extreme, the codes to nearest even or
+// stochastically, and, where residuals are given, the same of source + factor * residual together with what the codes
+// lose of it, all in one pass (docs/payload_format.md). Shards are read in the order of the payload's rows.
+//
+// Memory traffic an element, bfloat16 source at 128 a block: 2 bytes read, 1 + 2/128 (int8) or 0.5 + 2/128 (int4)
+// written; with residuals 4 read and 4 written more. Each byte moves once.
+//
+// Build alone: hipcc -O3 --genco --offload-arch=gfx90a encode.hip -o encode.hsaco
+//              nvcc -O3 -arch=sm_90 -cubin -x cu encode.hip -o encode.cubin
+// Check alone: python -m pytest tests/kernels -k encode     (emulated on the host, and on a GPU where there is one)
+#include "block.h"
+
+namespace hz {
+
+template <class Source, int BITS, bool WIDE>
+HZ_DEVICE void encode(const hz_bucket& bucket) {
+  const Place at = place(bucket);
+  const hz_tensor& tensor = at.tensor;
+  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
+  const int count = at.has_elements ? (int)present(tensor, first) - (int)at.element : 0;
+  float x[16];
+  load<Source>(pointer<const typename Source::type>(tensor.data) + first + at.element, count, x);
+  if (tensor.residual) {
+    float residual[16];
+    load<Fp32>(pointer<const float>(tensor.residual) + first + at.element, count, residual);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = add(x[i], mul(residual[i], tensor.factor));
+  }
+  hz_u8* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
+  hz_u32 words[BITS / 2];
+  const float scale = encode_block<BITS, WIDE>(bucket, at, record, tensor.scales, bucket.scale_bytes, x, words);
+  if (tensor.left) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int code = (int)(words[i * BITS / 32] << (32 - BITS - i * BITS % 32)) >> (32 - BITS);
+      const float lost = sub(x[i], mul((float)code, scale));
+      // A block that is not finite keeps nothing: its codes say nothing of it.
+      x[i] = (bits_of(lost) & 0x7f800000u) == 0x7f800000u ? 0.0f : lost;
+    }
+    store<Fp32>(pointer<float>(tensor.left) + first + at.element, count, x);
+  }
+}
+
+}  // namespace hz
+
+#define HZ_ENCODE(codec, bits, name, Source)                                        \
+  HZ_KERNEL(encode_##codec##_##name) { hz::encode<hz::Source, bits, false>(bucket); } \
+  HZ_KERNEL(encode_##codec##_##name##_wide) { hz::encode<hz::Source, bits, true>(bucket); }
+HZ_ENCODE(int8, 8, fp32, Fp32)
+HZ_ENCODE(int8, 8, bf16, Bf16)
+HZ_ENCODE(int8, 8, fp16, Fp16)
+HZ_ENCODE(int4, 4, fp32, Fp32)
+HZ_ENCODE(int4, 4, bf16, Bf16)
+HZ_ENCODE(int4, 4, fp16, Fp16)

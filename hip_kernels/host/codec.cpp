@@ -1,0 +1,407 @@
+// The codecs on a processor: the same four families as the device kernels, on spans of successive blocks. Compiled
+// once for each instruction set with HZ_ISA its name; library.cpp chooses among them and splits the work.
+//
+// Memory traffic is that of the device kernels. A block is read twice, the second time from the first-level cache.
+// -ffp-contract=off: every operation is rounded by itself.
+#include <type_traits>
+
+#include "library.h"
+#include "vector.h"
+
+namespace hz {
+namespace HZ_ISA {
+
+constexpr uint32_t largest_block = 4096;
+constexpr uint32_t batch = 16;  // blocks whose scales are computed together
+
+// No templates of the standard library: one copy of each would serve all instruction sets.
+HZ_INLINE int64_t between(int64_t low, int64_t x, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+struct Record {
+  uint8_t* codes;
+  uint8_t* scales;
+};
+
+HZ_INLINE Record record_at(uint64_t payload, int64_t row_bytes, uint32_t inner, int64_t start, uint32_t bytes,
+                           uint32_t scales, uint32_t row) {
+  uint8_t* at = (uint8_t*)payload + row / inner * (int64_t)inner * row_bytes + inner * start +
+                row % inner * (int64_t)bytes;
+  return {at, at + scales};
+}
+
+HZ_INLINE int64_t shard_of(const hz_bucket& bucket, uint32_t row) {
+  int64_t shard = 0;
+  for (uint32_t axis = bucket.axes; axis-- > 0; row /= bucket.sizes[axis])
+    shard += (int64_t)(row % bucket.sizes[axis]) * bucket.strides[axis];
+  return shard;
+}
+
+HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block, uint32_t bytes) {
+  return bytes == 2 ? float_of((uint32_t)((const uint16_t*)scales)[block] << 16) : ((const float*)scales)[block];
+}
+
+HZ_INLINE void store_scale(uint8_t* scales, uint32_t block, uint32_t blocks, uint32_t bytes, float scale) {
+  if (bytes == 2)
+    ((uint16_t*)scales)[block] = (uint16_t)(bits_of(scale) >> 16);
+  else
+    ((float*)scales)[block] = scale;
+  if (block + 1 == blocks) std::memset(scales + (size_t)blocks * bytes, 0, -(blocks * bytes) & 15);
+}
+
+// ---- scales --------------------------------------------------------------------------------------------------------
+
+// Magnitude bits of a block's largest positive and most negative element, found on elements as integers: the largest
+// signed one is the largest positive number, the largest unsigned one the most negative, wherever there is one. `all`
+// is a multiple of 16.
+template <class Element, int BYTES>
+HZ_INLINE void extremes(const Element* x, uint32_t all, uint32_t& positive, uint32_t& negative) {
+  typedef typename std::conditional<sizeof(Element) == 2, int16_t, int32_t>::type Signed;
+  typedef typename std::conditional<sizeof(Element) == 2, uint16_t, uint32_t>::type Unsigned;
+  typedef Signed Above __attribute__((vector_size(BYTES)));
+  typedef Unsigned Below __attribute__((vector_size(BYTES)));
+  typedef long long Whole __attribute__((vector_size(BYTES)));
+  constexpr uint32_t count = BYTES / sizeof(Element);
+  Above above = {};
+  Below below = {};
+  for (uint32_t i = 0; i < all; i += count) {
+    const Above bits = load<Above>(x + i);
+    above = above > bits ? above : bits;
+    below = below > (Below)bits ? below : (Below)bits;
+  }
+  const uint32_t sign = 1u << (8 * sizeof(Element) - 1), least = largest((Whole)below, Unsigned());
+  positive = largest((Whole)above, Unsigned());
+  negative = least >= sign ? least ^ sign : 0;
+}
+
+// The element of largest magnitude with its sign, the first of several; its bits in the element's own type.
+template <class Element, int BITS>
+HZ_INLINE uint32_t extreme_of(const Element* x, uint32_t all) {
+  uint32_t positive, negative;
+  constexpr int widest = 4 * lanes, least = 16 * sizeof(Element) < widest ? 16 * sizeof(Element) : widest;
+  if (all * sizeof(Element) % widest)
+    extremes<Element, least>(x, all, positive, negative);
+  else
+    extremes<Element, widest>(x, all, positive, negative);
+  const uint32_t sign = 1u << (8 * sizeof(Element) - 1);
+  if (BITS == 8) return positive > negative ? positive : negative;
+  if (positive != negative || !positive) return positive > negative ? positive : negative | sign;
+  for (uint32_t i = 0;; ++i) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, x + i, sizeof(Element));
+    if ((bits & ~sign) == positive) return bits;
+  }
+}
+
+// Scales of `batch` blocks from their extremes. Blocks whose quotients the reciprocal gives (see quotient_of), and none
+// of which rounds to more than the largest code, get theirs; the others get zero.
+template <class Type, int BITS>
+HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_bytes, float limit, float* scales,
+                         float* reciprocals) {
+  for (uint32_t i = 0; i < batch; i += lanes) {
+    const Floats extreme = Type::widen(extremes + i);
+    Floats scale = extreme / (BITS == 8 ? 127.0f : -8.0f);
+    if (scale_bytes == 2) scale = (Floats)(bf16_of(scale) << 16);
+    scale = smaller(larger(scale, same(-limit)), same(limit));
+    const Ints finite = magnitude(extreme) <= same(0x1.fffffep127f), zero = scale == Floats{};
+    const Words bits = (Words)scale & ~(Words)zero;  // -0 becomes +0
+    store(scales + i, ((Words)finite & bits) | (~(Words)finite & 0x7fc00000));
+    const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
+    const Ints easy = finite & (size > same(0x1p-60f)) & (size < same(0x1p100f)) & ((Ints)bits << 16 == Ints{}) &
+                      (magnitude(extreme * reciprocal) < same(BITS == 8 ? 127.49f : 8.49f));
+    store(reciprocals + i, has_fused ? (Words)reciprocal & (Words)easy : Words{});
+  }
+}
+
+// ---- codes ---------------------------------------------------------------------------------------------------------
+
+constexpr float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to nearest even
+
+HZ_INLINE Words mix(Words word) {
+  word = (word ^ word >> 16) * 0x7feb352d;
+  word = (word ^ word >> 15) * 0x846ca68b;
+  return word ^ word >> 16;
+}
+
+// The quotient x / scale, rounded once: by division, or, EASY, from the reciprocal. A remainder that is exact corrects
+// a product with it (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the
+// middle between two float32 that what the reciprocal lacks could matter; quotients below 2^-40, whose remainders may
+// not be exact, have code 0 or do not move a stochastic one.
+template <bool EASY>
+HZ_INLINE Floats quotient_of(Floats x, Floats scale, Floats reciprocal) {
+  if (!EASY) return x / scale;
+  const Floats quotient = x * reciprocal;
+  return fused(fused(-quotient, scale, x), reciprocal, quotient);
+}
+
+// Integers in the low bits of words that stand for a vector's codes. `noise`: the keys of stochastic rounding in this
+// row and column; null to round to nearest.
+template <class Type, int BITS, bool EASY>
+HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, Floats reciprocal,
+                        const uint32_t* noise) {
+  Floats quotient = quotient_of<EASY>(Type::widen(x + i), scale, reciprocal);
+  if (noise) {
+    Words counting;
+    for (int lane = 0; lane < lanes; ++lane) counting[lane] = lane;
+    const Ints bits = (Ints)(mix((counting + (noise[1] + i)) ^ noise[0]) >> 16);
+    const Floats moved = quotient + (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-16f;
+    const Floats nearest = (moved + magic) - magic;
+    quotient = nearest + __builtin_convertvector(nearest > moved, Floats);  // a comparison that holds is -1
+  }
+  if (!EASY || noise) quotient = larger(quotient, same(BITS == 8 ? -127.0f : -8.0f));
+  if (!EASY || noise || BITS == 4) quotient = smaller(quotient, same(BITS == 8 ? 127.0f : 7.0f));
+  return (Words)(quotient + magic);
+}
+
+template <class Type, int BITS, bool EASY>
+HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale, float reciprocal,
+                        const uint32_t* noise, uint8_t* codes) {
+  const Floats divisor = same(scale), factor = same(reciprocal);
+  uint32_t i = 0;
+  for (; i + 2 * lanes <= all; i += 2 * lanes)
+    Codes<BITS>::pack(codes + i * BITS / 8, rounded<Type, BITS, EASY>(x, i, divisor, factor, noise),
+                      rounded<Type, BITS, EASY>(x, i + lanes, divisor, factor, noise));
+  for (; i < all; i += lanes)
+    Codes<BITS>::pack(codes + i * BITS / 8, rounded<Type, BITS, EASY>(x, i, divisor, factor, noise));
+}
+
+// Codes of one block.
+template <class Type, int BITS>
+HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale, float reciprocal,
+                        const uint32_t* noise, uint8_t* codes) {
+  if (reciprocal != 0.0f && !noise)
+    codes_of<Type, BITS, true>(x, all, scale, reciprocal, nullptr, codes);
+  else if (reciprocal != 0.0f)
+    codes_of<Type, BITS, true>(x, all, scale, reciprocal, noise, codes);
+  else if (scale > 0.0f || scale < 0.0f)
+    codes_of<Type, BITS, false>(x, all, scale, 0.0f, noise, codes);
+  else  // zero or NaN
+    std::memset(codes, 0, all * BITS / 8);
+}
+
+struct Rounding {
+  bool stochastic;
+  uint32_t key, first_block;  // of the row, of the tensor
+};
+
+HZ_INLINE Rounding rounding_of(const hz_bucket& bucket, const hz_tensor& tensor, uint32_t row) {
+  return {bucket.stochastic != 0, bucket.stochastic ? mix(Words{} + (row ^ bucket.key))[0] : 0, tensor.first_block};
+}
+
+// Encodes up to `batch` blocks of `size` elements, the last one of `last`; zeros follow up to a multiple of 16. Scales
+// are found for all of them first, so that no block waits for the divisions of its own.
+template <class Type, int BITS>
+HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint32_t last, uint32_t block,
+                             uint32_t blocks, const hz_bucket& bucket, uint32_t scale_bytes, Rounding rounding,
+                             Record record, float* scales) {
+  typedef typename Type::type Element;
+  const uint32_t size = bucket.block_size;
+  alignas(64) Element extremes[batch] = {};
+  alignas(64) float reciprocals[batch];
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t bits = extreme_of<Element, BITS>(x + i * size, ((i + 1 < count ? size : last) + 15) & ~15u);
+    std::memcpy(extremes + i, &bits, sizeof(Element));
+  }
+  scales_of<Type, BITS>(extremes, scale_bytes, bucket.limit, scales, reciprocals);
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t all = ((i + 1 < count ? size : last) + 15) & ~15u, column = (block + i) * size;
+    const uint32_t noise[2] = {rounding.key, rounding.first_block * size + column};
+    uint8_t* codes = record.codes + (size_t)column * BITS / 8;
+    codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
+    if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
+    store_scale(record.scales, block + i, blocks, scale_bytes, scales[i]);
+  }
+}
+
+// ---- the four families, on blocks `begin` to `end` of a row's record ------------------------------------------------
+
+template <class Type, int BITS>
+static void encode(const hz_bucket& bucket, const Span& span) {
+  typedef typename Type::type Element;
+  const hz_tensor& tensor = *span.tensor;
+  const uint32_t size = bucket.block_size;
+  const int64_t first = shard_of(bucket, span.row) * tensor.chunk;
+  const int64_t present = between(0, tensor.numel - first, tensor.chunk);
+  const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
+                                  tensor.scales, span.row);
+  const Rounding rounding = rounding_of(bucket, tensor, span.row);
+  alignas(64) Element padded[largest_block];
+  alignas(64) float sums[largest_block], scales[batch];
+  uint32_t count;
+  for (uint32_t block = span.begin; block < span.end; block += count) {
+    const int64_t at = (int64_t)block * size;
+    const Element* x = (const Element*)tensor.data + first + at;
+    // A batch of whole blocks; what is cut short, or has residuals, goes one by one through a buffer.
+    const int64_t whole = between(0, present - at, (int64_t)size * batch) / size;
+    count = (uint32_t)between(0, whole, span.end - block);
+    const bool plain = !tensor.left;
+    if (count && plain) {
+      encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record, scales);
+      continue;
+    }
+    count = 1;
+    const uint32_t length = (uint32_t)between(0, tensor.chunk - at, size), all = (length + 15) & ~15u;
+    const uint32_t here = (uint32_t)between(0, present - at, length);
+    std::memcpy(padded, x, here * sizeof(Element));
+    std::memset(padded + here, 0, (all - here) * sizeof(Element));
+    if (plain) {
+      encode_blocks<Type, BITS>(padded, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
+                                scales);
+      continue;
+    }
+    for (uint32_t i = 0; i < all; i += lanes) store(sums + i, Type::widen(padded + i));
+    if (tensor.residual) {
+      const float* residual = (const float*)tensor.residual + first + at;
+      for (uint32_t i = 0; i < here; ++i) sums[i] += residual[i] * tensor.factor;
+    }
+    encode_blocks<Fp32, BITS>(sums, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record, scales);
+    float* left = (float*)tensor.left + first + at;
+    for (uint32_t i = 0; i < all; i += lanes) {
+      const Floats lost = load<Floats>(sums + i) - Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8) * scales[0];
+      // A block that is not finite keeps nothing: its codes say nothing of it.
+      const Ints finite = magnitude(lost) <= same(0x1.fffffep127f);
+      store(sums + i, (Words)lost & (Words)finite);
+    }
+    std::memcpy(left, sums, here * sizeof(float));
+  }
+}
+
+template <class Type, int BITS>
+static void decode(const hz_bucket& bucket, const Span& span) {
+  typedef typename Type::type Element;
+  const hz_tensor& tensor = *span.tensor;
+  const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
+                                  tensor.scales, span.row);
+  Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
+  alignas(64) Element padded[16];
+  for (uint32_t block = span.begin; block < span.end; ++block) {
+    const int64_t at = (int64_t)block * bucket.block_size;
+    const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size), whole = count & ~15u;
+    const uint8_t* codes = record.codes + at * BITS / 8;
+    const float scale = load_scale(record.scales, block, bucket.scale_bytes);
+    Element* to = target + at;
+    if (scale != scale) {
+      for (uint32_t i = 0; i < count; ++i) to[i] = Type::nan();
+      continue;
+    }
+    for (uint32_t i = 0; i < whole; i += lanes) Type::narrow(to + i, Codes<BITS>::unpack(codes + i * BITS / 8) * scale);
+    if (whole == count) continue;
+    for (uint32_t i = 0; i < 16; i += lanes)
+      Type::narrow(padded + i, Codes<BITS>::unpack(codes + (whole + i) * BITS / 8) * scale);
+    std::memcpy(to + whole, padded, (count - whole) * sizeof(Element));
+  }
+}
+
+// sum + code * scale, each rounded; EASY where products are exact, as those with a bfloat16 scale are.
+template <bool EASY>
+HZ_INLINE Floats added(Floats sum, Floats codes, Floats scale) {
+  return EASY ? fused(codes, scale, sum) : sum + codes * scale;
+}
+
+// Adds a block of PEERS peers, in their order, to `sums`, or starts them.
+template <int BITS, int PEERS, bool EASY>
+HZ_INLINE void add_peers(const uint8_t* codes, const Floats* scales, int64_t step, uint32_t all, bool starts,
+                         float* sums) {
+  uint32_t i = 0;
+  if (BITS == 4)
+    for (; i + 2 * lanes <= all; i += 2 * lanes) {
+      Floats even, odd, first, second;
+      Codes<4>::unpack(codes + i / 2, even, odd);
+      if (starts) {
+        even = even * scales[0], odd = odd * scales[0];
+      } else {
+        split(load<Floats>(sums + i), load<Floats>(sums + i + lanes), first, second);
+        even = added<EASY>(first, even, scales[0]), odd = added<EASY>(second, odd, scales[0]);
+      }
+      for (int k = 1; k < PEERS; ++k) {
+        Codes<4>::unpack(codes + k * step + i / 2, first, second);
+        even = added<EASY>(even, first, scales[k]), odd = added<EASY>(odd, second, scales[k]);
+      }
+      merge(even, odd, first, second);
+      store(sums + i, first);
+      store(sums + i + lanes, second);
+    }
+  for (; i < all; i += lanes) {
+    Floats sum = Codes<BITS>::unpack(codes + i * BITS / 8);
+    sum = starts ? sum * scales[0] : added<EASY>(load<Floats>(sums + i), sum, scales[0]);
+    for (int k = 1; k < PEERS; ++k)
+      sum = added<EASY>(sum, Codes<BITS>::unpack(codes + k * step + i * BITS / 8), scales[k]);
+    store(sums + i, sum);
+  }
+}
+
+template <int BITS, int PEERS>
+HZ_INLINE void add_peers(Record first, int64_t step, uint32_t bytes, uint32_t block, uint32_t size, uint32_t all,
+                         bool starts, float* sums) {
+  const uint8_t* codes = first.codes + (int64_t)block * size * BITS / 8;
+  Floats scales[PEERS];
+  for (int k = 0; k < PEERS; ++k) scales[k] = same(load_scale(first.scales + k * step, block, bytes));
+  if (has_fused && bytes == 2)
+    add_peers<BITS, PEERS, true>(codes, scales, step, all, starts, sums);
+  else
+    add_peers<BITS, PEERS, false>(codes, scales, step, all, starts, sums);
+}
+
+// Sums `count` elements of one block over the peers, in their order; zeros follow up to a multiple of 16.
+template <int BITS>
+HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block,
+                         uint32_t count, float* sums) {
+  const int64_t step = bucket.inner * bucket.row_bytes;
+  const uint32_t all = (count + 15) & ~15u, bytes = bucket.scale_bytes, size = bucket.block_size;
+  uint32_t peer = 0;
+  // Four at a time, so that partial sums seldom go through memory.
+  for (; peer + 4 <= bucket.outer; peer += 4, first.codes += 4 * step, first.scales += 4 * step)
+    add_peers<BITS, 4>(first, step, bytes, block, size, all, peer == 0, sums);
+  for (; peer < bucket.outer; ++peer, first.codes += step, first.scales += step)
+    add_peers<BITS, 1>(first, step, bytes, block, size, all, peer == 0, sums);
+  // Codes beyond the record are zero, but zero times a scale that is not finite is not.
+  for (uint32_t i = count; i < all; ++i) sums[i] = 0.0f;
+}
+
+template <int BITS>
+static void decode_sum(const hz_bucket& bucket, const Span& span) {
+  const hz_tensor& tensor = *span.tensor;
+  const Record first = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
+                                 tensor.scales, span.row);
+  alignas(64) float padded[largest_block];
+  for (uint32_t block = span.begin; block < span.end; ++block) {
+    const int64_t at = (int64_t)block * bucket.block_size;
+    const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size);
+    float* target = (float*)tensor.data + span.row * (int64_t)tensor.chunk + at;
+    sum_block<BITS>(bucket, first, block, count, count % 16 ? padded : target);
+    if (count % 16) std::memcpy(target, padded, count * sizeof(float));
+  }
+}
+
+template <int BITS, int OUT_BITS>
+static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
+  const hz_tensor& tensor = *span.tensor;
+  const uint32_t size = bucket.block_size;
+  const Record first = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
+                                 tensor.scales, span.row);
+  const Record record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, tensor.out_start,
+                                  tensor.out_record_bytes, tensor.out_scales, span.row);
+  const Rounding rounding = rounding_of(bucket, tensor, span.row);
+  alignas(64) float sums[largest_block], scales[batch];
+  uint32_t count;
+  for (uint32_t block = span.begin; block < span.end; block += count) {
+    count = (uint32_t)between(1, largest_block / size, batch);
+    count = (uint32_t)between(0, count, span.end - block);
+    uint32_t length = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      length = (uint32_t)between(0, tensor.chunk - (int64_t)(block + i) * size, size);
+      sum_block<BITS>(bucket, first, block + i, length, sums + i * size);
+    }
+    encode_blocks<Fp32, OUT_BITS>(sums, count, length, block, span.blocks, bucket, bucket.out_scale_bytes, rounding,
+                                  record, scales);
+  }
+}
+
+extern const Kernels kernels;
+const Kernels kernels = {
+#define HZ_ENTRY(name, ...) __VA_ARGS__,
+    HZ_EACH_KERNEL(HZ_ENTRY)
+#undef HZ_ENTRY
+};
+
+}  // namespace HZ_ISA
+}  // namespace hz

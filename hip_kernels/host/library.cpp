@@ -1,0 +1,125 @@
+// The host library: C functions named after the device kernels, `void NAME(const hz_bucket*, int threads)`. They choose
+// the widest instruction set that the processor has and split the blocks of a bucket over threads.
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "library.h"
+
+namespace hz {
+
+#if defined(__x86_64__)
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+#endif
+namespace baseline {
+extern const Kernels kernels;
+}
+
+struct InstructionSet {
+  const char* name;
+  const Kernels* kernels;
+  bool (*is_there)();
+};
+
+#if defined(__x86_64__)
+static bool has_avx2() {
+  // Every processor with FMA and AVX2 has F16C, which some compilers cannot ask for.
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+
+// Widest first. What is asked of the processor is what CMakeLists.txt lets the compiler use.
+static const InstructionSet instruction_sets[] = {
+#if defined(__x86_64__)
+    {"avx512", &avx512::kernels,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+              has_avx2();
+     }},
+    {"avx2", &avx2::kernels, has_avx2},
+#endif
+    {"baseline", &baseline::kernels, [] { return true; }},
+};
+
+static const InstructionSet* current = [] {
+  const InstructionSet* set = instruction_sets;
+  while (!set->is_there()) ++set;
+  return set;
+}();
+
+// Blocks that are worth a thread of their own: starting one takes as long as some 64 Ki elements.
+constexpr hz_u64 elements_a_thread = 256 << 10;
+
+static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u64 begin, hz_u64 end) {
+  hz_u64 before = 0;
+  for (hz_u32 t = 0; t < bucket.tensors && before < end; ++t) {
+    const hz_tensor& tensor = bucket.tensor[t];
+    const hz_u32 blocks = (tensor.chunk + bucket.block_size - 1) / bucket.block_size;
+    const hz_u64 mine = (hz_u64)blocks * rows;
+    hz_u64 at = std::max(begin, before) - before;
+    const hz_u64 last = std::min(end, before + mine) - before;
+    while (at < last && begin < before + mine) {
+      const hz_u32 row = (hz_u32)(at / blocks), first = (hz_u32)(at % blocks);
+      const hz_u32 until = (hz_u32)std::min<hz_u64>(blocks, first + (last - at));
+      kernel(bucket, Span{&tensor, row, first, until, blocks});
+      at += until - first;
+    }
+    before += mine;
+  }
+}
+
+static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads) {
+  hz_u64 blocks = 0;
+  for (hz_u32 t = 0; t < bucket.tensors; ++t)
+    blocks += (hz_u64)rows * ((bucket.tensor[t].chunk + bucket.block_size - 1) / bucket.block_size);
+  const hz_u64 worth = blocks * bucket.block_size / elements_a_thread;
+  const hz_u64 count = std::max<hz_u64>(1, std::min<hz_u64>(threads, worth));
+  // Threads end with the call: nothing is left that a fork of the process could lose.
+  std::vector<std::thread> others;
+  hz_u64 started = 1;
+  try {
+    others.reserve(count);
+    for (; started < count; ++started)
+      others.emplace_back([&, k = started] {
+        do_blocks(bucket, rows, kernel, blocks * k / count, blocks * (k + 1) / count);
+      });
+  } catch (const std::exception&) {  // no more threads to be had: the rest is done here
+  }
+  do_blocks(bucket, rows, kernel, 0, blocks / count);
+  do_blocks(bucket, rows, kernel, blocks * started / count, blocks);
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace hz
+
+#define HZ_EXPORT extern "C" __attribute__((visibility("default")))
+
+#define HZ_ENTRY(name, ...)                                                                     \
+  HZ_EXPORT void name(const hz_bucket* bucket, int threads) {                                   \
+    const hz_u32 rows = std::strncmp(#name, "decode_sum", 10) ? bucket->outer * bucket->inner : bucket->inner; \
+    hz::run(*bucket, rows, hz::current->kernels->name, threads);                                \
+  }
+HZ_EACH_KERNEL(HZ_ENTRY)
+
+HZ_EXPORT int hz_bucket_version() { return HZ_BUCKET_VERSION; }
+
+// The instruction set in use.
+HZ_EXPORT const char* hz_instruction_set() { return hz::current->name; }
+
+// Changes it: to test each, and to compare them. Returns 0 where there is none of that name or the processor lacks it.
+HZ_EXPORT int hz_use_instruction_set(const char* name) {
+  for (const hz::InstructionSet& set : hz::instruction_sets)
+    if (!std::strcmp(set.name, name) && set.is_there()) {
+      hz::current = &set;
+      return 1;
+    }
+  return 0;
+}

@@ -1,0 +1,121 @@
+// The one header that knows compilers. It gives the kernels, under neutral names:
+//
+//   HZ_WAVE                lanes of a wave: 64 on gfx9, 32 on NVIDIA, either in the emulation
+//   HZ_DEVICE, HZ_SHARED   an inlined device function; memory of the workgroup
+//   pointer                into the device's memory, from an address
+//   HZ_KERNEL(name)        a kernel of one argument, the hz_bucket `bucket`, for workgroups of HZ_THREADS threads
+//   thread, workgroup      indices
+//   barrier                of the workgroup
+//   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
+//   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
+//   fused                  a * b + c, rounded once
+//   bits_of, float_of      float32 and its bits
+//   from_half, to_half     float32 and float16, this one as 16 bits
+//
+// Compilers: hipcc, hiprtc and bare clang for AMD; nvcc and NVRTC for NVIDIA; a host compiler with HZ_EMULATE. None of
+// their headers is included: the run-time compilers have few, and define some of the standard integer types themselves.
+#pragma once
+#include "bucket.h"
+
+#define HZ_THREADS 256
+
+#if defined(HZ_EMULATE)
+#include "emulation.h"
+
+#elif defined(__CUDACC__) || defined(__CUDACC_RTC__)  // ---- NVIDIA -------------------------------------------------
+
+#define HZ_WAVE 32
+#define HZ_DEVICE static __device__ __forceinline__
+#define HZ_SHARED __shared__
+#define HZ_KERNEL(name) \
+  extern "C" __global__ void __launch_bounds__(HZ_THREADS, 4) name(const __grid_constant__ hz_bucket bucket)
+
+namespace hz {
+template <class T>
+HZ_DEVICE T* pointer(hz_u64 address) {
+  return (T*)address;
+}
+HZ_DEVICE hz_u32 thread() { return threadIdx.x; }
+HZ_DEVICE hz_u32 workgroup() { return blockIdx.x; }
+HZ_DEVICE void barrier() { __syncthreads(); }
+HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) { return __shfl_xor_sync(0xffffffffu, value, m); }
+HZ_DEVICE hz_u32 bits_of(float x) { return __float_as_uint(x); }
+HZ_DEVICE float float_of(hz_u32 bits) { return __uint_as_float(bits); }
+HZ_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+HZ_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+HZ_DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
+HZ_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+HZ_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+HZ_DEVICE float round_down(float x) { return floorf(x); }
+HZ_DEVICE float clamp(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
+HZ_DEVICE float from_half(hz_u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+HZ_DEVICE hz_u16 to_half(float x) {
+  hz_u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+}  // namespace hz
+
+#else  // ---- AMD ---------------------------------------------------------------------------------------------------
+
+#if defined(__AMDGCN__) && !defined(__GFX9__)
+#error "the kernels are written for the 64 lanes of gfx9 (MI50 to MI300)"
+#endif
+#define HZ_WAVE 64
+#define HZ_DEVICE static inline __attribute__((device, always_inline))
+#define HZ_SHARED __attribute__((shared))
+#define HZ_KERNEL(name)                                                                                              \
+  extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS))) void \
+  name(const hz_bucket bucket)
+
+namespace hz {
+#pragma clang fp contract(off)
+// Through the global address space: the compiler infers it from here on, and need not emit the slower flat accesses.
+template <class T>
+HZ_DEVICE T* pointer(hz_u64 address) {
+  return (T*)(__attribute__((address_space(1))) T*)address;
+}
+HZ_DEVICE hz_u32 thread() { return __builtin_amdgcn_workitem_id_x(); }
+HZ_DEVICE hz_u32 workgroup() { return __builtin_amdgcn_workgroup_id_x(); }
+HZ_DEVICE void barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+// Within a row of 16 lanes by DPP, which costs no trip to the crossbar.
+template <int CONTROL>
+HZ_DEVICE hz_u32 dpp(hz_u32 value) {
+  return __builtin_amdgcn_update_dpp(0, value, CONTROL, 0xf, 0xf, true);
+}
+HZ_DEVICE hz_u32 crossbar(hz_u32 value, hz_u32 lane) { return __builtin_amdgcn_ds_bpermute(lane * 4, value); }
+HZ_DEVICE hz_u32 bits_of(float x) { return __builtin_bit_cast(hz_u32, x); }
+HZ_DEVICE float float_of(hz_u32 bits) { return __builtin_bit_cast(float, bits); }
+HZ_DEVICE float mul(float a, float b) { return a * b; }
+HZ_DEVICE float add(float a, float b) { return a + b; }
+HZ_DEVICE float sub(float a, float b) { return a - b; }
+HZ_DEVICE float divide(float a, float b) { return a / b; }
+HZ_DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+HZ_DEVICE float round_down(float x) { return __builtin_floorf(x); }
+HZ_DEVICE float clamp(float x, float low, float high) { return __builtin_amdgcn_fmed3f(x, low, high); }
+HZ_DEVICE float from_half(hz_u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
+HZ_DEVICE hz_u16 to_half(float x) { return __builtin_bit_cast(hz_u16, (_Float16)x); }
+}  // namespace hz
+#endif
+
+#if HZ_WAVE == 64
+namespace hz {
+HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) {
+  switch (m) {
+    case 1: return dpp<0xb1>(value);   // quad_perm 1 0 3 2
+    case 2: return dpp<0x4e>(value);   // quad_perm 2 3 0 1
+    case 4: return dpp<0x141>(value);  // row_half_mirror
+    case 8: return dpp<0x140>(value);  // row_mirror
+    default: return crossbar(value, thread() % HZ_WAVE ^ m);
+  }
+}
+}  // namespace hz
+#endif

@@ -1,0 +1,94 @@
+"""Which backend computes the operators on a device, and why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hzero.codecs import reference
+from hzero.codecs.device import DeviceKernels
+from hzero.codecs.host import HostLibrary
+from hzero.codecs.kernels import KernelBackend
+from hzero.config import ConfigError, one_of
+
+#: Environment variable that names the backend to use. Where it is not set, the fastest that works is used.
+VARIABLE = "HZERO_BACKEND"
+BACKENDS = ("reference", "host", "hip", "cuda")
+
+logger = logging.getLogger("hzero")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of one kind of device.
+
+    Attributes:
+        name: One of `BACKENDS`.
+        backend: Has the functions of `hzero.codecs.reference`.
+        why: One line.
+        fallback: Whether a better one was expected here and is missing.
+    """
+
+    name: str
+    backend: Any
+    why: str
+    fallback: bool = False
+
+
+@functools.cache
+def choice(kind: str) -> Choice:
+    """The backend for tensors of a kind of device.
+
+    Args:
+        kind: ``cpu`` or ``cuda`` (which torch calls AMD GPUs too).
+
+    Raises:
+        ConfigError: ``HZERO_BACKEND`` names no backend, or one that serves this kind and does not work.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted and wanted not in BACKENDS:
+        raise one_of(VARIABLE, wanted, BACKENDS, "backend")
+    if wanted in ("hip", "cuda") and not getattr(torch.version, wanted):
+        raise ConfigError(f"{VARIABLE}: {wanted} cannot be used: this torch, {torch.__version__}, is not built for it")
+    if wanted == "reference":
+        return Choice("reference", reference, f"{VARIABLE} asks for it")
+    own = "host" if kind == "cpu" else ("hip" if torch.version.hip else "cuda")
+    try:
+        if kind == "cpu":
+            library = HostLibrary()
+            return Choice(own, KernelBackend(library), f"compiled library, {library.instruction_set}")
+        kernels = DeviceKernels()
+        return Choice(own, KernelBackend(kernels), kernels.describe())
+    except (OSError, ImportError) as error:
+        if wanted == own:
+            raise ConfigError(f"{VARIABLE}: {own} cannot be used: {error}") from None
+        return Choice("reference", reference, str(error), fallback=True)
+
+
+@functools.cache
+def _announced(kind: str) -> Choice:
+    """`choice`; says once, on the first rank, if the reference has to step in."""
+    chosen = choice(kind)
+    if chosen.fallback and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        logger.warning("hzero: codecs run in plain torch on %s tensors, several times slower: %s", kind, chosen.why)
+    return chosen
+
+
+def of(device: torch.device) -> Any:
+    """The backend in use for a device: its operations have the names and arguments of `hzero.codecs.reference`."""
+    return _announced(device.type).backend if device.type in ("cpu", "cuda") else reference
+
+
+class Current:
+    """Stands for the backend of a kind of device, which is chosen when an operator first needs it."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, operation: str) -> Any:
+        return getattr(_announced(self._kind).backend, operation)

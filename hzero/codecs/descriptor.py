@@ -1,0 +1,174 @@
+"""The ``hz_bucket`` structure of hip_kernels/bucket.h: what one call of a kernel works on, as a numpy record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hzero.codecs.layout import layout_of
+from hzero.codecs.reference import noise_key, scale_limit
+from hzero.sharding.records import RecordFormat
+
+#: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
+VERSION, TENSORS, AXES, THREADS = 1, 40, 6, 256
+
+_TENSOR = np.dtype(
+    [
+        *((name, "u8") for name in ("data", "residual", "left")),
+        *((name, "i8") for name in ("numel", "start", "out_start")),
+        *((name, "u4") for name in ("chunk", "scales", "out_scales", "record_bytes", "out_record_bytes")),
+        *((name, "u4") for name in ("first_block", "first_group")),
+        ("factor", "f4"),
+    ],
+    align=True,
+)
+
+#: The whole structure.
+BUCKET = np.dtype(
+    [
+        *((name, "u8") for name in ("payload", "out_payload")),
+        *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
+        *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size", "scale_bytes", "out_scale_bytes")),
+        ("limit", "f4"),
+        *((name, "u4") for name in ("stochastic", "key", "axes")),
+        *((name, "u4", AXES) for name in ("sizes", "strides")),
+        *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
+        ("tensor", _TENSOR, TENSORS),
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything of a call but addresses, counts of elements and the seed.
+
+    Attributes:
+        chunks: Elements of one shard of each tensor.
+        rows: Rows to work on: those of the payload, or of one peer's.
+        sizes: Axes of the rows.
+        strides: Their strides, in shards.
+        outer: Pieces of the payload; peers of a sum.
+        inner: Rows of a piece.
+        fmt: Format of the payload.
+        dtype: Of the elements; only its size and range matter.
+        out: Format of the payload that is written besides; None where there is none.
+        out_outer: Its pieces.
+        wave: Lanes of the device's wave; 0 for a processor.
+    """
+
+    chunks: tuple[int, ...]
+    rows: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    outer: int
+    inner: int
+    fmt: RecordFormat
+    dtype: torch.dtype
+    out: RecordFormat | None = None
+    out_outer: int = 1
+    wave: int = 0
+
+    @property
+    def written(self) -> RecordFormat:
+        """The format that is encoded, where one is."""
+        return self.out or self.fmt
+
+    def fits(self) -> bool:
+        """Whether the structure can say it: all but shards of 2**31 elements and rows of more than six axes."""
+        return max(self.chunks) < 2**31 and len(self.sizes) <= AXES and self.rows < 2**31
+
+
+@functools.lru_cache(maxsize=1024)
+def _templates(shape: Shape) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Structures that lack addresses, counts of elements and keys; and which tensors each is of."""
+    layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
+    # Sums are float32, whatever was encoded.
+    out = layout_of(shape.chunks, shape.out, torch.float32.itemsize) if shape.out else None
+    lanes = max(1, 1 << (shape.fmt.block_size // 16 - 1).bit_length())
+    whole = [index for index, chunk in enumerate(shape.chunks) if chunk]
+    made = []
+    for first in range(0, len(whole), TENSORS):
+        some = np.array(whole[first : first + TENSORS])
+        bucket = np.zeros((), BUCKET)
+        bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
+        bucket["block_size"], bucket["scale_bytes"] = shape.fmt.block_size, shape.fmt.scale_bytes
+        bucket["limit"] = scale_limit(shape.written, torch.float32 if shape.out else shape.dtype)
+        bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), lanes
+        bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
+        tensor = bucket["tensor"][: len(some)]
+        tensor["chunk"] = [shape.chunks[index] for index in some]
+        tensor["first_block"] = np.array(layout.block_starts)[some] % 2**32
+        tensor["start"], tensor["record_bytes"] = (
+            np.array(offsets)[some] for offsets in (layout.record_starts, layout.record_bytes)
+        )
+        tensor["scales"] = np.array(layout.scales_offsets)[some]
+        if out:
+            assert shape.out
+            bucket["out_row_bytes"], bucket["out_inner"] = out.row_bytes, shape.rows // shape.out_outer
+            bucket["out_scale_bytes"] = shape.out.scale_bytes
+            tensor["out_start"], tensor["out_record_bytes"], tensor["out_scales"] = (
+                np.array(offsets)[some] for offsets in (out.record_starts, out.record_bytes, out.scales_offsets)
+            )
+        groups = [-(-shape.fmt.blocks(shape.chunks[index]) // (THREADS // lanes)) * shape.rows for index in some]
+        tensor["first_group"] = np.cumsum([0, *groups[:-1]])
+        bucket["workgroups"] = sum(groups)
+        made.append((bucket, some))
+    return tuple(made)
+
+
+def buckets_of(
+    shape: Shape,
+    payload: torch.Tensor,
+    tensors: Sequence[torch.Tensor] = (),
+    *,
+    out_payload: torch.Tensor | None = None,
+    residuals: Sequence[torch.Tensor] = (),
+    factors: Sequence[float] = (),
+    left: Sequence[torch.Tensor] = (),
+    stochastic: bool = False,
+    seed: int = 0,
+) -> Iterator[np.ndarray]:
+    """The structures of one call; several where the bucket has more tensors than one holds, none where it has none.
+
+    Args:
+        shape: Everything else.
+        payload: uint8 payload that is read or written.
+        tensors: What is encoded, or where decoded elements go, one of each chunk; none where neither is done.
+        out_payload: uint8 payload that is written besides.
+        residuals: float32 to add before encoding, of the sizes of ``tensors``; without elements: nothing.
+        factors: Of the residuals.
+        left: Where the new residuals go.
+        stochastic: Whether rounding is.
+        seed: Of stochastic rounding.
+
+    Yields:
+        Records of `BUCKET`, ready for a kernel.
+    """
+    for template, some in _templates(shape):
+        bucket = template.copy()
+        bucket["payload"] = payload.data_ptr()
+        if out_payload is not None:
+            bucket["out_payload"] = out_payload.data_ptr()
+        if stochastic:
+            bucket["stochastic"], bucket["key"] = 1, noise_key(seed)
+        each: Any = bucket["tensor"][: len(some)]
+        if tensors:
+            each["data"] = [tensors[index].data_ptr() for index in some]
+            each["numel"] = [tensors[index].numel() for index in some]
+        if left:
+            each["left"] = [left[index].data_ptr() for index in some]
+            each["residual"] = [residuals[index].data_ptr() if residuals[index].numel() else 0 for index in some]
+            each["factor"] = [factors[index] for index in some]
+        yield bucket
+
+
+def axes_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of more than one row, as `Shape` wants them; one of size 1 where there is no other."""
+    kept = [(size, stride) for size, stride in zip(sizes, strides) if size > 1] or [(1, 1)]
+    return tuple(size for size, _ in kept), tuple(stride for _, stride in kept)

@@ -1,0 +1,146 @@
+"""Device backend: the HIP and CUDA kernels of hip_kernels, started through CuPy on torch's tensors and streams."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hzero.codecs.descriptor import THREADS
+from hzero.codecs.host import NATIVE
+
+#: Where the sources of the kernels are: in an installation, in a checkout.
+SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")
+
+
+class DeviceKernels:
+    """Starts device kernels on torch's current stream, without copies and without waiting; graphs can capture them.
+
+    A code object that was built with the installation is used where it is for the device's architecture. Otherwise the
+    sources are compiled when first needed, by hiprtc or NVRTC, and the result is kept on disk.
+
+    Raises:
+        ImportError: CuPy is not installed or cannot be loaded; the extra that brings it is named.
+        OSError: There is no device, or it is none that the kernels are written for, or their sources are missing.
+    """
+
+    alignment = 16
+
+    def __init__(self) -> None:
+        self.name = "hip" if torch.version.hip else "cuda"
+        extra = "rocm" if torch.version.hip else "cuda"
+        try:
+            import cupy
+            from cupy.cuda import nvrtc
+        except Exception as error:  # CuPy raises what its libraries raise
+            first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            raise ImportError(f'cupy cannot be imported ({first[0]}); pip install "hzero[{extra}]"') from None
+        if bool(cupy.cuda.runtime.is_hip) != bool(torch.version.hip):
+            raise ImportError(f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"')
+        if not torch.cuda.is_available():
+            raise OSError("torch finds no GPU")
+        self._cupy, self._compiler = cupy, nvrtc
+        self._sources = next((folder for folder in SOURCES if folder.is_dir()), None)
+        if self._sources is None:
+            raise OSError(f"the kernels' sources are not there: neither {SOURCES[0]} nor {SOURCES[1]} exists")
+        architecture = self._architecture(torch.cuda.current_device())
+        if torch.version.hip and not architecture.startswith("gfx9"):
+            raise OSError(f"the kernels are written for gfx9 (MI50 to MI300), this is {architecture}")
+
+    def describe(self) -> str:
+        """What a kernel would be started from on the current device."""
+        architecture = self._architecture(torch.cuda.current_device())
+        built = self._built("encode", architecture).exists()
+        how = "built with the installation" if built else "compiled when first needed"
+        return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
+
+    def wave(self, device: torch.device) -> int:
+        """64 on AMD's gfx9, 32 on NVIDIA."""
+        return 64 if torch.version.hip else 32
+
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
+        """Starts a kernel on the device's current stream."""
+        with torch.cuda.device(device):
+            index = torch.cuda.current_device()
+            stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index)
+            function = self._function(index, family, kernel)
+            function((int(bucket["workgroups"]),), (THREADS,), (bucket,), stream=stream)
+
+    @staticmethod
+    @functools.cache
+    def _architecture(index: int) -> str:
+        properties = torch.cuda.get_device_properties(index)
+        if torch.version.hip:
+            return properties.gcnArchName.split(":")[0]
+        return f"sm_{properties.major}{properties.minor}"
+
+    @staticmethod
+    def _built(family: str, architecture: str) -> Path:
+        return NATIVE / f"{family}.{architecture}.hsaco"
+
+    @functools.cache  # noqa: B019 - there is one of these a process, for its whole life
+    def _function(self, index: int, family: str, kernel: str) -> Any:
+        return self._module(index, family).get_function(kernel)
+
+    @functools.cache  # noqa: B019
+    def _module(self, index: int, family: str) -> Any:
+        architecture = self._architecture(index)
+        built = self._built(family, architecture)
+        code = built.read_bytes() if built.exists() else self._compiled(family, architecture)
+        module = self._cupy.cuda.function.Module()
+        module.load(code)
+        return module
+
+    def _compiled(self, family: str, architecture: str) -> bytes:
+        assert self._sources is not None
+        headers = sorted(self._sources.glob("*.h"))
+        source = self._sources / f"{family}.hip"
+        option = "--offload-arch=" if torch.version.hip else "--gpu-architecture="
+        options = (f"{option}{architecture}", "-std=c++17")
+        key = hashlib.sha256()
+        for part in (*options, str(self._compiler.getVersion()), torch.version.hip or "", torch.version.cuda or ""):
+            key.update(part.encode() + b"\0")
+        for path in (source, *headers):
+            key.update(path.read_bytes())
+        kept = cache_folder() / f"{family}.{architecture}.{key.hexdigest()[:24]}"
+        if kept.exists():
+            return kept.read_bytes()
+        code = self._compile(source, headers, options)
+        _keep(kept, code)
+        return code
+
+    def _compile(self, source: Path, headers: list[Path], options: tuple[str, ...]) -> bytes:
+        # Not by cupy.RawModule: on ROCm that would flush subnormal numbers, which the payload format keeps.
+        program = self._compiler.createProgram(
+            source.read_text(), source.name, [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
+        )
+        try:
+            self._compiler.compileProgram(program, options)
+            return (self._compiler.getPTX if torch.version.hip else self._compiler.getCUBIN)(program)
+        except self._compiler.NVRTCError:
+            log = self._compiler.getProgramLog(program).strip()
+            raise RuntimeError(f"{source} does not compile with {' '.join(options)}:\n{log}") from None
+        finally:
+            self._compiler.destroyProgram(program)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hzero"
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Writes a file at once or not at all; ranks may do so at the same time. A folder that cannot be written is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code)
+        os.replace(file.name, path)
+    except OSError:
+        return

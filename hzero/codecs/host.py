@@ -1,0 +1,56 @@
+"""Host backend: the compiled library for tensors of a processor (hip_kernels/host)."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hzero.codecs.descriptor import VERSION
+
+#: Where an installation and a checkout that was set up have the compiled parts.
+NATIVE = Path(__file__).resolve().parents[1] / "native"
+LIBRARY = NATIVE / "libhzero_host.so"
+
+
+class HostLibrary:
+    """Starts kernels of the host library, on as many threads as torch was given.
+
+    Args:
+        path: Of the library.
+
+    Raises:
+        OSError: It is not there, cannot be loaded, or was built for another version of hzero.
+    """
+
+    name = "host"
+    alignment = 4
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        if not path.exists():
+            raise OSError(f"{path} is not there: no C++ compiler was found when hzero was installed")
+        self._library = ctypes.CDLL(str(path))
+        version = self._library.hz_bucket_version()
+        if version != VERSION:
+            raise OSError(f"{path} has version {version}, expected {VERSION}: build it again")
+        self._library.hz_instruction_set.restype = ctypes.c_char_p
+
+    @property
+    def instruction_set(self) -> str:
+        """The one in use: ``avx512``, ``avx2`` or ``baseline``."""
+        return self._library.hz_instruction_set().decode()
+
+    @instruction_set.setter
+    def instruction_set(self, name: str) -> None:
+        if not self._library.hz_use_instruction_set(name.encode()):
+            raise ValueError(f"instruction_set: this processor or library has no {name!r}")
+
+    def wave(self, device: torch.device) -> int:
+        """None: a block is one thread's."""
+        return 0
+
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
+        """Runs a kernel; returns when it is done. Other Python threads go on meanwhile."""
+        getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())

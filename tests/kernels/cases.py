@@ -1,0 +1,159 @@
+"""Buckets to try backends on, and what it means that one agrees with the reference."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hzero.codecs import reference
+from hzero.sharding.records import RecordFormat
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bucket, and how it is encoded."""
+
+    chunks: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    outer: int
+    fmt: RecordFormat
+    dtype: torch.dtype
+    kind: str = "normal"
+    stochastic: bool = False
+    seed: int = 0
+    short: int = 0
+    unaligned: bool = False
+
+    @property
+    def rows(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+
+def numbers(kind: str, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Elements of a kind; where it is a special one, among others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, generator=generator)
+    info = torch.finfo(dtype)
+    place = seed % count if count else 0
+    if kind == "constant":
+        x = torch.full((count,), float(x[0]) if count else 0.0)
+    elif kind == "zero":
+        x = x.sign() * 0.0
+    elif kind == "subnormal":
+        x = x * info.tiny * 2.0 ** (seed % 14 - 10)
+    elif kind == "huge":
+        x = (x * info.max).clamp(-info.max, info.max)
+    elif kind in ("nan", "infinite") and count:
+        x[place] = float("nan") if kind == "nan" else float("inf") * (1 - 2 * (seed % 2))
+    elif kind == "halves":  # quotients in the middle between codes, in int8 and in int4
+        x = (torch.randint(-254, 255, (count,), generator=generator) * 0.5).clamp(-127, 127)
+        x[place : place + 1] = 127.0
+    elif kind == "signs":  # both signs reach the magnitude
+        x = x.sign()
+    elif kind == "ties":
+        x = torch.randint(-8, 9, (count,), generator=generator).float()
+    return x.to(dtype)
+
+
+def source_of(case: Case) -> list[torch.Tensor]:
+    """The tensors of a case; the last one ``short`` elements short."""
+    source = []
+    for index, chunk in enumerate(case.chunks):
+        count = case.rows * chunk - (case.short if index + 1 == len(case.chunks) else 0)
+        x = numbers(case.kind, max(count, 0), case.dtype, case.seed + index)
+        source.append(torch.cat([x.new_zeros(1), x])[1:] if case.unaligned else x)
+    return source
+
+
+def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit, but for the bits of NaNs, which the format leaves open."""
+    for ours, theirs in zip(got, want):
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+        if ours.dtype.is_floating_point:
+            if not torch.equal(ours.isnan(), theirs.isnan()):
+                return False
+            integers = {4: torch.int32, 2: torch.int16}[ours.element_size()]
+            ours, theirs = (t.masked_fill(t.isnan(), 0.0).view(integers) for t in (ours, theirs))
+        if not torch.equal(ours, theirs):
+            return False
+    return len(got) == len(want)
+
+
+def disagreements(backend: Any, case: Case, device: torch.device = torch.device("cpu")) -> Iterator[str]:
+    """What the backend computes otherwise than the reference, one line each."""
+    source = source_of(case)
+    there = [tensor.to(device) for tensor in source]
+    if case.unaligned:
+        there = [torch.cat([t.new_zeros(1), t])[1:] for t in there]
+    axes = (case.sizes, case.strides)
+    rounding = (case.stochastic, case.seed)
+    message = reference.encode(source, case.chunks, *axes, case.outer, case.fmt, *rounding)
+    got = backend.encode(there, case.chunks, *axes, case.outer, case.fmt, *rounding)
+    if not torch.equal(got.cpu(), message):
+        places = (got.cpu() != message).nonzero().flatten()[:8].tolist()
+        yield f"encode: bytes {places} of {message.numel()} differ"
+
+    residuals = [numbers("normal", t.numel() * (i % 3 != 2), torch.float32, 7) for i, t in enumerate(source)]
+    factors = [(1.0, 0.5, 1.0 / 3.0)[index % 3] for index in range(len(source))]
+    how = (factors, case.chunks, *axes, case.outer, case.fmt, *rounding)
+    fed, left = reference.encode_feedback(source, residuals, *how)
+    got, ours = backend.encode_feedback(there, [r.to(device) for r in residuals], *how)
+    if not torch.equal(got.cpu(), fed) or not same([t.cpu() for t in ours], left):
+        yield "encode_feedback: message or residuals differ"
+
+    payload = message.to(device)
+    for dtype in FLOATS:
+        how = (case.chunks, *axes, case.outer, case.fmt, dtype)
+        decoded = backend.decode(payload, *how)
+        if not same([t.cpu() for t in decoded], reference.decode(message, *how)):
+            yield f"decode: {dtype} differs"
+
+    inner = case.rows // case.outer
+    sums = reference.decode_sum(message, case.outer, case.chunks, inner, case.fmt, case.dtype)
+    got = backend.decode_sum(payload, case.outer, case.chunks, inner, case.fmt, case.dtype)
+    if not same([t.cpu() for t in got], sums):
+        yield "decode_sum: sums differ"
+    for codec, scale in itertools.product(("int8", "int4"), ("bf16", "fp32")):
+        out = RecordFormat.of(codec, case.fmt.block_size, scale)
+        how = (case.outer, case.chunks, inner, case.fmt, case.dtype, inner, out, *rounding)
+        if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
+            yield f"decode_sum_encode: to {codec} with {scale} scales differs"
+
+
+def random_case(seed: int, *, largest: int = 3000) -> Case:
+    """A case of many kinds, awkward sizes on purpose."""
+    draw = random.Random(seed)
+    block_size = draw.choice([16, 48, 64, 128, 192, 256, 512, 1024, 1040, 2048, 4096])
+    fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, draw.choice(["bf16", "bf16", "fp32"]))
+    outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])
+    if draw.random() < 0.5:
+        sizes, strides = (outer * inner,), (1,)
+    elif draw.random() < 0.5:
+        sizes, strides = (outer, inner), (1, outer)
+    else:
+        sizes, strides = (inner, 1, outer), (outer, 1, 1)
+    lengths = [0, 1, 2, 15, 16, 17, 31, 33, block_size - 1, block_size, block_size + 1, draw.randint(1, largest)]
+    chunks = tuple(draw.choice(lengths) for _ in range(draw.randint(1, 4)))
+    return Case(
+        chunks=chunks,
+        sizes=sizes,
+        strides=strides,
+        outer=outer,
+        fmt=fmt,
+        dtype=draw.choice(FLOATS),
+        kind=draw.choice(KINDS),
+        stochastic=draw.random() < 0.3,
+        seed=draw.randint(0, 2**40),
+        short=draw.choice([0, 0, 1, 5, chunks[-1], chunks[-1] + 3]),
+        unaligned=draw.random() < 0.3,
+    )

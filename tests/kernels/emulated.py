@@ -1,0 +1,63 @@
+"""The device kernels on the host, thread by thread (hip_kernels/emulation.h), behind the launcher of a backend."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import ROOT
+
+KERNELS = ROOT / "hip_kernels"
+FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
+
+
+def compiler() -> str:
+    """A C++ compiler, or a skipped test."""
+    found = next((path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no C++ compiler: the kernels cannot be emulated")
+    return found
+
+
+@functools.cache
+def build(wave: int, *sources: str, optimise: str = "-O2") -> Path:
+    """A library of kernels at a wave size. Gone with the process."""
+    folder = Path(_scratch().name)
+    path = folder / f"emulated_{wave}_{len(list(folder.iterdir()))}.so"
+    text = "".join(f'#include "{source}"\n' for source in sources)
+    command = [compiler(), "-std=c++17", optimise, "-ffp-contract=off", "-shared", "-fPIC", "-DHZ_EMULATE"]
+    command += [f"-DHZ_WAVE={wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror", "-x", "c++", "-", "-o", str(path)]
+    done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hzero-emulated-")
+
+
+class EmulatedKernels:
+    """Starts emulated kernels."""
+
+    alignment = 16
+
+    def __init__(self, wave: int) -> None:
+        self.name = f"emulated wave {wave}"
+        self._wave = wave
+        self._library = ctypes.CDLL(str(build(wave, *(f"{family}.hip" for family in FAMILIES))))
+
+    def wave(self, device: torch.device) -> int:
+        return self._wave
+
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
+        getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data))
