@@ -10,6 +10,7 @@ ratio to ZeRO-3's, and writes a dated report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 STEPS_A_ROUND = 5
+#: Behind a preset: with the codecs in plain torch, whatever backend this machine has.
+REFERENCE = ":reference"
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -33,6 +36,7 @@ def worker(arguments: argparse.Namespace) -> None:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     import hzero
+    from hzero.codecs import backends
 
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -60,31 +64,32 @@ def worker(arguments: argparse.Namespace) -> None:
             "steps_per_print": 10**9,
         }
         if name != "stock ZeRO-3":
-            config["hzero"] = {"preset": name, "topology": topology}
+            config["hzero"] = {"preset": name.removesuffix(REFERENCE), "topology": topology}
         engines[name] = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     tokens = torch.randint(
         0, 1024, (arguments.micro_batch, 128), generator=torch.Generator().manual_seed(dist.get_rank())
     )
 
-    def steps(engine: Any, count: int) -> list[float]:
-        times = []
-        for _ in range(count):
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(arguments.accumulation):
-                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-                engine.step()
-            dist.barrier()
-            times.append(time.perf_counter() - started)
+    def steps(name: str, count: int) -> list[float]:
+        engine, times = engines[name], []
+        with backends.reference_instead() if name.endswith(REFERENCE) else contextlib.nullcontext():
+            for _ in range(count):
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(arguments.accumulation):
+                    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                    engine.step()
+                dist.barrier()
+                times.append(time.perf_counter() - started)
         return times
 
     times: dict[str, list[float]] = {name: [] for name in engines}
-    for engine in engines.values():
-        steps(engine, 3)  # DeepSpeed records its trace in the first steps
+    for name in engines:
+        steps(name, 3)  # DeepSpeed records its trace in the first steps
     for round_index in range(arguments.rounds):
         order = list(engines) if round_index % 2 == 0 else list(reversed(engines))
         for name in order:
-            times[name] += steps(engines[name], STEPS_A_ROUND)
+            times[name] += steps(name, STEPS_A_ROUND)
         if dist.get_rank() == 0:
             print(f"round {round_index + 1}/{arguments.rounds}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
@@ -94,6 +99,7 @@ def worker(arguments: argparse.Namespace) -> None:
             "parameters": parameters,
             "shape": shape,
             "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "hzero": hzero.__version__},
+            "codecs": f"{(chosen := backends.choice('cpu')).name} ({chosen.why})",
         }
         Path(os.environ["HZERO_BENCH_OUT"]).write_text(json.dumps(result))
     dist.barrier()
@@ -121,7 +127,7 @@ def render(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
             f"Configuration: {arguments.ranks} ranks as {arguments.ranks // 4} nodes x 2 GPUs x 2 GCDs, gloo, fp32, GPT-NeoX "
             f"of {result['parameters']:,} parameters ({result['shape']}), {arguments.micro_batch} x 128 tokens a rank and "
             f"micro-step, accumulation {arguments.accumulation}, persistence threshold 0 for all, {arguments.rounds} "
-            f"interleaved rounds of {STEPS_A_ROUND} steps.",
+            f"interleaved rounds of {STEPS_A_ROUND} steps. Codecs: {result['codecs']}.",
             "",
             "| engine | median, ms | min | max | ratio of medians |",
             "|---|---|---|---|---|",
@@ -141,7 +147,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="a multiple of 4: nodes of 2 GPUs x 2 GCDs (default 8)")
     parser.add_argument(
-        "--presets", default="lossless,zero3,topo", help="presets to time (default lossless,zero3,topo)"
+        "--presets",
+        default="lossless,zero3,topo",
+        help="presets to time, each also as PRESET:reference, with the codecs in plain torch (default lossless,zero3,topo)",
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")

@@ -316,8 +316,8 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
 // Encodes a block from the 16 elements that each of its lanes holds, writes codes and scale, and returns the scale.
 // Every thread of the workgroup calls it; those without elements hold zeros and write nothing.
 template <int BITS, bool WIDE>
-HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales,
-                             hz_u32 scale_bytes, float (&x)[16], hz_u32 (&words)[BITS / 2]) {
+HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, hz_u32 scale_bytes,
+                             float (&x)[16], hz_u32 (&words)[BITS / 2]) {
   const float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit);
   const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
   codes_of<BITS>(x, scale, bucket.stochastic != 0, bucket.stochastic ? mix(at.row ^ bucket.key) : 0, column, words);

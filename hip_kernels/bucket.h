@@ -14,14 +14,14 @@ typedef unsigned long long hz_u64;
 typedef long long hz_i64;
 
 struct hz_tensor {
-  hz_u64 data;         // address of the shards in order: what is encoded, or where decoded elements and sums go
-  hz_u64 residual;     // address of float32 added before encoding; 0: none
-  hz_u64 left;         // address for float32: what encoding lost; 0: not wanted
-  hz_i64 numel;        // elements at data; further ones count as +0
-  hz_i64 start;        // bytes that the records of the tensors before take in a row of the payload
-  hz_i64 out_start;    // the same for the payload written by decode_sum_encode
-  hz_u32 chunk;        // elements of one shard, below 2^31
-  hz_u32 scales;       // where the scales start in a record, in bytes
+  hz_u64 data;       // address of the shards in order: what is encoded, or where decoded elements and sums go
+  hz_u64 residual;   // address of float32 added before encoding; 0: none
+  hz_u64 left;       // address for float32: what encoding lost; 0: not wanted
+  hz_i64 numel;      // elements at data; further ones count as +0
+  hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
+  hz_i64 out_start;  // the same for the payload written by decode_sum_encode
+  hz_u32 chunk;      // elements of one shard, below 2^31
+  hz_u32 scales;     // where the scales start in a record, in bytes
   hz_u32 out_scales;
   hz_u32 record_bytes;
   hz_u32 out_record_bytes;

@@ -27,8 +27,8 @@ HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
 
 }  // namespace hz
 
-#define HZ_SUM(codec, bits, out, out_bits)                                                                 \
-  HZ_KERNEL(decode_sum_encode_##codec##_##out) { hz::decode_sum_encode<bits, out_bits, false>(bucket); }       \
+#define HZ_SUM(codec, bits, out, out_bits)                                                               \
+  HZ_KERNEL(decode_sum_encode_##codec##_##out) { hz::decode_sum_encode<bits, out_bits, false>(bucket); } \
   HZ_KERNEL(decode_sum_encode_##codec##_##out##_wide) { hz::decode_sum_encode<bits, out_bits, true>(bucket); }
 HZ_SUM(int8, 8, int8, 8)
 HZ_SUM(int8, 8, int4, 4)

@@ -18,8 +18,8 @@
 #endif
 #define HZ_DEVICE static inline
 #define HZ_SHARED static
-#define HZ_KERNEL(name)                                                                              \
-  static void name##_thread(const hz_bucket& bucket);                                                \
+#define HZ_KERNEL(name)                                                                                   \
+  static void name##_thread(const hz_bucket& bucket);                                                     \
   extern "C" void name(const hz_bucket* bucket) { hz::emulation::launch(#name, name##_thread, *bucket); } \
   static void name##_thread(const hz_bucket& bucket)
 

@@ -45,7 +45,7 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
 
 }  // namespace hz
 
-#define HZ_ENCODE(codec, bits, name, Source)                                        \
+#define HZ_ENCODE(codec, bits, name, Source)                                          \
   HZ_KERNEL(encode_##codec##_##name) { hz::encode<hz::Source, bits, false>(bucket); } \
   HZ_KERNEL(encode_##codec##_##name##_wide) { hz::encode<hz::Source, bits, true>(bucket); }
 HZ_ENCODE(int8, 8, fp32, Fp32)

@@ -68,9 +68,9 @@ HZ_DEVICE hz_u16 to_half(float x) {
 #define HZ_WAVE 64
 #define HZ_DEVICE static inline __attribute__((device, always_inline))
 #define HZ_SHARED __attribute__((shared))
-#define HZ_KERNEL(name)                                                                                              \
-  extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS))) void \
-  name(const hz_bucket bucket)
+#define HZ_KERNEL(name)                                                                              \
+  extern "C" __attribute__((global, amdgpu_flat_work_group_size(HZ_THREADS, HZ_THREADS))) void name( \
+      const hz_bucket bucket)
 
 namespace hz {
 #pragma clang fp contract(off)

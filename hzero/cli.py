@@ -12,6 +12,7 @@ from hzero.config import ConfigError
 
 COMMANDS = {
     "train": "train a GPT on text through the stage (a Hydra application)",
+    "doctor": "what this machine runs hzero on, and whether that is what it could",
     "plan": "memory, bytes and times of a model on a machine, before anything runs",
     "report": "plots and one HTML page of one or more runs",
 }
@@ -68,6 +69,10 @@ def _run(command: str, rest: list[str]) -> int:
         from hzero.train.report import run_report
 
         return run_report(rest)
+    if command == "doctor":
+        from hzero.doctor import run_doctor
+
+        return run_doctor(rest)
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(f"unknown command {command!r}{hint} Possible: {', '.join(COMMANDS)}")

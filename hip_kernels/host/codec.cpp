@@ -24,8 +24,8 @@ struct Record {
 
 HZ_INLINE Record record_at(uint64_t payload, int64_t row_bytes, uint32_t inner, int64_t start, uint32_t bytes,
                            uint32_t scales, uint32_t row) {
-  uint8_t* at = (uint8_t*)payload + row / inner * (int64_t)inner * row_bytes + inner * start +
-                row % inner * (int64_t)bytes;
+  uint8_t* at =
+      (uint8_t*)payload + row / inner * (int64_t)inner * row_bytes + inner * start + row % inner * (int64_t)bytes;
   return {at, at + scales};
 }
 
@@ -235,7 +235,8 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     count = (uint32_t)between(0, whole, span.end - block);
     const bool plain = !tensor.left;
     if (count && plain) {
-      encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record, scales);
+      encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
+                                scales);
       continue;
     }
     count = 1;
@@ -253,7 +254,8 @@ static void encode(const hz_bucket& bucket, const Span& span) {
       const float* residual = (const float*)tensor.residual + first + at;
       for (uint32_t i = 0; i < here; ++i) sums[i] += residual[i] * tensor.factor;
     }
-    encode_blocks<Fp32, BITS>(sums, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record, scales);
+    encode_blocks<Fp32, BITS>(sums, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
+                              scales);
     float* left = (float*)tensor.left + first + at;
     for (uint32_t i = 0; i < all; i += lanes) {
       const Floats lost = load<Floats>(sums + i) - Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8) * scales[0];
@@ -343,8 +345,7 @@ HZ_INLINE void add_peers(Record first, int64_t step, uint32_t bytes, uint32_t bl
 
 // Sums `count` elements of one block over the peers, in their order; zeros follow up to a multiple of 16.
 template <int BITS>
-HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block,
-                         uint32_t count, float* sums) {
+HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, float* sums) {
   const int64_t step = bucket.inner * bucket.row_bytes;
   const uint32_t all = (count + 15) & ~15u, bytes = bucket.scale_bytes, size = bucket.block_size;
   uint32_t peer = 0;

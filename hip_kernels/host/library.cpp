@@ -1,12 +1,12 @@
 // The host library: C functions named after the device kernels, `void NAME(const hz_bucket*, int threads)`. They choose
 // the widest instruction set that the processor has and split the blocks of a bucket over threads.
+#include "library.h"
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
 #include <thread>
 #include <vector>
-
-#include "library.h"
 
 namespace hz {
 
@@ -41,8 +41,7 @@ static const InstructionSet instruction_sets[] = {
     {"avx512", &avx512::kernels,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-              has_avx2();
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_avx2();
      }},
     {"avx2", &avx2::kernels, has_avx2},
 #endif
@@ -88,9 +87,8 @@ static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads
   try {
     others.reserve(count);
     for (; started < count; ++started)
-      others.emplace_back([&, k = started] {
-        do_blocks(bucket, rows, kernel, blocks * k / count, blocks * (k + 1) / count);
-      });
+      others.emplace_back(
+          [&, k = started] { do_blocks(bucket, rows, kernel, blocks * k / count, blocks * (k + 1) / count); });
   } catch (const std::exception&) {  // no more threads to be had: the rest is done here
   }
   do_blocks(bucket, rows, kernel, 0, blocks / count);
@@ -102,10 +100,10 @@ static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads
 
 #define HZ_EXPORT extern "C" __attribute__((visibility("default")))
 
-#define HZ_ENTRY(name, ...)                                                                     \
-  HZ_EXPORT void name(const hz_bucket* bucket, int threads) {                                   \
+#define HZ_ENTRY(name, ...)                                                                                    \
+  HZ_EXPORT void name(const hz_bucket* bucket, int threads) {                                                  \
     const hz_u32 rows = std::strncmp(#name, "decode_sum", 10) ? bucket->outer * bucket->inner : bucket->inner; \
-    hz::run(*bucket, rows, hz::current->kernels->name, threads);                                \
+    hz::run(*bucket, rows, hz::current->kernels->name, threads);                                               \
   }
 HZ_EACH_KERNEL(HZ_ENTRY)
 

@@ -3,24 +3,24 @@
 #include "../bucket.h"
 
 // name, function: the names are those of the device kernels.
-#define HZ_EACH_KERNEL(DO)                                   \
-  DO(encode_int8_fp32, encode<Fp32, 8>)                      \
-  DO(encode_int8_bf16, encode<Bf16, 8>)                      \
-  DO(encode_int8_fp16, encode<Fp16, 8>)                      \
-  DO(encode_int4_fp32, encode<Fp32, 4>)                      \
-  DO(encode_int4_bf16, encode<Bf16, 4>)                      \
-  DO(encode_int4_fp16, encode<Fp16, 4>)                      \
-  DO(decode_int8_fp32, decode<Fp32, 8>)                      \
-  DO(decode_int8_bf16, decode<Bf16, 8>)                      \
-  DO(decode_int8_fp16, decode<Fp16, 8>)                      \
-  DO(decode_int4_fp32, decode<Fp32, 4>)                      \
-  DO(decode_int4_bf16, decode<Bf16, 4>)                      \
-  DO(decode_int4_fp16, decode<Fp16, 4>)                      \
-  DO(decode_sum_int8, decode_sum<8>)                         \
-  DO(decode_sum_int4, decode_sum<4>)                         \
-  DO(decode_sum_encode_int8_int8, decode_sum_encode<8, 8>)   \
-  DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>)   \
-  DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>)   \
+#define HZ_EACH_KERNEL(DO)                                 \
+  DO(encode_int8_fp32, encode<Fp32, 8>)                    \
+  DO(encode_int8_bf16, encode<Bf16, 8>)                    \
+  DO(encode_int8_fp16, encode<Fp16, 8>)                    \
+  DO(encode_int4_fp32, encode<Fp32, 4>)                    \
+  DO(encode_int4_bf16, encode<Bf16, 4>)                    \
+  DO(encode_int4_fp16, encode<Fp16, 4>)                    \
+  DO(decode_int8_fp32, decode<Fp32, 8>)                    \
+  DO(decode_int8_bf16, decode<Bf16, 8>)                    \
+  DO(decode_int8_fp16, decode<Fp16, 8>)                    \
+  DO(decode_int4_fp32, decode<Fp32, 4>)                    \
+  DO(decode_int4_bf16, decode<Bf16, 4>)                    \
+  DO(decode_int4_fp16, decode<Fp16, 4>)                    \
+  DO(decode_sum_int8, decode_sum<8>)                       \
+  DO(decode_sum_int4, decode_sum<4>)                       \
+  DO(decode_sum_encode_int8_int8, decode_sum_encode<8, 8>) \
+  DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>) \
+  DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>) \
   DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>)
 
 namespace hz {

@@ -218,7 +218,8 @@ struct Codes<8> {
   HZ_INLINE void pack(uint8_t* to, Words codes) {
 #if defined(__AVX512F__)
     // Not vpmovdb, which takes tens of cycles to memory on some processors (Zen 4).
-    const __m512i first = _mm512_set1_epi32(0x0c080400), order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    const __m512i first = _mm512_set1_epi32(0x0c080400),
+                  order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
     const __m512i bytes = _mm512_shuffle_epi8((__m512i)codes, first);
     store(to, _mm512_castsi512_si128(_mm512_permutexvar_epi32(order, bytes)));
 #else
@@ -250,7 +251,8 @@ struct Codes<4> {
     // Two codes stand in each 64 bits; the pair goes to the lowest 8 of them.
     const Pairs pairs = (Pairs)(codes & 15);
 #if defined(__AVX512F__)
-    const __m512i first = _mm512_set1_epi32(0x08000800), order = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, 0x0018001000080000);
+    const __m512i first = _mm512_set1_epi32(0x08000800),
+                  order = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, 0x0018001000080000);
     const __m512i bytes = _mm512_shuffle_epi8((__m512i)(pairs | pairs >> 28), first);
     _mm_storel_epi64((__m128i*)to, _mm512_castsi512_si128(_mm512_permutexvar_epi16(order, bytes)));
 #else

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +81,26 @@ def _announced(kind: str) -> Choice:
     return chosen
 
 
+@contextlib.contextmanager
+def reference_instead() -> Iterator[None]:
+    """Within it the reference computes everything: to compare with, in one process."""
+    _reference_only.append(True)
+    try:
+        yield
+    finally:
+        _reference_only.pop()
+
+
+_reference_only: list[bool] = []
+
+
 def of(device: torch.device) -> Any:
     """The backend in use for a device: its operations have the names and arguments of `hzero.codecs.reference`."""
-    return _announced(device.type).backend if device.type in ("cpu", "cuda") else reference
+    return _current(device.type) if device.type in ("cpu", "cuda") else reference
+
+
+def _current(kind: str) -> Any:
+    return reference if _reference_only else _announced(kind).backend
 
 
 class Current:
@@ -91,4 +110,4 @@ class Current:
         self._kind = kind
 
     def __getattr__(self, operation: str) -> Any:
-        return getattr(_announced(self._kind).backend, operation)
+        return getattr(_current(self._kind), operation)

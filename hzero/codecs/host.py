@@ -30,7 +30,9 @@ class HostLibrary:
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
-            raise OSError(f"{path} is not there: no C++ compiler was found when hzero was installed")
+            raise OSError(
+                f"{path} is not there: hzero was installed without a C++ compiler, or its checkout not set up"
+            )
         self._library = ctypes.CDLL(str(path))
         version = self._library.hz_bucket_version()
         if version != VERSION:

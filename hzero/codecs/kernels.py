@@ -238,7 +238,9 @@ class KernelBackend:
             return None
         payload = self._aligned(payload)
         sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
-        return self._prepared(sums, f"decode_sum_{fmt.codec}", "decode_sum", buckets_of(shape, payload, sums), [payload])
+        return self._prepared(
+            sums, f"decode_sum_{fmt.codec}", "decode_sum", buckets_of(shape, payload, sums), [payload]
+        )
 
     def prepare_decode_sum_encode(
         self,

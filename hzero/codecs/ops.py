@@ -112,16 +112,16 @@ def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: i
             )
 
 
-def _check_residuals(residuals: Sequence[torch.Tensor], factors: Sequence[float], source: Sequence[torch.Tensor]) -> None:
+def _check_residuals(
+    residuals: Sequence[torch.Tensor], factors: Sequence[float], source: Sequence[torch.Tensor]
+) -> None:
     for name, found in (("residuals", residuals), ("factors", factors)):
         if len(found) != len(source):
             raise ValueError(f"{name}: found {len(found)} for {len(source)} sources")
     for index, (residual, tensor) in enumerate(zip(residuals, source)):
         name = f"residuals[{index}]"
         if residual.dtype != torch.float32 or residual.device != tensor.device:
-            raise TypeError(
-                f"{name}: found {residual.dtype} on {residual.device}, expected float32 on {tensor.device}"
-            )
+            raise TypeError(f"{name}: found {residual.dtype} on {residual.device}, expected float32 on {tensor.device}")
         if not residual.is_contiguous():
             raise ValueError(f"{name}: found strides {tuple(residual.stride())}, expected a contiguous tensor")
         if residual.numel() not in (0, tensor.numel()):
@@ -194,9 +194,7 @@ def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         fmt = _format(codec, block_size, scale)
         _check_source(source, chunks, _rows(sizes, strides, outer))
         _check_residuals(residuals, factors, source)
-        return backend.encode_feedback(
-            source, residuals, factors, chunks, sizes, strides, outer, fmt, stochastic, seed
-        )
+        return backend.encode_feedback(source, residuals, factors, chunks, sizes, strides, outer, fmt, stochastic, seed)
 
     def decode(
         payload: torch.Tensor,

@@ -22,38 +22,32 @@ class ErrorFeedback:
         self._pending: dict[tuple[str, int], tuple[torch.Tensor, float]] = {}
         self._most_held = 0
 
-    def add(
-        self, tier: str, bucket: Bucket, tensors: Sequence[torch.Tensor], rows: int, scale: float
-    ) -> list[torch.Tensor]:
-        """The tensors with their residuals added.
+    def of(
+        self, tier: str, bucket: Bucket, tensors: Sequence[torch.Tensor], scale: float
+    ) -> tuple[list[torch.Tensor], list[float]]:
+        """The residuals to add to tensors before they are encoded, and the factors to add them with.
 
         Args:
             tier: Tier of the hop.
-            bucket: The tensors' keys and chunks.
-            tensors: Flat floating tensors, at most ``rows * chunk`` elements each.
-            rows: Shards that each holds.
+            bucket: The tensors' keys.
+            tensors: Flat floating tensors.
             scale: Loss scale of ``tensors``; a residual kept at another scale is brought to this one.
 
         Returns:
-            New float32 tensors of ``rows * chunk`` elements.
+            float32 tensors of as many elements as ``tensors``, or of none where there is no residual yet; the factors.
         """
-        summed = []
-        for key, chunk, tensor in zip(bucket.keys, bucket.chunks, tensors):
-            total = torch.zeros(rows * chunk, dtype=torch.float32, device=tensor.device)
-            total[: tensor.numel()] = tensor
+        residuals, factors = [], []
+        for key, tensor in zip(bucket.keys, tensors):
             kept = self._pending.get((tier, key)) or self._residuals.get((tier, key))
-            if kept is not None and kept[0].numel() == total.numel():
-                total.add_(kept[0], alpha=scale / kept[1])
-            summed.append(total)
-        return summed
+            if kept is None or kept[0].numel() != tensor.numel():
+                kept = (tensor.new_empty(0, dtype=torch.float32), scale)
+            residuals.append(kept[0])
+            factors.append(scale / kept[1])
+        return residuals, factors
 
-    def keep(
-        self, tier: str, bucket: Bucket, meant: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], scale: float
-    ) -> None:
-        """Keeps ``meant - sent``, both float32 of the same sizes. Overflowed elements keep nothing."""
-        for key, wanted, got in zip(bucket.keys, meant, sent):
-            # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
-            residual = torch.nan_to_num_(wanted - got, nan=0.0, posinf=0.0, neginf=0.0)
+    def keep(self, tier: str, bucket: Bucket, residuals: Sequence[torch.Tensor], scale: float) -> None:
+        """Keeps what encoding lost: float32, at this loss scale."""
+        for key, residual in zip(bucket.keys, residuals):
             self._pending[(tier, key)] = (residual, scale)
 
     def commit(self) -> None:

@@ -175,20 +175,17 @@ class TieredCollectives:
             codec = Codec.from_config(hop.codec)
             inner = rows // hop.size
             if message is None:
+                pieces = self._pieces(hops[index:])
                 if codec.name == "none":
                     tensors = [tensor.to(bucket.dtype) for tensor in tensors]
-                elif self._keeps_residual(hop):
-                    assert self.feedback is not None
-                    tensors = self.feedback.add(hop.tier, bucket, tensors, rows, scale)
-                message = codec.encode(
-                    tensors, chunks, sizes=sizes, strides=strides, outer=self._pieces(hops[index:]), seed=seed
-                )
-                if self._keeps_residual(hop):
-                    assert self.feedback is not None
-                    sent = codec.decode(
-                        message, chunks, dtype=torch.float32, sizes=sizes, strides=strides, outer=hop.size
+                if self.feedback is not None and self._keeps_residual(hop):
+                    residuals, factors = self.feedback.of(hop.tier, bucket, tensors, scale)
+                    message, left = codec.encode_feedback(
+                        tensors, residuals, factors, chunks, sizes=sizes, strides=strides, outer=pieces, seed=seed
                     )
-                    self.feedback.keep(hop.tier, bucket, tensors, sent, scale)
+                    self.feedback.keep(hop.tier, bucket, left, scale)
+                else:
+                    message = codec.encode(tensors, chunks, sizes=sizes, strides=strides, outer=pieces, seed=seed)
             elements = rows * sum(chunks)
             kind = "reduce_scatter" if codec.name == "none" else "all_to_all"
             pending = self._start(kind, hop, bucket, message, elements, peers_received=1 - 1 / hop.size)

@@ -89,7 +89,7 @@ def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     return len(got) == len(want)
 
 
-def disagreements(backend: Any, case: Case, device: torch.device = torch.device("cpu")) -> Iterator[str]:
+def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[str]:
     """What the backend computes otherwise than the reference, one line each."""
     source = source_of(case)
     there = [tensor.to(device) for tensor in source]

@@ -22,20 +22,33 @@ FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
 
 def compiler() -> str:
     """A C++ compiler, or a skipped test."""
-    found = next((path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None)
+    found = next(
+        (path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None
+    )
     if found is None:
         pytest.skip("no C++ compiler: the kernels cannot be emulated")
     return found
 
 
 @functools.cache
-def build(wave: int, *sources: str, optimise: str = "-O2") -> Path:
+def build(wave: int, *sources: str) -> Path:
     """A library of kernels at a wave size. Gone with the process."""
     folder = Path(_scratch().name)
     path = folder / f"emulated_{wave}_{len(list(folder.iterdir()))}.so"
     text = "".join(f'#include "{source}"\n' for source in sources)
-    command = [compiler(), "-std=c++17", optimise, "-ffp-contract=off", "-shared", "-fPIC", "-DHZ_EMULATE"]
-    command += [f"-DHZ_WAVE={wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror", "-x", "c++", "-", "-o", str(path)]
+    command = [compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-DHZ_EMULATE"]
+    command += [
+        f"-DHZ_WAVE={wave}",
+        f"-I{KERNELS}",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(path),
+    ]
     done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return path

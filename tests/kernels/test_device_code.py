@@ -1,0 +1,154 @@
+"""Device code without a device: every kernel compiles for gfx90a within its limits, and for NVIDIA where nvcc is."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.kernels.emulated import FAMILIES, KERNELS
+
+#: Kernels of each family: types, codecs, and a wide variant of those that exchange between lanes.
+COUNTS = {"encode": 12, "decode": 6, "decode_sum": 2, "decode_sum_encode": 8}
+
+
+def _compiler(name: str) -> list[str]:
+    """A command that writes assembly for gfx90a, or a skipped test."""
+    if name == "hipcc":
+        found = shutil.which("hipcc") or shutil.which("hipcc", path="/opt/rocm/bin")
+        if not found:
+            pytest.skip("hipcc is not installed")
+        return [found, "--cuda-device-only"]
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("ziglang is not installed")
+    return [sys.executable, "-m", "ziglang", "clang", "-x", "hip", "--offload-device-only", "-nogpuinc", "-nogpulib"]
+
+
+@pytest.fixture(scope="module", params=["hipcc", "clang"])
+def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Assembly of each family."""
+    command = [*_compiler(request.param), "-O3", "-std=c++17", "--offload-arch=gfx90a", "-S"]
+    out = tmp_path_factory.mktemp("gfx90a")
+    env = {**os.environ, "HIP_PLATFORM": "amd"}
+    running = {}
+    for family in FAMILIES:
+        path = out / f"{family}.s"
+        running[family] = (
+            path,
+            subprocess.Popen(
+                [*command, str(KERNELS / f"{family}.hip"), "-o", str(path)], env=env, stderr=subprocess.PIPE, text=True
+            ),
+        )
+    texts = {}
+    for family, (path, process) in running.items():
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        texts[family] = path.read_text()
+    return texts
+
+
+def _notes(text: str) -> list[dict[str, Any]]:
+    """What the code object will say of each kernel (the metadata of its notes)."""
+    found = re.search(r"\.amdgpu_metadata\n---\n(.*?)\n\.\.\.", text, re.DOTALL)
+    assert found
+    return yaml.safe_load(found[1])["amdhsa.kernels"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_for_gfx90a_stay_within_their_limits(assembly: dict[str, str], family: str) -> None:
+    kernels = _notes(assembly[family])
+    assert len(kernels) == COUNTS[family]
+    for kernel in kernels:
+        name = kernel[".name"]
+        assert kernel[".vgpr_count"] <= 64, name
+        assert kernel[".vgpr_spill_count"] == kernel[".sgpr_spill_count"] == 0, name
+        assert kernel[".private_segment_fixed_size"] == 0, f"{name} uses scratch memory"
+        assert kernel[".wavefront_size"] == 64 and kernel[".max_flat_workgroup_size"] == 256, name
+        assert kernel[".kernarg_segment_size"] <= 4096, name
+        # Shared memory of 8 waves a SIMD, four SIMDs: 8 workgroups in 64 KiB.
+        assert kernel[".group_segment_fixed_size"] * 8 <= 64 << 10, name
+        waves = re.search(rf"^{name}:.*?; Occupancy: (\d+)", assembly[family], re.DOTALL | re.MULTILINE)
+        assert waves and int(waves[1]) >= 8, name
+
+
+def test_memory_is_accessed_16_bytes_at_a_time(assembly: dict[str, str]) -> None:
+    counts = {
+        family: Counter(re.findall(r"^\s+((?:global|flat|scratch|buffer)_\w+)", text, re.MULTILINE))
+        for family, text in assembly.items()
+    }
+    for family, found in counts.items():
+        assert found["global_load_dwordx4"], family
+        assert not [name for name in found if not name.startswith("global_")], (family, found)
+    for family in ("encode", "decode", "decode_sum", "decode_sum_encode"):
+        assert counts[family]["global_store_dwordx4"], family
+    # Exchanges within 16 lanes go by DPP; only those of 16 and more lanes, through the crossbar.
+    dpp = re.findall(r"v_(?:max|min)_u32_dpp|v_mov_b32_dpp", assembly["encode"])
+    assert len(dpp) >= 4 * COUNTS["encode"]
+
+
+def test_products_and_sums_are_not_contracted(assembly: dict[str, str]) -> None:
+    """Neither family divides, so whatever fuses a product and a sum would round once where the format rounds twice."""
+    for family in ("decode", "decode_sum"):
+        fused = re.findall(r"v_(?:pk_)?(?:fma|mac|fmac|mad)\w*_f32", assembly[family])
+        assert not fused, (family, fused)
+        assert re.search(r"v_(?:pk_)?mul_f32", assembly[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile_for_nvidia(family: str, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    command = [nvcc, "-O3", "-std=c++17", "-arch=sm_90", "-Xptxas=-v", "-cubin", "-x", "cu"]
+    done = subprocess.run(
+        [*command, str(KERNELS / f"{family}.hip"), "-o", str(tmp_path / "out.cubin")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
+    assert len(registers) == COUNTS[family] and max(registers) <= 64, done.stderr
+    assert not re.search(r"[1-9]\d* bytes (?:stack frame|spill)", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile_at_run_time_for_amd(family: str) -> None:
+    """As the device backend does it: hiprtc has no headers but those it is given."""
+    library = None
+    for name in ("libhiprtc.so", "libamdhip64.so", "libamdhip64.so.5", "libhiprtc.so.6", "libhiprtc.so.7"):
+        try:
+            candidate = ctypes.CDLL(name)
+            candidate.hiprtcCreateProgram  # noqa: B018 - older ones have it elsewhere
+        except (OSError, AttributeError):
+            continue
+        library = candidate
+        break
+    if library is None:
+        pytest.skip("hiprtc is not installed")
+
+    def strings(items: list[bytes]) -> Any:
+        return (ctypes.c_char_p * len(items))(*items)
+
+    headers = sorted(KERNELS.glob("*.h"))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert not library.hiprtcCreateProgram(
+        ctypes.byref(program), (KERNELS / f"{family}.hip").read_bytes(), family.encode(), len(headers),
+        strings([h.read_bytes() for h in headers]), strings([h.name.encode() for h in headers]),
+    )  # fmt: skip
+    options = [b"--offload-arch=gfx90a", b"-std=c++17"]
+    status = library.hiprtcCompileProgram(program, len(options), strings(options))
+    library.hiprtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value + 1)
+    library.hiprtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    library.hiprtcGetCodeSize(program, ctypes.byref(size))
+    assert size.value > 10_000
