@@ -41,6 +41,11 @@ def _environment(tmp_path: Path) -> dict[str, str]:
         shell=True, cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     (venv / ".hzero-installed").write_text(wanted)
+    # The compiled parts are those that are there, or none.
+    (ROOT / "hzero" / "native").mkdir(exist_ok=True)
+    native = "cat CMakeLists.txt hip_kernels/*.h hip_kernels/*.hip hip_kernels/host/* | sha256sum | cut -c1-16"
+    built = subprocess.run(native, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (venv / ".hzero-native").write_text(built)
     path = os.pathsep.join([str(venv / "bin"), os.environ["PATH"]])
     return {**os.environ, "VENV": str(venv), "PATH": path, "PYTHONPATH": str(ROOT), "MAKEFLAGS": "", "MAKELEVEL": ""}
 

@@ -108,6 +108,7 @@ static void run(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, int threads
 HZ_EACH_KERNEL(HZ_ENTRY)
 
 HZ_EXPORT int hz_bucket_version() { return HZ_BUCKET_VERSION; }
+HZ_EXPORT int hz_bucket_bytes() { return (int)sizeof(hz_bucket); }
 
 // The instruction set in use.
 HZ_EXPORT const char* hz_instruction_set() { return hz::current->name; }

@@ -1,0 +1,311 @@
+"""Which backend is chosen and what is said of it; the device backend with a stand-in for CuPy; `hzero doctor`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hzero import cli, doctor
+from hzero.codecs import Codec, backends, device, host, reference
+from hzero.codecs.descriptor import BUCKET, VERSION
+from hzero.config import CodecConfig, ConfigError
+from tests.kernels.emulated import KERNELS, EmulatedKernels
+
+INT8 = Codec.from_config(CodecConfig(codec="int8"))
+HAS_LIBRARY = host.LIBRARY.exists()
+needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the host library is not built")
+
+
+@pytest.fixture(autouse=True)
+def _chosen_anew(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    caches = (backends.choice, backends._announced)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def use() -> torch.Tensor:
+    return INT8.encode([torch.ones(40)], [40])
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@needs_library
+def test_the_host_library_is_used_by_itself() -> None:
+    chosen = backends.choice("cpu")
+    assert chosen.name == backends.of(torch.device("cpu")).name == "host" and not chosen.fallback
+    assert backends.of(torch.device("meta")) is reference
+    with backends.reference_instead():
+        assert backends.of(torch.device("cpu")) is reference
+
+
+def test_the_reference_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(backends.VARIABLE, "reference")
+    use()
+    assert backends.of(torch.device("cpu")) is reference and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "is not there"), (b"not a library", "invalid ELF|file too short"), ("stale", "has version 99999, expected")],
+)
+def test_a_library_that_cannot_be_used_is_said_once(
+    content: Any, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "libhzero_host.so"
+    if content == "stale":
+        if not HAS_LIBRARY:
+            pytest.skip("the host library is not built")
+        path.write_bytes(host.LIBRARY.read_bytes())
+        monkeypatch.setattr(host, "VERSION", 99999)
+        says = f"has version {VERSION}, expected 99999"
+    elif content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (path,))
+    with caplog.at_level(logging.WARNING, "hzero"):
+        want = use()
+        use()
+    (record,) = caplog.records
+    assert "codecs run in plain torch on cpu tensors" in record.getMessage()
+    assert backends.choice("cpu").fallback and torch.equal(want, use())
+    monkeypatch.setenv(backends.VARIABLE, "host")
+    backends.choice.cache_clear()
+    with pytest.raises(ConfigError, match=f"HZERO_BACKEND: host cannot be used: .*({says})"):
+        backends.choice("cpu")
+
+
+def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (Path("/nowhere"),))
+    monkeypatch.setenv("RANK", "3")
+    use()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["Host", "gpu", "rocm"])
+def test_unknown_backends_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.VARIABLE, name)
+    with pytest.raises(ConfigError, match="HZERO_BACKEND: unknown backend .* Possible: reference, host, hip, cuda"):
+        use()
+
+
+@pytest.mark.parametrize("name", ["hip", "cuda"])
+def test_a_backend_of_another_torch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if getattr(torch.version, name):
+        pytest.skip(f"this torch is built for {name}")
+    monkeypatch.setenv(backends.VARIABLE, name)
+    with pytest.raises(ConfigError, match=f"HZERO_BACKEND: {name} cannot be used: this torch, "):
+        use()
+
+
+@needs_library
+def test_the_library_has_the_structure_that_python_fills() -> None:
+    library = ctypes.CDLL(str(host.LIBRARY))
+    assert library.hz_bucket_version() == VERSION and library.hz_bucket_bytes() == BUCKET.itemsize
+    with pytest.raises(ValueError, match="instruction_set: this processor or library has no 'neon'"):
+        host.HostLibrary().instruction_set = "neon"
+
+
+# ---- the device backend, with a stand-in for CuPy -------------------------------------------------------------------
+
+
+class _Cupy:
+    """As much of CuPy as the backend uses; kernels run in the emulation."""
+
+    def __init__(self, wave: int) -> None:
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+        self.loaded: list[bytes] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.error = ""
+        self._emulated = EmulatedKernels(wave)
+        self.module = types.ModuleType("cupy")
+        self.module.__version__ = "14.0"
+        self.module.cuda = types.ModuleType("cupy.cuda")
+        self.module.cuda.runtime = types.SimpleNamespace(is_hip=wave == 64)
+        self.module.cuda.ExternalStream = lambda pointer, index: types.SimpleNamespace(ptr=pointer)
+        self.module.cuda.function = types.SimpleNamespace(Module=lambda: self)
+        self.module.cuda.nvrtc = types.SimpleNamespace(
+            NVRTCError=_NVRTCError,
+            getVersion=lambda: (13, 0),
+            createProgram=self._create,
+            compileProgram=self._compile,
+            getPTX=lambda program: b"code of " + program.encode(),
+            getCUBIN=lambda program: b"code of " + program.encode(),
+            getProgramLog=lambda program: "block.h(1): error",
+            destroyProgram=lambda program: None,
+        )
+
+    def _create(self, text: str, name: str, headers: list[bytes], names: list[bytes]) -> str:
+        assert text == (KERNELS / name).read_text() and b"bucket.h" in names and len(headers) == len(names)
+        return name
+
+    def _compile(self, program: str, options: tuple[str, ...]) -> None:
+        self.compiled.append((program, options))
+        if self.error:
+            raise _NVRTCError(self.error)
+
+    def load(self, code: bytes) -> None:
+        self.loaded.append(code)
+
+    def get_function(self, kernel: str) -> Any:
+        def start(grid: Any, block: Any, arguments: Any, stream: Any) -> None:
+            self.launched.append((kernel, grid, block, stream.ptr))
+            (bucket,) = arguments
+            assert isinstance(bucket, np.ndarray) and bucket.size == 1 and bucket.dtype == BUCKET
+            self._emulated.launch("", kernel, bucket, torch.device("cpu"))
+
+        return start
+
+
+class _NVRTCError(RuntimeError):
+    pass
+
+
+@pytest.fixture(params=["hip", "cuda"])
+def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Cupy:
+    """A machine with a GPU, as far as Python sees."""
+    hip = request.param == "hip"
+    found = _Cupy(64 if hip else 32)
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, found.module if name == "cupy" else found.module.cuda)
+    properties = types.SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-", major=9, minor=0)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if hip else None)
+    monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: _Nothing())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=4711))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(device, "NATIVE", tmp_path / "native")
+    device.DeviceKernels._architecture.cache_clear()
+    yield found
+    device.DeviceKernels._architecture.cache_clear()
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def _encode(kernels: device.DeviceKernels) -> torch.Tensor:
+    fmt = INT8.format
+    return backends.KernelBackend(kernels).encode([torch.arange(300.0)], (300,), (1,), (1,), 1, fmt, False, 0)
+
+
+def test_kernels_are_compiled_once_and_kept(cupy: _Cupy, tmp_path: Path) -> None:
+    hip = bool(torch.version.hip)
+    want = reference.encode([torch.arange(300.0)], (300,), (1,), (1,), 1, INT8.format, False, 0)
+    for _ in range(2):  # the second finds it on disk
+        kernels = device.DeviceKernels()
+        for _ in range(2):
+            assert torch.equal(_encode(kernels), want)
+    option = "--offload-arch=gfx90a" if hip else "--gpu-architecture=sm_90"
+    assert cupy.compiled == [("encode.hip", (option, "-std=c++17"))]
+    assert cupy.loaded == [b"code of encode.hip"] * 2
+    assert cupy.launched == [("encode_int8_fp32", (1,), (256,), 4711)] * 4
+    (kept,) = (tmp_path / "cache" / "hzero").iterdir()
+    assert kept.read_bytes() == b"code of encode.hip"
+    assert "compiled when first needed" in kernels.describe()
+
+
+def test_code_objects_of_the_installation_come_first(cupy: _Cupy, tmp_path: Path) -> None:
+    architecture = "gfx90a" if torch.version.hip else "sm_90"
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / f"encode.{architecture}.hsaco").write_bytes(b"built before")
+    kernels = device.DeviceKernels()
+    _encode(kernels)
+    assert cupy.loaded == [b"built before"] and not cupy.compiled
+    assert "built with the installation" in kernels.describe()
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    cupy: _Cupy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        _encode(device.DeviceKernels())
+    assert len(cupy.compiled) == 2
+
+
+def test_source_that_does_not_compile_is_shown(cupy: _Cupy) -> None:
+    cupy.error = "compilation"
+    with pytest.raises(RuntimeError, match=r"encode.hip does not compile with .*\nblock.h\(1\): error"):
+        _encode(device.DeviceKernels())
+
+
+def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    hip = bool(torch.version.hip)
+    extra = "rocm" if hip else "cuda"
+    if hip:
+        other = types.SimpleNamespace(gcnArchName="gfx1100", major=11, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: other)
+        assert "the kernels are written for gfx9 (MI50 to MI300), this is gfx1100" in backends.choice("cuda").why
+        backends.choice.cache_clear()
+    cupy.module.cuda.runtime.is_hip = not hip
+    assert f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"' in backends.choice("cuda").why
+    backends.choice.cache_clear()
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    chosen = backends.choice("cuda")
+    assert chosen.fallback and chosen.backend is reference
+    assert "cupy cannot be imported (" in chosen.why and chosen.why.endswith(f'pip install "hzero[{extra}]"')
+    monkeypatch.setenv(backends.VARIABLE, "hip" if hip else "cuda")
+    backends.choice.cache_clear()
+    with pytest.raises(ConfigError, match="cannot be used: cupy cannot be imported"):
+        backends.choice("cuda")
+
+
+# ---- hzero doctor ---------------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose backend is another question")
+def test_doctor_finds_a_good_machine_good(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "good" and found["versions"]["torch"]
+    blocks, copies = found["operators"]
+    assert (blocks["backend"], blocks["codecs"], copies["backend"]) == ("host", ["int8", "int4"], "reference")
+    assert blocks["equal_to_reference"] and "compiled library" in blocks["why"]
+    assert cli.main(["doctor"]) == 0
+    assert "verdict: good" in capsys.readouterr().out
+
+
+def test_doctor_finds_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (Path("/nowhere/library"),))
+    assert cli.main(["doctor"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "verdict: degraded" in said and "/nowhere/library is not there" in said
+    monkeypatch.setenv(backends.VARIABLE, "host")
+    backends.choice.cache_clear()
+    assert cli.main(["doctor"]) == 2
+    assert "HZERO_BACKEND: host cannot be used" in capsys.readouterr().err
+
+
+def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        def __getattr__(self, name: str) -> Any:
+            function = getattr(reference, name)
+            if name != "decode_sum":
+                return function
+            return lambda *arguments: [tensor + 1 for tensor in function(*arguments)]
+
+    monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice("host", Wrong(), "a test"))
+    found = doctor.examine()
+    assert found["verdict"] == "unusable"
+    assert "cpu: decode_sum int8 is not what the reference gives" in found["remarks"]
