@@ -85,7 +85,7 @@ class Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def _templates(shape: Shape) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
     """Structures that lack addresses, counts of elements and keys; and which tensors each is of."""
     layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
     # Sums are float32, whatever was encoded.
@@ -118,7 +118,7 @@ def _templates(shape: Shape) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         groups = [-(-shape.fmt.blocks(shape.chunks[index]) // (THREADS // lanes)) * shape.rows for index in some]
         tensor["first_group"] = np.cumsum([0, *groups[:-1]])
         bucket["workgroups"] = sum(groups)
-        made.append((bucket, some))
+        made.append((bucket.tobytes(), some.tolist()))
     return tuple(made)
 
 
@@ -151,7 +151,8 @@ def buckets_of(
         Records of `BUCKET`, ready for a kernel.
     """
     for template, some in _templates(shape):
-        bucket = template.copy()
+        # A copy of the array itself would go field by field.
+        bucket = np.frombuffer(bytearray(template), BUCKET).reshape(())
         bucket["payload"] = payload.data_ptr()
         if out_payload is not None:
             bucket["out_payload"] = out_payload.data_ptr()
