@@ -138,6 +138,13 @@ HZ_INLINE Floats quotient_of(Floats x, Floats scale, Floats reciprocal) {
 template <class Type, int BITS, bool EASY>
 HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, Floats reciprocal,
                         const uint32_t* noise) {
+  if (EASY && sizeof(*x) == 2 && !noise) {
+    // With at most 11 significant bits in x and 8 in the scale, a quotient that is not in the middle between two codes
+    // is at least 2^-13 from it. So it may be rounded to a multiple of 2^-15 first, which is what 384 leaves room for;
+    // that takes away what the reciprocal lacks, and leaves those in the middle there.
+    const Floats coarse = fused(Type::widen(x + i), reciprocal, same(384.0f));
+    return (Words)((BITS == 8 ? coarse : smaller(coarse, same(384.0f + 7.0f))) + (magic - 384.0f));
+  }
   Floats quotient = quotient_of<EASY>(Type::widen(x + i), scale, reciprocal);
   if (noise) {
     Words counting;

@@ -116,6 +116,25 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
     assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str) -> None:
+    """All mantissas of an extreme, with all smaller numbers of the 13 binades below it, of both signs."""
+    backend, device = target
+    bits = torch.arange(127 - 12 << 7, 128 << 7, dtype=torch.int32).to(torch.int16)
+    magnitudes = bits.view(torch.bfloat16)
+    blocks = []
+    for extreme in magnitudes[-128:]:
+        rest = torch.cat([magnitudes, -magnitudes])
+        rest = rest[rest.abs() < extreme]
+        rows = torch.nn.functional.pad(rest, (0, -len(rest) % 255)).view(-1, 255)
+        blocks.append(torch.cat([extreme.expand(len(rows), 1), rows], dim=1))
+    x = torch.cat(blocks).reshape(-1)
+    how = ((x.numel(),), (1,), (1,), 1, RecordFormat.of(codec, 256, "bf16"), False, 0)
+    assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
+    half = (x.float() * (1 + 2.0**-9)).half()  # other mantissas
+    assert torch.equal(backend.encode([half.to(device)], *how).cpu(), reference.encode([half], *how))
+
+
 def test_more_tensors_than_one_call_takes(target: tuple[Any, torch.device]) -> None:
     chunks = tuple(17 * index % 90 for index in range(2 * TENSORS + 5))
     fmt = RecordFormat.of("int4", 32, "bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -17,6 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
+from hzero.codecs import backends
 from hzero.config import ConfigError
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.zero.block import check_deepspeed
@@ -44,6 +46,21 @@ def check_lossy_presets_train() -> None:
         engine = engine_of(ds_config(block_of(preset), 2))
         assert_losses(train(engine, 6, 2), want, 0.02)
         engine.destroy()
+
+
+def check_every_backend_gives_the_same_losses() -> None:
+    """The codecs' kernels in place of plain torch change no bit, with error feedback and stochastic rounding too."""
+    if backends.choice("cpu").fallback:
+        return  # there is one backend alone
+    block = block_of("topo", error_feedback=["gcd", "node"])
+    block["codecs"] = {"gradients": {"node": {"codec": "int4", "rounding": "stochastic"}}}
+    losses = []
+    for own in (contextlib.nullcontext, backends.reference_instead):
+        with own():
+            engine = engine_of(ds_config(block, 2))
+            losses.append(train(engine, 3, 2))
+            engine.destroy()
+    assert losses[0] == losses[1], losses
 
 
 def check_bytes_between_nodes() -> None:
