@@ -462,7 +462,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     positive = {"mib": min(arguments.mib), "threads": arguments.threads, "repeats": arguments.repeats}
     for name, value in (positive | {"compile-timeout": arguments.compile_timeout}).items():
-        if value <= 0:
+        if not value > 0:
             parser.error(f"--{name}: found {value:g}, expected more than 0")
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

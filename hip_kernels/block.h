@@ -93,10 +93,10 @@ struct Fp16 {
   HZ_DEVICE hz_u16 narrow(float x) { return to_half(x); }
 };
 
-// Turns 16 registers by N. A loop over a part of them that turns them each time indexes no register by a variable, and
-// holds the temporaries of that part alone.
+// Rotates 16 registers by N. A loop over a part of them that rotates them each time indexes no register by a variable,
+// and holds the temporaries of that part alone.
 template <int N, class T>
-HZ_DEVICE void turn(T (&x)[16]) {
+HZ_DEVICE void rotate(T (&x)[16]) {
   T first[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = x[i];
@@ -124,7 +124,7 @@ HZ_DEVICE void load(const typename Type::type* source, int count, float (&x)[16]
     for (int done = 0; done < 16; done += 4) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = done + i < count ? Type::widen(source[done + i]) : 0.0f;
-      turn<4>(x);
+      rotate<4>(x);
     }
   }
 }
@@ -147,7 +147,7 @@ HZ_DEVICE void store(typename Type::type* target, int count, float (&x)[16]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (done + i < count) target[done + i] = Type::narrow(x[i]);
-      turn<4>(x);
+      rotate<4>(x);
     }
   }
 }
@@ -221,7 +221,6 @@ HZ_DEVICE hz_u32 over_lanes(hz_u32 value, hz_u32 lanes) {
     if (m < lanes) value = Choice::of(value, swap_halves(value, m));
   if (WIDE) {
     HZ_SHARED hz_u32 waves[HZ_THREADS / HZ_WAVE];
-    barrier();  // what was read from it last has been read
     if (thread() % HZ_WAVE == 0) waves[thread() / HZ_WAVE] = value;
     barrier();
     const hz_u32 first = thread() / lanes * lanes / HZ_WAVE;
@@ -306,7 +305,7 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
       word |= (bits_of(rounded(clamp(quotient, low, high))) & mask) << (i * BITS);
     }
     column += 32 / BITS;
-    turn<32 / BITS>(x);
+    rotate<32 / BITS>(x);
 #pragma unroll
     for (int i = 0; i + 1 < BITS / 2; ++i) words[i] = words[i + 1];
     words[BITS / 2 - 1] = word;

@@ -1,5 +1,5 @@
 // What one call of a kernel works on: a bucket of tensors, its payload, and the order of its rows. The device kernels,
-// their emulation and the host library all take this structure; hzero/codecs/table.py fills it. Words and formats:
+// their emulation and the host library all take this structure; hzero/codecs/descriptor.py fills it. Words and formats:
 // docs/payload_format.md.
 #pragma once
 
@@ -31,8 +31,8 @@ struct hz_tensor {
 };
 
 struct hz_bucket {
-  hz_u64 payload;      // address, a multiple of 16
-  hz_u64 out_payload;  // address of the payload written by decode_sum_encode, a multiple of 16
+  hz_u64 payload;      // address, a multiple of 16 (on a processor, of 4)
+  hz_u64 out_payload;  // address of the payload written by decode_sum_encode, likewise
   hz_i64 row_bytes;    // of one row of the payload
   hz_i64 out_row_bytes;
   hz_u32 outer;  // pieces of the payload; the peers of a sum

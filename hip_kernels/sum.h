@@ -4,7 +4,8 @@
 
 namespace hz {
 
-// Sums 16 elements of this thread over the peers; those beyond the record are zero.
+// Sums 16 elements of this thread over the peers; those beyond the record are zero, or NaN
+// where the whole block is.
 template <int BITS>
 HZ_DEVICE void sum_of_peers(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {
 #pragma unroll
@@ -23,12 +24,6 @@ HZ_DEVICE void sum_of_peers(const hz_bucket& bucket, const Place& at, float (&su
       sums[i] = peer == 0 ? part : add(sums[i], part);
     }
     record += bucket.inner * bucket.row_bytes;
-  }
-  // Codes beyond the record are zero, but zero times a scale that is not finite is not.
-  if (at.element + 16 > at.tensor.chunk) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (at.element + i >= at.tensor.chunk) sums[i] = 0.0f;
   }
 }
 

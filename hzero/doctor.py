@@ -136,7 +136,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
     for column in ("device", "codecs", "backend", "tried", "why"):
         table.add_column(column, overflow="fold", no_wrap=column != "why")
     for row in found["operators"]:
-        tried = "equal" if row["equal_to_reference"] else "WRONG"
+        tried = "-" if row["backend"] == "reference" else "equal" if row["equal_to_reference"] else "WRONG"
         table.add_row(row["device"], ", ".join(row["codecs"]), row["backend"], tried, row["why"])
     console.print(table)
     versions = [f"{name} {number or '-'}" for name, number in found["versions"].items()]

@@ -52,7 +52,8 @@ def test_wheel_holds_the_kernels(wheel: Path) -> None:
         assert "hzero/native/libhzero_host.so" in names
     for path in (*(ROOT / "hip_kernels").glob("*.hip"), *(ROOT / "hip_kernels").glob("*.h")):
         assert f"hzero/native/kernels/{path.name}" in names
-    assert ("hzero/native/encode.gfx90a.hsaco" in names) == bool(shutil.which("hipcc"))
+    if shutil.which("hipcc") and not os.environ.get("HZERO_BACKEND"):
+        assert any(name.startswith("hzero/native/encode.gfx90a.") for name in names)
     # Compiled code is not tied to a version of Python.
     assert "-py3-none-linux" in wheel.name or not any(name.endswith(".so") for name in names)
 

@@ -101,13 +101,14 @@ HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_byt
     const Floats extreme = Type::widen(extremes + i);
     Floats scale = extreme / (BITS == 8 ? 127.0f : -8.0f);
     if (scale_bytes == 2) scale = (Floats)(bf16_of(scale) << 16);
-    scale = smaller(larger(scale, same(-limit)), same(limit));
-    const Ints finite = magnitude(extreme) <= same(0x1.fffffep127f), zero = scale == Floats{};
+    scale = smaller(larger(scale, broadcast(-limit)), broadcast(limit));
+    const Ints finite = magnitude(extreme) <= broadcast(0x1.fffffep127f), zero = scale == Floats{};
     const Words bits = (Words)scale & ~(Words)zero;  // -0 becomes +0
     store(scales + i, ((Words)finite & bits) | (~(Words)finite & 0x7fc00000));
     const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
-    const Ints easy = finite & (size > same(0x1p-60f)) & (size < same(0x1p100f)) & ((Ints)bits << 16 == Ints{}) &
-                      (magnitude(extreme * reciprocal) < same(BITS == 8 ? 127.49f : 8.49f));
+    const Ints easy = finite & (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) &
+                      ((Ints)bits << 16 == Ints{}) &
+                      (magnitude(extreme * reciprocal) < broadcast(BITS == 8 ? 127.49f : 8.49f));
     store(reciprocals + i, has_fused ? (Words)reciprocal & (Words)easy : Words{});
   }
 }
@@ -142,8 +143,8 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
     // With at most 11 significant bits in x and 8 in the scale, a quotient that is not in the middle between two codes
     // is at least 2^-13 from it. So it may be rounded to a multiple of 2^-15 first, which is what 384 leaves room for;
     // that takes away what the reciprocal lacks, and leaves those in the middle there.
-    const Floats coarse = fused(Type::widen(x + i), reciprocal, same(384.0f));
-    return (Words)((BITS == 8 ? coarse : smaller(coarse, same(384.0f + 7.0f))) + (magic - 384.0f));
+    const Floats coarse = fused(Type::widen(x + i), reciprocal, broadcast(384.0f));
+    return (Words)((BITS == 8 ? coarse : smaller(coarse, broadcast(384.0f + 7.0f))) + (magic - 384.0f));
   }
   Floats quotient = quotient_of<EASY>(Type::widen(x + i), scale, reciprocal);
   if (noise) {
@@ -154,15 +155,15 @@ HZ_INLINE Words rounded(const typename Type::type* x, uint32_t i, Floats scale, 
     const Floats nearest = (moved + magic) - magic;
     quotient = nearest + __builtin_convertvector(nearest > moved, Floats);  // a comparison that holds is -1
   }
-  if (!EASY || noise) quotient = larger(quotient, same(BITS == 8 ? -127.0f : -8.0f));
-  if (!EASY || noise || BITS == 4) quotient = smaller(quotient, same(BITS == 8 ? 127.0f : 7.0f));
+  if (!EASY || noise) quotient = larger(quotient, broadcast(BITS == 8 ? -127.0f : -8.0f));
+  if (!EASY || noise || BITS == 4) quotient = smaller(quotient, broadcast(BITS == 8 ? 127.0f : 7.0f));
   return (Words)(quotient + magic);
 }
 
 template <class Type, int BITS, bool EASY>
 HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale, float reciprocal,
                         const uint32_t* noise, uint8_t* codes) {
-  const Floats divisor = same(scale), factor = same(reciprocal);
+  const Floats divisor = broadcast(scale), factor = broadcast(reciprocal);
   uint32_t i = 0;
   for (; i + 2 * lanes <= all; i += 2 * lanes)
     Codes<BITS>::pack(codes + i * BITS / 8, rounded<Type, BITS, EASY>(x, i, divisor, factor, noise),
@@ -194,7 +195,8 @@ HZ_INLINE Rounding rounding_of(const hz_bucket& bucket, const hz_tensor& tensor,
   return {bucket.stochastic != 0, bucket.stochastic ? mix(Words{} + (row ^ bucket.key))[0] : 0, tensor.first_block};
 }
 
-// Encodes up to `batch` blocks of `size` elements, the last one of `last`; zeros follow up to a multiple of 16. Scales
+// Encodes up to `batch` blocks of `size` elements, the last one of `last`; nothing that matters follows up to
+// a multiple of 16. Scales
 // are found for all of them first, so that no block waits for the divisions of its own.
 template <class Type, int BITS>
 HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint32_t last, uint32_t block,
@@ -240,7 +242,7 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     // A batch of whole blocks; what is cut short, or has residuals, goes one by one through a buffer.
     const int64_t whole = between(0, present - at, (int64_t)size * batch) / size;
     count = (uint32_t)between(0, whole, span.end - block);
-    const bool plain = !tensor.left;
+    const bool plain = !tensor.residual && !tensor.left;
     if (count && plain) {
       encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
                                 scales);
@@ -249,7 +251,7 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     count = 1;
     const uint32_t length = (uint32_t)between(0, tensor.chunk - at, size), all = (length + 15) & ~15u;
     const uint32_t here = (uint32_t)between(0, present - at, length);
-    std::memcpy(padded, x, here * sizeof(Element));
+    if (here) std::memcpy(padded, x, here * sizeof(Element));
     std::memset(padded + here, 0, (all - here) * sizeof(Element));
     if (plain) {
       encode_blocks<Type, BITS>(padded, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
@@ -263,11 +265,12 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     }
     encode_blocks<Fp32, BITS>(sums, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
                               scales);
+    if (!tensor.left) continue;
     float* left = (float*)tensor.left + first + at;
     for (uint32_t i = 0; i < all; i += lanes) {
       const Floats lost = load<Floats>(sums + i) - Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8) * scales[0];
       // A block that is not finite keeps nothing: its codes say nothing of it.
-      const Ints finite = magnitude(lost) <= same(0x1.fffffep127f);
+      const Ints finite = magnitude(lost) <= broadcast(0x1.fffffep127f);
       store(sums + i, (Words)lost & (Words)finite);
     }
     std::memcpy(left, sums, here * sizeof(float));
@@ -300,7 +303,8 @@ static void decode(const hz_bucket& bucket, const Span& span) {
   }
 }
 
-// sum + code * scale, each rounded; EASY where products are exact, as those with a bfloat16 scale are.
+// sum + code * scale, each rounded; EASY where products are exact, as those with a bfloat16 scale are unless they
+// overflow.
 template <bool EASY>
 HZ_INLINE Floats added(Floats sum, Floats codes, Floats scale) {
   return EASY ? fused(codes, scale, sum) : sum + codes * scale;
@@ -343,14 +347,21 @@ HZ_INLINE void add_peers(Record first, int64_t step, uint32_t bytes, uint32_t bl
                          bool starts, float* sums) {
   const uint8_t* codes = first.codes + (int64_t)block * size * BITS / 8;
   Floats scales[PEERS];
-  for (int k = 0; k < PEERS; ++k) scales[k] = same(load_scale(first.scales + k * step, block, bytes));
-  if (has_fused && bytes == 2)
+  uint32_t largest_scale = 0;
+  for (int k = 0; k < PEERS; ++k) {
+    const float scale = load_scale(first.scales + k * step, block, bytes);
+    const uint32_t bits = bits_of(scale) & 0x7fffffff;
+    scales[k] = broadcast(scale);
+    largest_scale = largest_scale > bits ? largest_scale : bits;
+  }
+  if (has_fused && bytes == 2 && largest_scale < 247u << 23)  // 2^120: no product overflows
     add_peers<BITS, PEERS, true>(codes, scales, step, all, starts, sums);
   else
     add_peers<BITS, PEERS, false>(codes, scales, step, all, starts, sums);
 }
 
-// Sums `count` elements of one block over the peers, in their order; zeros follow up to a multiple of 16.
+// Sums `count` elements of one block over the peers, in their order. What follows up to a multiple of 16 is zero, or
+// NaN where the whole block is.
 template <int BITS>
 HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, float* sums) {
   const int64_t step = bucket.inner * bucket.row_bytes;
@@ -361,8 +372,6 @@ HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, 
     add_peers<BITS, 4>(first, step, bytes, block, size, all, peer == 0, sums);
   for (; peer < bucket.outer; ++peer, first.codes += step, first.scales += step)
     add_peers<BITS, 1>(first, step, bytes, block, size, all, peer == 0, sums);
-  // Codes beyond the record are zero, but zero times a scale that is not finite is not.
-  for (uint32_t i = count; i < all; ++i) sums[i] = 0.0f;
 }
 
 template <int BITS>

@@ -8,6 +8,10 @@
 #include <thread>
 #include <vector>
 
+#ifndef HZ_BUILD_ID
+#define HZ_BUILD_ID "unknown"
+#endif
+
 namespace hz {
 
 #if defined(__x86_64__)
@@ -54,7 +58,7 @@ static const InstructionSet* current = [] {
   return set;
 }();
 
-// Blocks that are worth a thread of their own: starting one takes as long as some 64 Ki elements.
+// Elements that are worth a thread of their own: starting one takes as long as some 64 Ki of them.
 constexpr hz_u64 elements_a_thread = 256 << 10;
 
 static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u64 begin, hz_u64 end) {
@@ -65,7 +69,7 @@ static void do_blocks(const hz_bucket& bucket, hz_u32 rows, Kernel kernel, hz_u6
     const hz_u64 mine = (hz_u64)blocks * rows;
     hz_u64 at = std::max(begin, before) - before;
     const hz_u64 last = std::min(end, before + mine) - before;
-    while (at < last && begin < before + mine) {
+    while (at < last) {
       const hz_u32 row = (hz_u32)(at / blocks), first = (hz_u32)(at % blocks);
       const hz_u32 until = (hz_u32)std::min<hz_u64>(blocks, first + (last - at));
       kernel(bucket, Span{&tensor, row, first, until, blocks});
@@ -109,6 +113,9 @@ HZ_EACH_KERNEL(HZ_ENTRY)
 
 HZ_EXPORT int hz_bucket_version() { return HZ_BUCKET_VERSION; }
 HZ_EXPORT int hz_bucket_bytes() { return (int)sizeof(hz_bucket); }
+
+// What it was built from: CMakeLists.txt hashes the sources.
+HZ_EXPORT const char* hz_build_id() { return HZ_BUILD_ID; }
 
 // The instruction set in use.
 HZ_EXPORT const char* hz_instruction_set() { return hz::current->name; }

@@ -49,7 +49,7 @@ HZ_INLINE uint32_t bits_of(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
-HZ_INLINE Floats same(float x) { return Floats{} + x; }
+HZ_INLINE Floats broadcast(float x) { return Floats{} + x; }
 HZ_INLINE Floats magnitude(Floats x) { return (Floats)((Words)x & 0x7fffffff); }
 
 // Of numbers; what they make of NaN is left open.
@@ -155,7 +155,7 @@ HZ_INLINE Words bf16_of(Floats x) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// Element types: storage, and a vector of them from and to float32. `narrow` takes no NaN.
+// Element types: storage, and a vector of them from and to float32.
 struct Fp32 {
   typedef float type;
   HZ_INLINE Floats widen(const float* from) { return load<Floats>(from); }
@@ -194,7 +194,8 @@ struct Fp16 {
     const Words normal = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
     const Words subnormal = (Words)((Floats)bits + 0.5f) - 0x3f000000;
     const Words small = (Words)(bits < 0x38800000), large = (Words)(bits >= 0x477ff000);
-    const Words half = (small & subnormal) | (~small & ~large & normal) | (large & 0x7c00);
+    const Words nan = (Words)(bits > 0x7f800000) & 0x200;
+    const Words half = (small & subnormal) | (~small & ~large & normal) | (large & 0x7c00) | nan;
     store(to, __builtin_convertvector(half | ((Words)x >> 16 & 0x8000), Halves));
   }
 #endif

@@ -18,7 +18,8 @@ from hzero.codecs.host import HostLibrary
 from hzero.codecs.kernels import KernelBackend
 from hzero.config import ConfigError, one_of
 
-#: Environment variable that names the backend to use. Where it is not set, the fastest that works is used.
+#: Environment variable that names a backend which has to be used for the devices that it serves (``reference`` serves
+#: all). Where it is not set, and for other devices, the fastest that works is used.
 VARIABLE = "HZERO_BACKEND"
 BACKENDS = ("reference", "host", "hip", "cuda")
 

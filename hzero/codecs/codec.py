@@ -149,7 +149,7 @@ class Codec:
             TypeError: A dtype or device that cannot be encoded, named.
             ValueError: Sizes that do not fit, named.
         """
-        rows = max((-(-t.numel() // chunk) for t, chunk in zip(source, chunks) if chunk > 0), default=1)
+        rows = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
         pieces = max(outer, 1)
         axes = _axes(sizes, strides, max(-(-rows // pieces), 1) * pieces)
         return torch.ops.hzero.encode(

@@ -79,9 +79,24 @@ class Shape:
         """The format that is encoded, where one is."""
         return self.out or self.fmt
 
+    @property
+    def lanes(self) -> int:
+        """Threads of a device that share a block: 16 elements each, a power of two."""
+        return 1 << (self.fmt.block_size // 16 - 1).bit_length()
+
+    def groups(self, chunk: int) -> int:
+        """Workgroups of a device that a tensor takes."""
+        return -(-self.fmt.blocks(chunk) // (THREADS // self.lanes)) * self.rows
+
+    @functools.cached_property
     def fits(self) -> bool:
-        """Whether the structure can say it: all but shards of 2**31 elements and rows of more than six axes."""
-        return max(self.chunks) < 2**31 and len(self.sizes) <= AXES and self.rows < 2**31
+        """Whether kernels can do it: not with shards of 2**31 elements, nor with rows of more than six axes.
+
+        Nor with more workgroups than a device starts: AMD's count threads in 32 bits.
+        """
+        if max(self.chunks) >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
+            return False
+        return not self.wave or sum(self.groups(chunk) for chunk in self.chunks) * THREADS < 2**32
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,7 +105,6 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
     layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
     # Sums are float32, whatever was encoded.
     out = layout_of(shape.chunks, shape.out, torch.float32.itemsize) if shape.out else None
-    lanes = max(1, 1 << (shape.fmt.block_size // 16 - 1).bit_length())
     whole = [index for index, chunk in enumerate(shape.chunks) if chunk]
     made = []
     for first in range(0, len(whole), TENSORS):
@@ -99,7 +113,7 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
         bucket["block_size"], bucket["scale_bytes"] = shape.fmt.block_size, shape.fmt.scale_bytes
         bucket["limit"] = scale_limit(shape.written, torch.float32 if shape.out else shape.dtype)
-        bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), lanes
+        bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
         bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
         tensor = bucket["tensor"][: len(some)]
         tensor["chunk"] = [shape.chunks[index] for index in some]
@@ -115,9 +129,10 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
             tensor["out_start"], tensor["out_record_bytes"], tensor["out_scales"] = (
                 np.array(offsets)[some] for offsets in (out.record_starts, out.record_bytes, out.scales_offsets)
             )
-        groups = [-(-shape.fmt.blocks(shape.chunks[index]) // (THREADS // lanes)) * shape.rows for index in some]
-        tensor["first_group"] = np.cumsum([0, *groups[:-1]])
-        bucket["workgroups"] = sum(groups)
+        if shape.wave:
+            groups = [shape.groups(shape.chunks[index]) for index in some]
+            tensor["first_group"] = np.cumsum([0, *groups[:-1]])
+            bucket["workgroups"] = sum(groups)
         made.append((bucket.tobytes(), some.tolist()))
     return tuple(made)
 

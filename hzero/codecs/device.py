@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 
 from hzero.codecs.descriptor import THREADS
 from hzero.codecs.host import NATIVE
+
+#: The kernels' files.
+FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
 
 #: Where the sources of the kernels are: in an installation, in a checkout.
 SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")
@@ -26,7 +31,7 @@ class DeviceKernels:
     sources are compiled when first needed, by hiprtc or NVRTC, and the result is kept on disk.
 
     Raises:
-        ImportError: CuPy is not installed or cannot be loaded; the extra that brings it is named.
+        ImportError: CuPy is not installed, cannot be loaded, or finds no compiler; the extra that brings it is named.
         OSError: There is no device, or it is none that the kernels are written for, or their sources are missing.
     """
 
@@ -39,19 +44,26 @@ class DeviceKernels:
             import cupy
             from cupy.cuda import nvrtc
         except Exception as error:  # CuPy raises what its libraries raise
-            first = str(error).strip().splitlines()[:1] or [type(error).__name__]
-            raise ImportError(f'cupy cannot be imported ({first[0]}); pip install "hzero[{extra}]"') from None
+            raise ImportError(f'cupy cannot be imported ({_line(error)}); pip install "hzero[{extra}]"') from None
         if bool(cupy.cuda.runtime.is_hip) != bool(torch.version.hip):
             raise ImportError(f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"')
         if not torch.cuda.is_available():
             raise OSError("torch finds no GPU")
         self._cupy, self._compiler = cupy, nvrtc
-        self._sources = next((folder for folder in SOURCES if folder.is_dir()), None)
-        if self._sources is None:
+        sources = next((folder for folder in SOURCES if folder.is_dir()), None)
+        if sources is None:
             raise OSError(f"the kernels' sources are not there: neither {SOURCES[0]} nor {SOURCES[1]} exists")
+        self._sources = sources
+        self._id = hash_files([*sources.glob("*.h"), *sources.glob("*.hip")])
         architecture = self._architecture(torch.cuda.current_device())
         if torch.version.hip and not architecture.startswith("gfx9"):
             raise OSError(f"the kernels are written for gfx9 (MI50 to MI300), this is {architecture}")
+        try:
+            self._modules(torch.cuda.current_device())
+        except Exception as error:  # the compiler's libraries may be missing or too old for the device
+            raise ImportError(
+                f'the kernels cannot be loaded for {architecture} ({_line(error)}); pip install "hzero[{extra}]"'
+            ) from error
 
     def describe(self) -> str:
         """What a kernel would be started from on the current device."""
@@ -80,40 +92,41 @@ class DeviceKernels:
             return properties.gcnArchName.split(":")[0]
         return f"sm_{properties.major}{properties.minor}"
 
-    @staticmethod
-    def _built(family: str, architecture: str) -> Path:
-        return NATIVE / f"{family}.{architecture}.hsaco"
+    def _built(self, family: str, architecture: str) -> Path:
+        """The code object of the installation: of these very sources, or it would not have this name."""
+        return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
     @functools.cache  # noqa: B019 - there is one of these a process, for its whole life
     def _function(self, index: int, family: str, kernel: str) -> Any:
-        return self._module(index, family).get_function(kernel)
+        return self._modules(index)[family].get_function(kernel)
 
     @functools.cache  # noqa: B019
-    def _module(self, index: int, family: str) -> Any:
+    def _modules(self, index: int) -> dict[str, Any]:
+        """All families at once, so that none has to be compiled or loaded while a graph is captured."""
         architecture = self._architecture(index)
-        built = self._built(family, architecture)
-        code = built.read_bytes() if built.exists() else self._compiled(family, architecture)
-        module = self._cupy.cuda.function.Module()
-        module.load(code)
-        return module
+        modules = {}
+        with torch.cuda.device(index):
+            for family in FAMILIES:
+                built = self._built(family, architecture)
+                module = self._cupy.cuda.function.Module()
+                module.load(built.read_bytes() if built.exists() else self._compiled(family, architecture))
+                modules[family] = module
+        return modules
 
     def _compiled(self, family: str, architecture: str) -> bytes:
-        assert self._sources is not None
         headers = sorted(self._sources.glob("*.h"))
         source = self._sources / f"{family}.hip"
         option = "--offload-arch=" if torch.version.hip else "--gpu-architecture="
         options = (f"{option}{architecture}", "-std=c++17")
-        key = hashlib.sha256()
-        for part in (*options, str(self._compiler.getVersion()), torch.version.hip or "", torch.version.cuda or ""):
-            key.update(part.encode() + b"\0")
-        for path in (source, *headers):
-            key.update(path.read_bytes())
-        kept = cache_folder() / f"{family}.{architecture}.{key.hexdigest()[:24]}"
-        if kept.exists():
+        built_by = (*options, self._compiler.getVersion(), torch.version.hip, torch.version.cuda)
+        key = hashlib.sha256(repr(built_by).encode()).hexdigest()[:12]
+        kept = cache_folder() / f"{family}.{architecture}.{self._id}.{key}"
+        try:
             return kept.read_bytes()
-        code = self._compile(source, headers, options)
-        _keep(kept, code)
-        return code
+        except OSError:
+            code = self._compile(source, headers, options)
+            _keep(kept, code)
+            return code
 
     def _compile(self, source: Path, headers: list[Path], options: tuple[str, ...]) -> bytes:
         # Not by cupy.RawModule: on ROCm that would flush subnormal numbers, which the payload format keeps.
@@ -130,17 +143,27 @@ class DeviceKernels:
             self._compiler.destroyProgram(program)
 
 
+def hash_files(paths: Sequence[Path]) -> str:
+    """What CMakeLists.txt calls by the same name: twelve digits for the names and contents of files."""
+    lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+
+
 def cache_folder() -> Path:
     """Where compiled kernels are kept: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hzero"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
 
 
 def _keep(path: Path, code: bytes) -> None:
     """Writes a file at once or not at all; ranks may do so at the same time. A folder that cannot be written is none."""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        return
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            unfinished = Path(folder) / path.name
+            unfinished.write_bytes(code)
+            os.replace(unfinished, path)
+
+
+def _line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hzero.codecs.descriptor import VERSION
+from hzero.codecs.descriptor import BUCKET, VERSION
 
 #: Where an installation and a checkout that was set up have the compiled parts.
 NATIVE = Path(__file__).resolve().parents[1] / "native"
@@ -33,10 +35,17 @@ class HostLibrary:
             raise OSError(
                 f"{path} is not there: hzero was installed without a C++ compiler, or its checkout not set up"
             )
+        _check_whole(path)
         self._library = ctypes.CDLL(str(path))
-        version = self._library.hz_bucket_version()
-        if version != VERSION:
-            raise OSError(f"{path} has version {version}, expected {VERSION}: build it again")
+        try:
+            built = self._library.hz_bucket_version(), self._library.hz_bucket_bytes()
+        except AttributeError:
+            raise OSError(f"{path} is not hzero's library") from None
+        if built != (VERSION, BUCKET.itemsize):
+            raise OSError(
+                f"{path} has version {built[0]} ({built[1]} bytes), expected {VERSION} ({BUCKET.itemsize} bytes): "
+                "build it again"
+            )
         self._library.hz_instruction_set.restype = ctypes.c_char_p
 
     @property
@@ -56,3 +65,14 @@ class HostLibrary:
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         """Runs a kernel; returns when it is done. Other Python threads go on meanwhile."""
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
+
+
+def _check_whole(path: Path) -> None:
+    """Raises OSError for a file that ends too early: loading one kills the process where its end would have been."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; all else the loader refuses by itself
+        (sections,), (width, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+        if sections + width * count > size:
+            raise OSError(f"{path} is cut short: {size} bytes of {sections + width * count}")

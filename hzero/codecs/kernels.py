@@ -7,9 +7,9 @@ with the reference. So do the few buckets that the kernels' structure cannot des
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -79,97 +79,39 @@ class KernelBackend:
 
     # ---- what the operators call -----------------------------------------------------------------------------------
 
-    def encode(
-        self,
-        source: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        fmt: RecordFormat,
-        stochastic: bool,
-        seed: int,
-    ) -> torch.Tensor:
+    def encode(self, *arguments: Any) -> torch.Tensor:
         """Encodes a bucket."""
-        call = self.prepare_encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
-        if call is None:
-            return reference.encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
-        return call.run()[0]
+        call = self.prepare_encode(*arguments)
+        return call.run()[0] if call else reference.encode(*arguments)
 
     def encode_feedback(
-        self,
-        source: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor],
-        factors: Sequence[float],
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        fmt: RecordFormat,
-        stochastic: bool,
-        seed: int,
+        self, source: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], factors: Sequence[float], *how: Any
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Encodes a bucket with residuals added, and what that loses."""
-        call = self.prepare_encode(
-            source, chunks, sizes, strides, outer, fmt, stochastic, seed, residuals=residuals, factors=factors
-        )
+        """Encodes a bucket with residuals added, and tells what that loses."""
+        call = self.prepare_encode(source, *how, residuals=residuals, factors=factors)
         if call is None:
-            return reference.encode_feedback(
-                source, residuals, factors, chunks, sizes, strides, outer, fmt, stochastic, seed
-            )
+            return reference.encode_feedback(source, residuals, factors, *how)
         message, *left = call.run()
         return message, left
 
-    def decode(
-        self,
-        payload: torch.Tensor,
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
+    def decode(self, *arguments: Any) -> list[torch.Tensor]:
         """Decodes a message into flat tensors in shard order."""
-        call = self.prepare_decode(payload, chunks, sizes, strides, outer, fmt, dtype)
-        if call is None:
-            return reference.decode(payload, chunks, sizes, strides, outer, fmt, dtype)
-        return call.run()
+        call = self.prepare_decode(*arguments)
+        return call.run() if call else reference.decode(*arguments)
 
-    def decode_sum(
-        self,
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
+    def decode_sum(self, *arguments: Any) -> list[torch.Tensor]:
         """Decodes the messages of several peers and sums them in float32, in their order."""
-        call = self.prepare_decode_sum(payload, peers, chunks, inner, fmt, dtype)
-        if call is None:
-            return reference.decode_sum(payload, peers, chunks, inner, fmt, dtype)
-        return call.run()
+        call = self.prepare_decode_sum(*arguments)
+        return call.run() if call else reference.decode_sum(*arguments)
 
-    def decode_sum_encode(
-        self,
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        outer: int,
-        out: RecordFormat,
-        stochastic: bool,
-        seed: int,
-    ) -> torch.Tensor:
+    def decode_sum_encode(self, *arguments: Any) -> torch.Tensor:
         """`decode_sum`, then `encode` of the sums; in one kernel where blocks agree."""
-        call = self.prepare_decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
-        if call is None:
-            sums = self.decode_sum(payload, peers, chunks, inner, fmt, dtype)
-            return self.encode(sums, chunks, (inner,), (1,), outer, out, stochastic, seed)
-        return call.run()[0]
+        call = self.prepare_decode_sum_encode(*arguments)
+        if call:
+            return call.run()[0]
+        payload, peers, chunks, inner, fmt, dtype, *encoding = arguments
+        sums = self.decode_sum(payload, peers, chunks, inner, fmt, dtype)
+        return self.encode(sums, chunks, (inner,), (1,), *encoding)
 
     # ---- calls, with their outputs ---------------------------------------------------------------------------------
 
@@ -201,7 +143,7 @@ class KernelBackend:
             shape, payload, source, residuals=residuals, factors=factors, left=left, stochastic=stochastic, seed=seed
         )
         kernel = f"encode_{fmt.codec}_{_NAMES[dtype]}{self._wide(shape)}"
-        return self._prepared([payload, *left], kernel, "encode", buckets, [*source, *residuals])
+        return Prepared([payload, *left], kernel, "encode", list(buckets), self.launcher, [*source, *residuals])
 
     def prepare_decode(
         self,
@@ -221,7 +163,8 @@ class KernelBackend:
         payload = self._aligned(payload)
         decoded = [payload.new_empty(rows * chunk, dtype=dtype) for chunk in chunks]
         buckets = buckets_of(shape, payload, decoded)
-        return self._prepared(decoded, f"decode_{fmt.codec}_{_NAMES[dtype]}", "decode", buckets, [payload])
+        kernel = f"decode_{fmt.codec}_{_NAMES[dtype]}"
+        return Prepared(decoded, kernel, "decode", list(buckets), self.launcher, [payload])
 
     def prepare_decode_sum(
         self,
@@ -238,9 +181,8 @@ class KernelBackend:
             return None
         payload = self._aligned(payload)
         sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
-        return self._prepared(
-            sums, f"decode_sum_{fmt.codec}", "decode_sum", buckets_of(shape, payload, sums), [payload]
-        )
+        buckets = list(buckets_of(shape, payload, sums))
+        return Prepared(sums, f"decode_sum_{fmt.codec}", "decode_sum", buckets, self.launcher, [payload])
 
     def prepare_decode_sum_encode(
         self,
@@ -266,7 +208,7 @@ class KernelBackend:
         message = payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)
         buckets = buckets_of(shape, payload, out_payload=message, stochastic=stochastic, seed=seed)
         kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{self._wide(shape)}"
-        return self._prepared([message], kernel, "decode_sum_encode", buckets, [payload])
+        return Prepared([message], kernel, "decode_sum_encode", list(buckets), self.launcher, [payload])
 
     def _shape(
         self,
@@ -297,7 +239,7 @@ class KernelBackend:
             out_outer=out_outer,
             wave=self.launcher.wave(device),
         )
-        return shape if shape.fits() else None
+        return shape if shape.fits else None
 
     @staticmethod
     def _wide(shape: Shape) -> str:
@@ -305,15 +247,4 @@ class KernelBackend:
         return "_wide" if shape.wave and shape.fmt.block_size > 16 * shape.wave else ""
 
     def _aligned(self, payload: torch.Tensor) -> torch.Tensor:
-        payload = payload.contiguous()
         return payload.clone() if payload.data_ptr() % self.launcher.alignment else payload
-
-    def _prepared(
-        self,
-        outputs: list[torch.Tensor],
-        kernel: str,
-        family: str,
-        buckets: Iterable[np.ndarray],
-        inputs: list[torch.Tensor],
-    ) -> Prepared:
-        return Prepared(outputs, kernel, family, list(buckets), self.launcher, inputs)

@@ -112,6 +112,17 @@ def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: i
             )
 
 
+def _check_storage(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Refuses tensors whose memory was taken from them, as sharding engines do; a kernel would read what is there now."""
+    for index, tensor in enumerate(tensors):
+        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
+        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() < needed:
+            raise ValueError(
+                f"{name}{f'[{index}]' if name != 'payload' else ''}: found {tensor.untyped_storage().nbytes()} bytes of storage, expected {needed}: its "
+                "memory was freed"
+            )
+
+
 def _check_residuals(
     residuals: Sequence[torch.Tensor], factors: Sequence[float], source: Sequence[torch.Tensor]
 ) -> None:
@@ -144,6 +155,8 @@ def _check_payload(
     _check_chunks(chunks)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
+    if not payload.is_contiguous():
+        raise ValueError(f"payload: found stride {payload.stride()[0]}, expected a contiguous tensor")
     expected = fmt.message_bytes(chunks, rows, dtype.itemsize)
     if payload.numel() != expected:
         raise ValueError(
@@ -246,8 +259,20 @@ def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         _rows((inner,), (1,), outer)
         return backend.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
 
+    def checked(operator: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+        """Looks at the memory of the first arguments too, which tensors of tracing do not have."""
+
+        @functools.wraps(operator)
+        def call(*arguments: Any) -> Any:
+            for name, tensors in zip(names, arguments):
+                _check_storage(tensors if isinstance(tensors, (list, tuple)) else [tensors], name)
+            return operator(*arguments)
+
+        return call
+
     for operator in (encode, encode_feedback, decode, decode_sum, decode_sum_encode):
-        yield f"hzero::{operator.__name__}", operator
+        names = {encode: ["source"], encode_feedback: ["source", "residuals"]}.get(operator, ["payload"])
+        yield f"hzero::{operator.__name__}", operator if backend is _Fake else checked(operator, names)
 
 
 class _Fake:
@@ -274,8 +299,9 @@ class _Fake:
         factors: Sequence[float],
         *layout: Any,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        # What is encoded are float32 sums.
         left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
-        return cls.encode(source, *layout), left
+        return cls.encode(left, *layout), left
 
     @staticmethod
     def decode(

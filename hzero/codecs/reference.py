@@ -435,4 +435,4 @@ def _records(payload: torch.Tensor, layout: Layout, outer: int, inner: int, dtyp
 
 def _aligned(payload: torch.Tensor) -> torch.Tensor:
     """The payload itself, or a copy where it starts at an odd place of its storage."""
-    return payload if payload.storage_offset() % 4 == 0 and payload.is_contiguous() else payload.clone()
+    return payload if payload.storage_offset() % 4 == 0 else payload.clone()

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from hzero.codecs.device import FAMILIES
 from tests.ranks import ROOT
 
+__all__ = ["FAMILIES", "KERNELS", "EmulatedKernels", "build"]
+
 KERNELS = ROOT / "hip_kernels"
-FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
 
 
 def compiler() -> str:
@@ -50,6 +52,8 @@ def build(wave: int, *sources: str) -> Path:
         str(path),
     ]
     done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
+    if done.returncode and "_Float16" in done.stderr:
+        pytest.skip(f"{command[0]} has no _Float16 in C++: the kernels cannot be emulated")
     assert done.returncode == 0, done.stderr
     return path
 

@@ -18,7 +18,7 @@ from hzero import cli, doctor
 from hzero.codecs import Codec, backends, device, host, reference
 from hzero.codecs.descriptor import BUCKET, VERSION
 from hzero.config import CodecConfig, ConfigError
-from tests.kernels.emulated import KERNELS, EmulatedKernels
+from tests.kernels.emulated import FAMILIES, KERNELS, EmulatedKernels
 
 INT8 = Codec.from_config(CodecConfig(codec="int8"))
 HAS_LIBRARY = host.LIBRARY.exists()
@@ -60,18 +60,29 @@ def test_the_reference_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "is not there"), (b"not a library", "invalid ELF|file too short"), ("stale", "has version 99999, expected")],
+    [
+        (None, "is not there"),
+        (b"not a library", "invalid ELF|file too short"),
+        ("stale", ""),
+        ("cut", "is cut short"),
+        ("another", "is not hzero's library"),
+    ],
 )
 def test_a_library_that_cannot_be_used_is_said_once(
     content: Any, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "libhzero_host.so"
-    if content == "stale":
-        if not HAS_LIBRARY:
-            pytest.skip("the host library is not built")
+    if content in ("stale", "cut") and not HAS_LIBRARY:
+        pytest.skip("the host library is not built")
+    if content == "cut":
+        whole = host.LIBRARY.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    elif content == "another":
+        path = Path(_math_library())
+    elif content == "stale":
         path.write_bytes(host.LIBRARY.read_bytes())
         monkeypatch.setattr(host, "VERSION", 99999)
-        says = f"has version {VERSION}, expected 99999"
+        says = f"has version {VERSION} "
     elif content is not None:
         path.write_bytes(content)
     monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (path,))
@@ -85,6 +96,12 @@ def test_a_library_that_cannot_be_used_is_said_once(
     backends.choice.cache_clear()
     with pytest.raises(ConfigError, match=f"HZERO_BACKEND: host cannot be used: .*({says})"):
         backends.choice("cpu")
+
+
+def _math_library() -> str:
+    """The path of some library that is not ours."""
+    ctypes.CDLL("libm.so.6")
+    return next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line)
 
 
 def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,6 +131,9 @@ def test_a_backend_of_another_torch_is_refused(name: str, monkeypatch: pytest.Mo
 def test_the_library_has_the_structure_that_python_fills() -> None:
     library = ctypes.CDLL(str(host.LIBRARY))
     assert library.hz_bucket_version() == VERSION and library.hz_bucket_bytes() == BUCKET.itemsize
+    library.hz_build_id.restype = ctypes.c_char_p
+    sources = [KERNELS / "bucket.h", *(KERNELS / "host").iterdir()]
+    assert library.hz_build_id().decode() == device.hash_files(sources), "hzero/native is of other sources: make setup"
     with pytest.raises(ValueError, match="instruction_set: this processor or library has no 'neon'"):
         host.HostLibrary().instruction_set = "neon"
 
@@ -214,22 +234,27 @@ def test_kernels_are_compiled_once_and_kept(cupy: _Cupy, tmp_path: Path) -> None
         for _ in range(2):
             assert torch.equal(_encode(kernels), want)
     option = "--offload-arch=gfx90a" if hip else "--gpu-architecture=sm_90"
-    assert cupy.compiled == [("encode.hip", (option, "-std=c++17"))]
-    assert cupy.loaded == [b"code of encode.hip"] * 2
+    assert cupy.compiled == [(f"{family}.hip", (option, "-std=c++17")) for family in FAMILIES]
+    assert cupy.loaded == [f"code of {family}.hip".encode() for family in FAMILIES] * 2
     assert cupy.launched == [("encode_int8_fp32", (1,), (256,), 4711)] * 4
-    (kept,) = (tmp_path / "cache" / "hzero").iterdir()
-    assert kept.read_bytes() == b"code of encode.hip"
+    kept = sorted((tmp_path / "cache" / "hzero").iterdir())
+    assert [path.read_bytes() for path in kept] == [f"code of {family}.hip".encode() for family in sorted(FAMILIES)]
     assert "compiled when first needed" in kernels.describe()
 
 
 def test_code_objects_of_the_installation_come_first(cupy: _Cupy, tmp_path: Path) -> None:
     architecture = "gfx90a" if torch.version.hip else "sm_90"
     (tmp_path / "native").mkdir()
-    (tmp_path / "native" / f"encode.{architecture}.hsaco").write_bytes(b"built before")
+    own = device.hash_files([*KERNELS.glob("*.h"), *KERNELS.glob("*.hip")])
+    for family in FAMILIES:
+        (tmp_path / "native" / f"{family}.{architecture}.0123456789ab.hsaco").write_bytes(b"of other sources")
+        (tmp_path / "native" / f"{family}.{architecture}.{own}.hsaco").write_bytes(b"built before")
     kernels = device.DeviceKernels()
     _encode(kernels)
-    assert cupy.loaded == [b"built before"] and not cupy.compiled
+    assert cupy.loaded == [b"built before"] * 4 and not cupy.compiled
     assert "built with the installation" in kernels.describe()
+    for path in (KERNELS.parent / "hzero" / "native").glob("*.hsaco"):
+        assert f".{own}." in path.name, "hzero/native is of other sources: make setup"
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(
@@ -239,13 +264,22 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
         _encode(device.DeviceKernels())
-    assert len(cupy.compiled) == 2
+    assert len(cupy.compiled) == 2 * len(FAMILIES)
 
 
-def test_source_that_does_not_compile_is_shown(cupy: _Cupy) -> None:
+def test_a_compiler_that_fails_leaves_the_reference(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's library is missing, or it does not know the device."""
     cupy.error = "compilation"
-    with pytest.raises(RuntimeError, match=r"encode.hip does not compile with .*\nblock.h\(1\): error"):
-        _encode(device.DeviceKernels())
+    with pytest.raises(ImportError, match="the kernels cannot be loaded for .*encode.hip does not compile") as caught:
+        device.DeviceKernels()
+    assert "block.h(1): error" in str(caught.value.__cause__)
+
+    def missing() -> None:
+        raise RuntimeError("libnvrtc.so.13 not found\nand more")
+
+    monkeypatch.setattr(cupy.module.cuda.nvrtc, "getVersion", missing)
+    chosen = backends.choice("cuda")
+    assert chosen.fallback and "(libnvrtc.so.13 not found); pip install" in chosen.why
 
 
 def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +291,9 @@ def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch
         assert "the kernels are written for gfx9 (MI50 to MI300), this is gfx1100" in backends.choice("cuda").why
         backends.choice.cache_clear()
     cupy.module.cuda.runtime.is_hip = not hip
-    assert f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"' in backends.choice("cuda").why
+    assert (
+        f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"' in backends.choice("cuda").why
+    )
     backends.choice.cache_clear()
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)

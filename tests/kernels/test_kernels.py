@@ -17,7 +17,7 @@ from hzero.codecs import backends, host, reference
 from hzero.codecs.descriptor import AXES, TENSORS
 from hzero.codecs.kernels import KernelBackend
 from hzero.sharding.records import RecordFormat
-from tests.kernels.cases import FLOATS, KINDS, Case, disagreements, numbers, random_case
+from tests.kernels.cases import FLOATS, KINDS, Case, disagreements, numbers, random_case, same
 from tests.kernels.emulated import EmulatedKernels
 
 CPU = torch.device("cpu")
@@ -107,13 +107,13 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
     """Where a reciprocal in place of the division would round to the other code, if it were not corrected."""
     backend, device = target
     generator = torch.Generator().manual_seed(0)
-    scales = (torch.randint(128, 256, (512, 1), generator=generator) / 128.0).float()
-    halves = scales * (torch.randint(-127, 127, (512, 127), generator=generator) + 0.5)
-    near = torch.nextafter(halves, halves * torch.randint(0, 3, halves.shape, generator=generator))
-    x = torch.cat([near, 127 * scales], dim=1).reshape(-1)
-    fmt = RecordFormat.of("int8", 128, "bf16")
-    how = ((x.numel(),), (1,), (1,), 1, fmt, False, 0)
-    assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
+    for scale, units in (("bf16", 128), ("fp32", 2**23)):
+        scales = (torch.randint(units, 2 * units, (512, 1), generator=generator) / units).float()
+        halves = scales * (torch.randint(-127, 127, (512, 127), generator=generator) + 0.5)
+        near = torch.nextafter(halves, halves * torch.randint(0, 3, halves.shape, generator=generator))
+        x = torch.cat([near, 127 * scales], dim=1).reshape(-1)
+        how = ((x.numel(),), (1,), (1,), 1, RecordFormat.of("int8", 128, scale), False, 0)
+        assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -189,7 +189,7 @@ def test_a_forked_process_can_go_on() -> None:
         "want = codec.encode([x], [x.numel()])\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    os._exit(not torch.equal(codec.encode([x], [x.numel()]).sum(), want.sum()))\n"
+        "    os._exit(not torch.equal(codec.encode([x], [x.numel()]), want))\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -200,13 +200,58 @@ def test_a_forked_process_can_go_on() -> None:
 def test_a_graph_captures_the_operators() -> None:
     x = torch.randn(100_000, device="cuda", dtype=torch.bfloat16)
     how = (["int8", 128, "bf16"], [x.numel()], [1], [1], 1)
-    encode = functools.partial(torch.ops.hzero.encode, [x], *how[1:], *how[0], False, 0)
-    encode()  # compiles
+
+    def everything() -> list[torch.Tensor]:
+        message = torch.ops.hzero.encode([x], *how[1:], *how[0], False, 0)
+        decoded = torch.ops.hzero.decode(message, *how[1:], *how[0], torch.bfloat16)
+        sums = torch.ops.hzero.decode_sum(message, 1, how[1], 1, *how[0], torch.bfloat16)
+        again = torch.ops.hzero.decode_sum_encode(
+            message, 1, how[1], 1, *how[0], torch.bfloat16, 1, "int4", 128, "bf16", False, 0
+        )
+        return [message, *decoded, *sums, again]
+
+    backends.choice("cuda")  # compiles and loads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        message = encode()
-        (decoded,) = torch.ops.hzero.decode(message, *how[1:], *how[0], torch.bfloat16)
+        captured = everything()
     x.copy_(torch.randn_like(x))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(message, encode()) and not decoded.isnan().any()
+    with backends.reference_instead():
+        assert same(captured, everything())
+
+
+GUARD = 256
+
+
+def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device]) -> None:
+    """Payloads, residuals, decoded tensors and sums with a border around each."""
+    backend, device = target
+    fmt, out = RecordFormat.of("int4", 64, "bf16"), RecordFormat.of("int8", 64, "bf16")
+    for chunk in (1, 63, 64, 4097):
+        source = [numbers("normal", 6 * chunk, torch.bfloat16, chunk).to(device)]
+        axes = ((chunk,), (6,), (1,), 2)
+        residuals = [torch.ones(6 * chunk, device=device)]
+        message = backend.encode(source, *axes, fmt, False, 0)
+        for prepared in (
+            backend.prepare_encode(source, *axes, fmt, False, 0, residuals=residuals, factors=[1.0]),
+            backend.prepare_decode(message, *axes, fmt, torch.float16),
+            backend.prepare_decode_sum(message, 2, (chunk,), 3, fmt, torch.float32),
+            backend.prepare_decode_sum_encode(message, 2, (chunk,), 3, fmt, torch.float32, 1, out, False, 0),
+        ):
+            want = [tensor.clone() for tensor in prepared.run()]
+            borders = [
+                torch.full((t.numel() * t.element_size() + 2 * GUARD,), 77, dtype=torch.uint8, device=device)
+                for t in prepared.outputs
+            ]
+            places = {t.data_ptr(): b.data_ptr() + GUARD for t, b in zip(prepared.outputs, borders)}
+            for bucket in prepared.buckets:
+                for fields, names in ((bucket, ("payload", "out_payload")), (bucket["tensor"][:1], ("data", "left"))):
+                    for name in names:
+                        fields[name] = places.get(int(fields[name].reshape(-1)[0]), fields[name])
+            prepared.run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            for border, tensor in zip(borders, want):
+                assert (border[:GUARD] == 77).all() and (border[-GUARD:] == 77).all(), prepared.kernel
+                assert same([border[GUARD:-GUARD].view(tensor.dtype)], [tensor]), prepared.kernel
