@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -112,15 +113,13 @@ def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: i
             )
 
 
-def _check_storage(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Refuses tensors whose memory was taken from them, as sharding engines do; a kernel would read what is there now."""
-    for index, tensor in enumerate(tensors):
-        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
-        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() < needed:
-            raise ValueError(
-                f"{name}{f'[{index}]' if name != 'payload' else ''}: found {tensor.untyped_storage().nbytes()} bytes of storage, expected {needed}: its "
-                "memory was freed"
-            )
+def _check_storage(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose memory was taken away, as sharding engines do: a kernel would read what is there now."""
+    if tensor.numel() and tensor.is_contiguous():
+        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        found = tensor.untyped_storage().nbytes()
+        if found < needed:
+            raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
 
 
 def _check_residuals(
@@ -259,20 +258,24 @@ def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         _rows((inner,), (1,), outer)
         return backend.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
 
-    def checked(operator: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-        """Looks at the memory of the first arguments too, which tensors of tracing do not have."""
+    def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
+        """Looks at the memory of the tensors too, which those of tracing do not have."""
+        names = list(inspect.signature(operator).parameters)[:2]
 
         @functools.wraps(operator)
         def call(*arguments: Any) -> Any:
-            for name, tensors in zip(names, arguments):
-                _check_storage(tensors if isinstance(tensors, (list, tuple)) else [tensors], name)
+            for name, value in zip(names, arguments):
+                if isinstance(value, torch.Tensor):
+                    _check_storage(name, value)
+                elif name in ("source", "residuals"):
+                    for index, tensor in enumerate(value):
+                        _check_storage(f"{name}[{index}]", tensor)
             return operator(*arguments)
 
         return call
 
     for operator in (encode, encode_feedback, decode, decode_sum, decode_sum_encode):
-        names = {encode: ["source"], encode_feedback: ["source", "residuals"]}.get(operator, ["payload"])
-        yield f"hzero::{operator.__name__}", operator if backend is _Fake else checked(operator, names)
+        yield f"hzero::{operator.__name__}", operator if backend is _Fake else checked(operator)
 
 
 class _Fake:

@@ -114,7 +114,7 @@ def test_other_ranks_do_not_repeat_it(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.mark.parametrize("name", ["Host", "gpu", "rocm"])
 def test_unknown_backends_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backends.VARIABLE, name)
-    with pytest.raises(ConfigError, match="HZERO_BACKEND: unknown backend .* Possible: reference, host, hip, cuda"):
+    with pytest.raises(ConfigError, match=r"HZERO_BACKEND: unknown backend .* Possible: reference, host, hip, cuda"):
         use()
 
 
@@ -270,7 +270,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
 def test_a_compiler_that_fails_leaves_the_reference(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's library is missing, or it does not know the device."""
     cupy.error = "compilation"
-    with pytest.raises(ImportError, match="the kernels cannot be loaded for .*encode.hip does not compile") as caught:
+    with pytest.raises(ImportError, match=r"the kernels cannot be loaded for .*encode\.hip does not compile") as caught:
         device.DeviceKernels()
     assert "block.h(1): error" in str(caught.value.__cause__)
 
