@@ -416,7 +416,8 @@ def plot(suite: Suite, path: Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3, which="both")
     keys = [plt.Line2D([], [], color="black", label=f"{suite.groups[0][0].variant} (the roof)")]
-    keys += [plt.Line2D([], [], color=colours[name], lw=6, label=name) for name in suite.arguments.variants]
+    measured = {one.variant for group in suite.groups for one in group[1:] if one.seconds}
+    keys += [plt.Line2D([], [], color=colours[name], lw=6, label=name) for name in VARIANTS if name in measured]
     keys += [plt.Line2D([], [], color="gray", ls="", marker=sign, label=name) for name, sign in markers.items()]
     figure.legend(handles=keys, loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=120)

@@ -54,7 +54,7 @@ def test_readme_names_the_two_commands() -> None:
     assert {"make train", "make test"} <= set(_commands())
 
 
-@pytest.mark.parametrize("command", [c for c in _commands() if c.startswith(("make", "hzero plan"))])
+@pytest.mark.parametrize("command", [c for c in _commands() if c.startswith(("make", "hzero plan", "hzero doctor"))])
 def test_command(command: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
     shorter = f"{command} {SHORTER.get(command, '').format(run=tmp_path / 'run')}"

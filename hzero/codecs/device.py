@@ -69,7 +69,7 @@ class DeviceKernels:
         """What a kernel would be started from on the current device."""
         architecture = self._architecture(torch.cuda.current_device())
         built = self._built("encode", architecture).exists()
-        how = "built with the installation" if built else "compiled when first needed"
+        how = "built with the installation" if built else "compiled on this machine"
         return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
 
     def wave(self, device: torch.device) -> int:
