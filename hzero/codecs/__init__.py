@@ -1,4 +1,4 @@
-"""Payload formats, as torch.library operators with a reference backend in plain torch."""
+"""Payload formats, as torch.library operators, and the backends that compute them."""
 
 from hzero.codecs.codec import Codec
 
