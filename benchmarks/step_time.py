@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hzero.config import PRESETS, one_of
+
 STEPS_A_ROUND = 5
 #: Behind a preset: with the codecs in plain torch, whatever backend this machine has.
 REFERENCE = ":reference"
@@ -161,6 +163,9 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.presets = arguments.presets.split(",")
+    for name in arguments.presets:
+        if name.removesuffix(REFERENCE) not in PRESETS:
+            parser.error(str(one_of("--presets", name, PRESETS, "preset")))
     if arguments.ranks < 4 or arguments.ranks % 4:
         parser.error(f"--ranks: found {arguments.ranks}, expected a multiple of 4")
     if arguments.worker:
