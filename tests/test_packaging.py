@@ -33,6 +33,13 @@ def _built(kind: str, out: Path, *, root: Path = ROOT, **env: str) -> Path:
     return path
 
 
+def _installed(wheel: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """An interpreter and an environment that see a wheel's content, and no development installation of this checkout."""
+    zipfile.ZipFile(wheel).extractall(folder)
+    paths = [str(folder), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
+    return [sys.executable, "-S"], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def _names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
@@ -72,8 +79,7 @@ def test_without_a_compiler_the_wheel_has_the_reference_alone(tmp_path: Path) ->
     built = _built("wheel", tmp_path / "out", root=source, CXX="/nowhere/c++", HZERO_BACKEND="host")
     names = _names(built)
     assert not any(name.endswith((".so", ".hsaco")) for name in names) and "hzero/native/kernels/encode.hip" in names
-    site = tmp_path / "site"
-    zipfile.ZipFile(built).extractall(site)
+    python, env = _installed(built, tmp_path / "site")
     code = (
         "import torch\n"
         "from hzero.codecs import Codec\n"
@@ -81,8 +87,7 @@ def test_without_a_compiler_the_wheel_has_the_reference_alone(tmp_path: Path) ->
         "codec = Codec.from_config(CodecConfig(codec='int8'))\n"
         "for _ in range(3): codec.decode(codec.encode([torch.ones(9)], [9]), [9], dtype=torch.float32)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run([*python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("codecs run in plain torch on cpu tensors") == 1
 
@@ -100,15 +105,13 @@ def test_a_backend_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
 
 def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    env = {**os.environ, "PYTHONPATH": str(site)}
+    python, env = _installed(wheel, site)
     for arguments in (["plan", "model=gpt_neox_10b", "topology=frontier", "nodes=4"], ["train", "--cfg", "job"]):
-        command = [sys.executable, "-m", "hzero", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*python, "-m", "hzero", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout
     code = "import hzero, hzero.train.conf as c; print(hzero.__file__, c.conf_dir())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.count(str(site)) == 2
