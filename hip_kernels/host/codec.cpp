@@ -196,8 +196,7 @@ HZ_INLINE Rounding rounding_of(const hz_bucket& bucket, const hz_tensor& tensor,
 }
 
 // Encodes up to `batch` blocks of `size` elements, the last one of `last`; nothing that matters follows up to
-// a multiple of 16. Scales
-// are found for all of them first, so that no block waits for the divisions of its own.
+// a multiple of 16. Scales are found for all of them first, so that no block waits for the divisions of its own.
 template <class Type, int BITS>
 HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint32_t last, uint32_t block,
                              uint32_t blocks, const hz_bucket& bucket, uint32_t scale_bytes, Rounding rounding,

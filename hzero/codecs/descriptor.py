@@ -75,11 +75,6 @@ class Shape:
     wave: int = 0
 
     @property
-    def written(self) -> RecordFormat:
-        """The format that is encoded, where one is."""
-        return self.out or self.fmt
-
-    @property
     def lanes(self) -> int:
         """Threads of a device that share a block: 16 elements each, a power of two."""
         return 1 << (self.fmt.block_size // 16 - 1).bit_length()
@@ -112,7 +107,7 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
         bucket = np.zeros((), BUCKET)
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
         bucket["block_size"], bucket["scale_bytes"] = shape.fmt.block_size, shape.fmt.scale_bytes
-        bucket["limit"] = scale_limit(shape.written, torch.float32 if shape.out else shape.dtype)
+        bucket["limit"] = scale_limit(shape.out or shape.fmt, torch.float32 if shape.out else shape.dtype)
         bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
         bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
         tensor = bucket["tensor"][: len(some)]

@@ -39,6 +39,7 @@ class DeviceKernels:
 
     def __init__(self) -> None:
         self.name = "hip" if torch.version.hip else "cuda"
+        self.wave = 64 if torch.version.hip else 32
         extra = "rocm" if torch.version.hip else "cuda"
         try:
             import cupy
@@ -71,10 +72,6 @@ class DeviceKernels:
         built = self._built("encode", architecture).exists()
         how = "built with the installation" if built else "compiled on this machine"
         return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
-
-    def wave(self, device: torch.device) -> int:
-        """64 on AMD's gfx9, 32 on NVIDIA."""
-        return 64 if torch.version.hip else 32
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         """Starts a kernel on the device's current stream."""

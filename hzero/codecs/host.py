@@ -29,6 +29,7 @@ class HostLibrary:
 
     name = "host"
     alignment = 4
+    wave = 0  # a block is one thread's
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
@@ -57,10 +58,6 @@ class HostLibrary:
     def instruction_set(self, name: str) -> None:
         if not self._library.hz_use_instruction_set(name.encode()):
             raise ValueError(f"instruction_set: this processor or library has no {name!r}")
-
-    def wave(self, device: torch.device) -> int:
-        """None: a block is one thread's."""
-        return 0
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         """Runs a kernel; returns when it is done. Other Python threads go on meanwhile."""

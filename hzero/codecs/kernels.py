@@ -27,13 +27,12 @@ class Launcher(Protocol):
     Attributes:
         name: Of the backend.
         alignment: What the address of a payload must be a multiple of.
+        wave: Lanes of a wave; 0 where a kernel has no lanes.
     """
 
     name: str
     alignment: int
-
-    def wave(self, device: torch.device) -> int:
-        """Lanes of a wave of the device; 0 where a kernel has no lanes."""
+    wave: int
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         """Starts ``kernel`` of ``family`` on a record of `hzero.codecs.descriptor.BUCKET`."""
@@ -130,10 +129,10 @@ class KernelBackend:
         factors: Sequence[float] = (),
     ) -> Prepared | None:
         """`encode`, or `encode_feedback` where there are residuals; None where no kernel does it."""
-        dtype, rows, device = source[0].dtype, math.prod(sizes), source[0].device
+        dtype, rows = source[0].dtype, math.prod(sizes)
         # What is encoded with residuals is a float32 sum.
         shape = self._shape(
-            chunks, rows, (sizes, strides), (outer, rows // outer), fmt, torch.float32 if residuals else dtype, device
+            chunks, rows, (sizes, strides), (outer, rows // outer), fmt, torch.float32 if residuals else dtype
         )
         if shape is None:
             return None
@@ -157,7 +156,7 @@ class KernelBackend:
     ) -> Prepared | None:
         """`decode`; None where no kernel does it."""
         rows = math.prod(sizes)
-        shape = self._shape(chunks, rows, (sizes, strides), (outer, rows // outer), fmt, dtype, payload.device)
+        shape = self._shape(chunks, rows, (sizes, strides), (outer, rows // outer), fmt, dtype)
         if shape is None:
             return None
         payload = self._aligned(payload)
@@ -176,7 +175,7 @@ class KernelBackend:
         dtype: torch.dtype,
     ) -> Prepared | None:
         """`decode_sum`; None where no kernel does it."""
-        shape = self._shape(chunks, inner, ((inner,), (1,)), (peers, inner), fmt, dtype, payload.device)
+        shape = self._shape(chunks, inner, ((inner,), (1,)), (peers, inner), fmt, dtype)
         if shape is None:
             return None
         payload = self._aligned(payload)
@@ -201,7 +200,7 @@ class KernelBackend:
         if fmt.block_size != out.block_size:
             return None
         axes = ((inner,), (1,))
-        shape = self._shape(chunks, inner, axes, (peers, inner), fmt, dtype, payload.device, out=out, out_outer=outer)
+        shape = self._shape(chunks, inner, axes, (peers, inner), fmt, dtype, out=out, out_outer=outer)
         if shape is None:
             return None
         payload = self._aligned(payload)
@@ -218,7 +217,6 @@ class KernelBackend:
         pieces: tuple[int, int],
         fmt: RecordFormat,
         dtype: torch.dtype,
-        device: torch.device,
         *,
         out: RecordFormat | None = None,
         out_outer: int = 1,
@@ -237,7 +235,7 @@ class KernelBackend:
             dtype=dtype,
             out=out,
             out_outer=out_outer,
-            wave=self.launcher.wave(device),
+            wave=self.launcher.wave,
         )
         return shape if shape.fits else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,6 +92,14 @@ def _check_chunks(chunks: Sequence[int]) -> None:
         raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, none negative")
 
 
+def _check_storage(tensor: torch.Tensor, name: str) -> None:
+    """Refuses a tensor whose memory was taken away, as sharding engines do: a kernel would read what is there now."""
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
+    found = tensor.untyped_storage().nbytes()
+    if found < needed:
+        raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
+
+
 def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: int) -> None:
     _check_chunks(chunks)
     if len(source) != len(chunks):
@@ -106,20 +113,12 @@ def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: i
             )
         if not tensor.is_contiguous():
             raise ValueError(f"source[{index}]: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
+        _check_storage(tensor, f"source[{index}]")
         if tensor.numel() > rows * chunk:
             raise ValueError(
                 f"source[{index}]: found {tensor.numel()} elements, expected at most {rows * chunk}: "
                 f"{rows} shards of {chunk}"
             )
-
-
-def _check_storage(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor whose memory was taken away, as sharding engines do: a kernel would read what is there now."""
-    if tensor.numel() and tensor.is_contiguous():
-        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-        found = tensor.untyped_storage().nbytes()
-        if found < needed:
-            raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
 
 
 def _check_residuals(
@@ -134,6 +133,7 @@ def _check_residuals(
             raise TypeError(f"{name}: found {residual.dtype} on {residual.device}, expected float32 on {tensor.device}")
         if not residual.is_contiguous():
             raise ValueError(f"{name}: found strides {tuple(residual.stride())}, expected a contiguous tensor")
+        _check_storage(residual, name)
         if residual.numel() not in (0, tensor.numel()):
             raise ValueError(
                 f"{name}: found {residual.numel()} elements, expected none or the {tensor.numel()} of source[{index}]"
@@ -156,6 +156,7 @@ def _check_payload(
         raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
     if not payload.is_contiguous():
         raise ValueError(f"payload: found stride {payload.stride()[0]}, expected a contiguous tensor")
+    _check_storage(payload, "payload")
     expected = fmt.message_bytes(chunks, rows, dtype.itemsize)
     if payload.numel() != expected:
         raise ValueError(
@@ -258,24 +259,8 @@ def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         _rows((inner,), (1,), outer)
         return backend.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
 
-    def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
-        """Looks at the memory of the tensors too, which those of tracing do not have."""
-        names = list(inspect.signature(operator).parameters)[:2]
-
-        @functools.wraps(operator)
-        def call(*arguments: Any) -> Any:
-            for name, value in zip(names, arguments):
-                if isinstance(value, torch.Tensor):
-                    _check_storage(name, value)
-                elif name in ("source", "residuals"):
-                    for index, tensor in enumerate(value):
-                        _check_storage(f"{name}[{index}]", tensor)
-            return operator(*arguments)
-
-        return call
-
     for operator in (encode, encode_feedback, decode, decode_sum, decode_sum_encode):
-        yield f"hzero::{operator.__name__}", operator if backend is _Fake else checked(operator)
+        yield f"hzero::{operator.__name__}", operator
 
 
 class _Fake:

@@ -70,11 +70,8 @@ class EmulatedKernels:
 
     def __init__(self, wave: int) -> None:
         self.name = f"emulated wave {wave}"
-        self._wave = wave
+        self.wave = wave
         self._library = ctypes.CDLL(str(build(wave, *(f"{family}.hip" for family in FAMILIES))))
-
-    def wave(self, device: torch.device) -> int:
-        return self._wave
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data))
