@@ -41,6 +41,7 @@ class TieredCollectives:
         self.wire_log = wire_log
         self.feedback = feedback
         self._transport = transport
+        self._row_orders: dict[torch.device, torch.Tensor] = {}
 
     # ---- gather ------------------------------------------------------------------------------------------------
 
@@ -119,6 +120,10 @@ class TieredCollectives:
         Returns:
             One flat tensor of ``bucket.dtype`` each, ``[world * chunk]``; what lies beyond the tensor's size is zero.
         """
+        if not self.plan.grid.regular:
+            rows = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
+            order = self._row_order(message.device).argsort()
+            return [tensor.view(len(order), -1)[order].view(-1) for tensor in rows]
         return codec.decode(
             message,
             bucket.chunks,
@@ -169,7 +174,12 @@ class TieredCollectives:
         scale: float,
     ) -> Hops[list[torch.Tensor]]:
         chunks = bucket.chunks
-        sizes, strides = (self.plan.hop_sizes, self.plan.hop_strides) if whole else ((rows,), (1,))
+        sizes: Sequence[int] = (rows,)
+        strides: Sequence[int] = (1,)
+        if whole and self.plan.grid.regular:
+            sizes, strides = self.plan.hop_sizes, self.plan.hop_strides
+        elif whole:
+            tensors = [self._in_hop_order(tensor, chunk) for tensor, chunk in zip(tensors, chunks)]
         message: torch.Tensor | None = None
         for index, hop in enumerate(hops):
             codec = Codec.from_config(hop.codec)
@@ -229,6 +239,18 @@ class TieredCollectives:
 
     def _keeps_residual(self, hop: Hop) -> bool:
         return self.feedback is not None and hop.tier in self.plan.error_feedback and hop.codec.codec != "none"
+
+    # ---- ranks in no regular order ----------------------------------------------------------------------------
+
+    def _row_order(self, device: torch.device) -> torch.Tensor:
+        if device not in self._row_orders:
+            self._row_orders[device] = torch.tensor(self.plan.row_order(), device=device)
+        return self._row_orders[device]
+
+    def _in_hop_order(self, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
+        order = self._row_order(tensor.device)
+        padded = torch.nn.functional.pad(tensor, (0, len(order) * chunk - tensor.numel()))
+        return padded.view(len(order), chunk)[order].view(-1)
 
     # ---- one hop -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig
@@ -75,6 +76,11 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
+        if not grid.regular:
+            notes.append(
+                "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "
+                "numbering the ranks of a node by PCI bus id saves it"
+            )
         return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes))
 
     def _hops(self, role: str, tiers: tuple[str, ...]) -> tuple[Hop, ...]:
@@ -139,19 +145,14 @@ class ShardPlan:
 
     @property
     def hop_strides(self) -> tuple[int, int, int]:
-        """Distance in shards between neighbours on each axis of hop order."""
+        """Distance in shards between neighbours on each axis of hop order, where ranks are numbered regularly."""
         return tuple(self.grid.stride(tier) for tier in TIERS)  # type: ignore[return-value]
 
-    def tier_group(self, tier: str) -> range:
+    def tier_group(self, tier: str) -> Sequence[int]:
         """Ranks of this rank's group of a tier."""
         return self.grid.tier_group(self.rank, tier)
 
     def row_order(self) -> list[int]:
         """Shard of every row of hop order. Costs as much as the world is large."""
-        sizes, strides = self.hop_sizes, self.hop_strides
-        return [
-            i * strides[0] + j * strides[1] + k * strides[2]
-            for i in range(sizes[0])
-            for j in range(sizes[1])
-            for k in range(sizes[2])
-        ]
+        gcds, gpus, nodes = map(range, self.hop_sizes)
+        return [self.grid.rank(node, gpu, gcd) for gcd in gcds for gpu in gpus for node in nodes]

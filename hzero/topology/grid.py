@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,30 +28,38 @@ class Grid:
         gcds_per_gpu: Devices of a package.
         order: How ranks are numbered: axis names, slowest first. The default numbers the devices of a package, then
             the packages of a node, then the nodes.
+        ranks: Where no such order holds, the rank of every place, devices fastest, then packages, then nodes; else None.
     """
 
     nodes: int
     gpus_per_node: int
     gcds_per_gpu: int
     order: tuple[str, str, str] = ("node", "gpu", "gcd")
+    ranks: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
         """Ranks of the world."""
         return self.nodes * self.gpus_per_node * self.gcds_per_gpu
 
+    @property
+    def regular(self) -> bool:
+        """Whether a rank's coordinates follow from ``order`` alone, so that `stride` exists."""
+        return self.ranks is None
+
     def size(self, tier: str) -> int:
         """Ranks of a tier group."""
         return {"gcd": self.gcds_per_gpu, "gpu": self.gpus_per_node, "node": self.nodes}[tier]
 
     def stride(self, tier: str) -> int:
-        """Distance between the ranks of neighbours in a tier group."""
-        stride = 1
-        for axis in reversed(self.order):
-            if axis == tier:
-                return stride
-            stride *= self.size(axis)
-        raise KeyError(tier)
+        """Distance between the ranks of neighbours in a tier group.
+
+        Raises:
+            ValueError: The ranks are numbered in no regular order.
+        """
+        if self.ranks is not None:
+            raise ValueError("stride: ranks are numbered in no regular order")
+        return _stride(self, self.order, tier)
 
     def scope_size(self, scope: str) -> int:
         """Ranks reached by a scope."""
@@ -66,18 +76,38 @@ class Grid:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: found {rank}, expected 0..{self.world_size - 1}")
-        return Coordinates(*(rank // self.stride(tier) % self.size(tier) for tier in ("node", "gpu", "gcd")))
+        order = self.order if self.ranks is None else ("node", "gpu", "gcd")
+        place = rank if self.ranks is None else self._place_of[rank]
+        return Coordinates(*(place // _stride(self, order, tier) % self.size(tier) for tier in ("node", "gpu", "gcd")))
 
     def rank(self, node: int, gpu: int, gcd: int) -> int:
         """Which rank stands at given coordinates."""
+        if self.ranks is not None:
+            return self.ranks[(node * self.gpus_per_node + gpu) * self.gcds_per_gpu + gcd]
         return node * self.stride("node") + gpu * self.stride("gpu") + gcd * self.stride("gcd")
 
-    def tier_group(self, rank: int, tier: str) -> range:
+    def tier_group(self, rank: int, tier: str) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
-        own = getattr(self.coordinates(rank), tier)
-        first = rank - own * self.stride(tier)
+        place = self.coordinates(rank)
+        if self.ranks is not None:
+            return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
+        first = rank - getattr(place, tier) * self.stride(tier)
         return range(first, first + self.size(tier) * self.stride(tier), self.stride(tier))
+
+    @functools.cached_property
+    def _place_of(self) -> dict[int, int]:
+        assert self.ranks is not None
+        return {rank: place for place, rank in enumerate(self.ranks)}
 
     def __str__(self) -> str:
         counts = {"node": self.nodes, "GPU": self.gpus_per_node, "GCD": self.gcds_per_gpu}
         return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts.items())
+
+
+def _stride(grid: Grid, order: Sequence[str], tier: str) -> int:
+    stride = 1
+    for axis in reversed(order):
+        if axis == tier:
+            return stride
+        stride *= grid.size(axis)
+    raise KeyError(tier)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from datetime import timedelta
@@ -32,8 +31,15 @@ from tests.ranks import HOP_TIMEOUT_S
 NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 GRIDS = {
-    8: [Grid(2, 2, 2), Grid(1, 4, 2), Grid(8, 1, 1), Grid(1, 1, 8), Grid(2, 2, 2, order=("gcd", "node", "gpu"))],
-    6: [Grid(3, 1, 2), Grid(1, 3, 2)],
+    8: [
+        Grid(2, 2, 2),
+        Grid(1, 4, 2),
+        Grid(8, 1, 1),
+        Grid(1, 1, 8),
+        Grid(2, 2, 2, order=("gcd", "node", "gpu")),
+        Grid(2, 2, 2, ranks=(3, 0, 5, 6, 1, 7, 4, 2)),
+    ],
+    6: [Grid(3, 1, 2), Grid(1, 3, 2), Grid(3, 1, 2, ranks=(5, 0, 3, 1, 2, 4))],
 }
 
 
@@ -42,7 +48,7 @@ def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=No
     if shard:
         block["shard"] = shard
     plan = ShardPlan.from_config(
-        parse_config({**block, "topology": dataclasses.asdict(grid), "error_feedback": list(feedback)}),
+        parse_config({**block, "error_feedback": list(feedback)}),
         grid,
         dist.get_rank(),
     )

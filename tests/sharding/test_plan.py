@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import tracemalloc
 
@@ -14,7 +15,13 @@ from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
 
 ORDERS = st.permutations(["node", "gpu", "gcd"]).map(tuple)
-GRIDS = st.builds(Grid, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), ORDERS)
+SHAPES = (st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+REGULAR = st.builds(Grid, *SHAPES, ORDERS)
+#: Ranks in no order at all, as visible-device lists can number them.
+IRREGULAR = st.tuples(*SHAPES).flatmap(
+    lambda shape: st.permutations(range(math.prod(shape))).map(lambda ranks: Grid(*shape, ranks=tuple(ranks)))
+)
+GRIDS = REGULAR | IRREGULAR
 NAMED = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (3, 1, 2), (8, 1, 1)]
 
 
