@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import CODECS, PRESETS, TIERS, ConfigError, parse_config, parse_topology
-from hzero.topology.declared import resolve_grid
+from hzero.topology.grid import Grid
+from hzero.topology.resolve import resolve_grid
 
 
 def test_presets_are_the_documented_points() -> None:
@@ -134,7 +135,11 @@ def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
         resolve_grid(str(file), 12)
     with pytest.raises(ConfigError, match="no single factor"):
         resolve_grid(str(file), 7)
-    for content, message in (("a: [", "neither YAML nor JSON"), ("gpus: 2", "unknown key 'gpus'"), ("3", "found 3")):
+    for content, message in (
+        ("a: [", "neither YAML nor JSON"),
+        ("gpus: 2", "unknown key 'gpus'"),
+        ("3", "of no known kind"),
+    ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):
             resolve_grid(str(file), 8)
@@ -142,10 +147,16 @@ def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
         resolve_grid(str(tmp_path / "none.yaml"), 8)
 
 
-def test_auto_is_refused_with_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match='"nodes": 2, "gpus_per_node": 4'):
+def test_auto_and_presets() -> None:
+    assert resolve_grid("frontier", 16) == Grid(2, 4, 2)
+    assert resolve_grid("mi300x", 8) == Grid(1, 8, 1)
+    with pytest.raises(ConfigError, match="gpus_per_node=4 x gcds_per_gpu=2 is 8 ranks a node, but the world has 12"):
+        resolve_grid("lumi", 12)
+    assert resolve_grid("auto", 1) == Grid(1, 1, 1)
+    with pytest.raises(ConfigError, match="8 ranks were asked for, but 1 have been discovered"):
         resolve_grid("auto", 8)
+    with pytest.raises(ConfigError, match="'frontie', which is no file; possible: \"auto\", a file, a preset"):
+        resolve_grid("frontie", 8)
 
 
 def test_order_is_a_permutation() -> None:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hzero.config import ConfigError
 from hzero.sharding.memory import plan_memory, zero3_memory
+from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, data, folder
 from hzero.train.conf import conf_dir, known_keys, one_line, plain
 from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
@@ -192,35 +193,13 @@ def _warn(message: str) -> None:
 
 
 def _rank_of_a_launcher() -> dict[str, str] | None:
-    """What torch.distributed needs to know where torchrun or srun has started this process as one of several."""
-    env = os.environ
-    if _count("WORLD_SIZE") > 1 and "RANK" in env:
-        return {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
-    if _count("SLURM_NTASKS") > 1 and "SLURM_PROCID" in env:
-        if "MASTER_ADDR" not in env:
-            raise ConfigError("MASTER_ADDR: not set; the job script must export the first host of the allocation")
-        import torch
-
-        # One visible device is device 0 for every rank, whatever Slurm's local id is.
-        local = env["SLURM_LOCALID"] if torch.cuda.device_count() > 1 else "0"
-        return {
-            "RANK": env["SLURM_PROCID"],
-            "WORLD_SIZE": env["SLURM_NTASKS"],
-            "LOCAL_RANK": local,
-            "MASTER_PORT": env.get("MASTER_PORT", "3442"),
-        }
-    return None
-
-
-def _count(variable: str) -> int:
-    value = os.environ.get(variable, "1")
-    if not value.isdigit():
-        raise ConfigError(f"{variable}: found {value!r} in the environment, expected a number of ranks")
-    return int(value)
+    """What torch.distributed needs to know where torchrun, srun or mpiexec has started this process as one of several."""
+    start = bootstrap()
+    return start.environment() if start.world_size > 1 else None
 
 
 def _train_as_rank(config: DictConfig) -> int:
-    """This process is one rank of torchrun's or srun's: rank 0 prepares, the others wait for it."""
+    """This process is one rank of a launcher's: rank 0 prepares, the others wait for it."""
     import torch.distributed as dist
 
     from hzero.train.loop import start_process_group

@@ -49,6 +49,7 @@ class Ranks:
         started: File that rank 0 makes once training has started.
         start_timeout: Longest wait for it, in seconds.
         say: Takes a line for the user.
+        stopping: What Ctrl-C does, for the user; None for what it does to a training.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Ranks:
         started: Path,
         start_timeout: float,
         say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
+        stopping: str | None = None,
     ) -> None:
+        self._stopping = stopping
         self._command = list(command)
         self._environments = environments
         self._logs = logs
@@ -104,7 +107,7 @@ class Ranks:
         if self._interrupts == 1:
             begun = self._started.exists()
             what = "the ranks finish their step and save (again to stop at once)" if begun else "training had not begun"
-            self._say(f"stopping: {what}")
+            self._say(f"stopping: {self._stopping or what}")
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)

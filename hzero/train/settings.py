@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hzero.config import TIERS, ConfigError, one_of, parse_config, parse_topology
+from hzero.config import TIERS, ConfigError, TopologyConfig, one_of, parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
-from hzero.topology.declared import resolve_grid
 from hzero.topology.grid import Grid
+from hzero.topology.local import machine_of
+from hzero.topology.resolve import foreseen_grid, resolve_grid
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -103,20 +104,22 @@ class Settings:
                 raise ConfigError(f"{group}: found {self.config.get(group)!r}, expected a block of keys")
         self._check_values()
         topology = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
-        declared = parse_topology("topology", topology)
+        self._source: str | None = topology.pop("source", None)
+        started = world_size is not None
+        declared = self._declared(topology)
         if world_size is None:
             world_size = self.config["launcher"]["world_size"]
         if world_size is None:
-            if declared.nodes is None:
-                raise ConfigError(
-                    "topology.nodes: not given, and nothing else says how many ranks to start; give topology.nodes=.. or "
-                    "launcher.world_size=.."
-                )
-            world_size = declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
+            world_size = self._ranks_to_start(declared)
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"launcher.world_size: found {world_size!r}, expected a positive number of ranks")
         self.world_size = world_size
-        self.grid: Grid = resolve_grid(declared, world_size, where="topology")
+        if isinstance(declared, str) and not started:
+            self.grid: Grid = foreseen_grid(declared, world_size)
+        else:
+            self.grid = resolve_grid(
+                declared, world_size, where="topology" if self._source is None else "topology.source"
+            )
         self.block = self._block()
         self.plan = None
         if self.block is not None:
@@ -124,6 +127,33 @@ class Settings:
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
+
+    def _declared(self, topology: dict[str, Any]) -> str | TopologyConfig:
+        """The grid that the group declares, or the source to discover it from."""
+        if self._source is None:
+            return parse_topology("topology", topology)
+        if not isinstance(self._source, str):
+            raise ConfigError(f"topology.source: found {self._source!r}, expected auto, a preset or a file")
+        if topology:
+            raise ConfigError(
+                f"topology.{next(iter(topology))}: given beside topology.source {self._source!r}, which says where ranks sit"
+            )
+        return self._source
+
+    @staticmethod
+    def _ranks_to_start(declared: str | TopologyConfig) -> int:
+        if isinstance(declared, str):
+            if ranks := len(machine_of(declared).devices):
+                return ranks
+            raise ConfigError(
+                "launcher.world_size: not given, and this machine has no GPUs that would say how many ranks to start"
+            )
+        if declared.nodes is None:
+            raise ConfigError(
+                "topology.nodes: not given, and nothing else says how many ranks to start; give topology.nodes=.. or "
+                "launcher.world_size=.."
+            )
+        return declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
 
     @property
     def preset(self) -> str:
@@ -152,15 +182,13 @@ class Settings:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
         grid = self.grid
-        return {
-            **zero,
-            "topology": {
-                "nodes": grid.nodes,
-                "gpus_per_node": grid.gpus_per_node,
-                "gcds_per_gpu": grid.gcds_per_gpu,
-                "order": list(grid.order),
-            },
+        declared = {
+            "nodes": grid.nodes,
+            "gpus_per_node": grid.gpus_per_node,
+            "gcds_per_gpu": grid.gcds_per_gpu,
+            "order": list(grid.order),
         }
+        return {**zero, "topology": self._source or declared}
 
     def _check_values(self) -> None:
         for key, least in _AT_LEAST.items():

@@ -32,7 +32,7 @@ def train_rank(run_dir: Path) -> None:
     from hzero.train.loop import Loop
     from hzero.train.settings import Settings
 
-    sys.stdout = _Patient(sys.stdout)  # type: ignore[assignment]
+    sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
     config: dict[str, Any] = yaml.safe_load((run_dir / CONFIG).read_text())
     job = json.loads((run_dir / LOGS / JOB).read_text())
     settings = Settings(config, world_size=int(os.environ["WORLD_SIZE"]))
@@ -41,7 +41,7 @@ def train_rank(run_dir: Path) -> None:
     Loop(settings, run_dir, tokens, resume_from).run()
 
 
-class _Patient:
+class PatientStream:
     """Standard output that outlives its reader: ``hzero train | head`` must not end the training."""
 
     def __init__(self, stream: Any) -> None:
@@ -79,7 +79,7 @@ def prepare_process(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Asks Linux to kill this rank when the launcher is gone, however it went: no orphans."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -88,7 +88,7 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Entry point of a rank that the command has started itself."""
-    _die_with_parent()
+    die_with_parent()
     run_dir = Path(sys.argv[1])
     rank = os.environ["RANK"]
     try:

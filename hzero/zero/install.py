@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
-from hzero.topology.declared import resolve_grid
+from hzero.topology.resolve import resolve_grid
 from hzero.zero.block import check_deepspeed, check_engine, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState

@@ -12,7 +12,7 @@ from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireL
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
-from hzero.topology.declared import resolve_grid
+from hzero.topology.resolve import resolve_grid
 from hzero.zero.block import check_group
 from hzero.zero.gradients import Gradients
 from hzero.zero.weights import Weights

@@ -1,0 +1,295 @@
+"""Expected links: which known machine a node is, and each pair of its devices compared with that machine's links.
+
+Device numbers say nothing: a node may number its devices in any order. So the expected devices are laid onto the found
+ones where the most links agree, by physical identity (PCI bus ids) where both sides state it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hzero.topology.machine import Device, Link, Machine, TopologyError
+from hzero.topology.preset import preset
+
+#: Most devices that are compared, and most steps of the search for the best way to lay them: bounds of its time.
+MAX_DEVICES = 16
+MAX_STEPS = 60_000
+
+#: A link that reaches this share of its expected bandwidth is good: sources round.
+ENOUGH = 0.9
+
+# What a link too few costs against a link too many, when devices are laid.
+_MISSING, _EXTRA = 4, 1
+_ANY = -1  # a link of unknown strength
+_KIND = re.compile(r"MI250X|MI250|MI210|MI300X|MI308X|MI325X|MI300A|H200|gfx90a|gfx94[012]", re.IGNORECASE)
+
+#: Presets by product, or by architecture where the source names no product.
+_PRESETS = {
+    "MI250X": ("frontier",),
+    "gfx90a": ("frontier",),
+    "MI300X": ("mi300x",),
+    "MI300A": ("el_capitan",),
+    "gfx942": ("mi300x", "el_capitan"),
+    "H200": ("dgx_h200",),
+}
+
+
+@dataclass(frozen=True)
+class PairFinding:
+    """One pair of devices, or one device that is missing, against what is expected.
+
+    Attributes:
+        pair: Numbers of the found devices, the smaller first; empty for a missing device.
+        expected: The direct links that should be there, under the found numbers; None where traffic should be routed.
+        found: The direct links that are there; None where the pair is routed.
+        state: ``good``, ``degraded``, or ``remark`` for a link that is there though none is expected.
+        text: All of this for a person, on one line.
+    """
+
+    pair: tuple[int, ...]
+    expected: Link | None
+    found: Link | None
+    state: str
+    text: str
+
+
+def expected_for(machine: Machine) -> Machine | None:
+    """The preset whose links a node should have, told by the kind of its devices, their number and their links.
+
+    Devices may be missing as long as more than half are there. Where the source names only an architecture, which several
+    products share (an MI210 is a gfx90a, as a die of an MI250X is), the links have to look like the product's.
+
+    Returns:
+        The preset, or None where none is known to describe the node. LUMI's links are Frontier's, which stands for both.
+    """
+    kinds = {_product(device.kind) for device in machine.devices if device.kind}
+    if len(kinds) != 1 or "NVL" in " ".join(
+        device.kind.upper() for device in machine.devices
+    ):  # H200 NVL is a PCIe card
+        return None
+    (kind,) = kinds
+    for name in _PRESETS.get(kind, ()):
+        candidate = preset(name)
+        if len(candidate.devices) < 2 * len(machine.devices) <= 2 * len(candidate.devices) and (
+            not kind.startswith("gfx") or _looks_like(machine, candidate)
+        ):
+            return candidate
+    return None
+
+
+def _looks_like(machine: Machine, candidate: Machine) -> bool:
+    """Whether at most a quarter of the links is not as expected, and all are counted or have a bandwidth."""
+    findings = [finding for finding in compare(machine, candidate) if finding.expected or finding.found]
+    good = sum(finding.state == "good" for finding in findings)
+    known = all(link.count is not None or link.gb_s is not None for link in machine.links)
+    return known and 4 * good >= 3 * len(findings)
+
+
+def compare(machine: Machine, expected: Machine) -> list[PairFinding]:
+    """Every missing device, then every pair of found devices that is linked or expected to be, or is rightly routed.
+
+    A pair that is expected to be routed and is routed is good. An expected link that is missing, has fewer parallel
+    links, or less than `ENOUGH` of its bandwidth is degraded. What the source does not state is not held against it.
+
+    Raises:
+        TopologyError: The node has more devices than expected, or more than `MAX_DEVICES`.
+    """
+    places = relabelling(machine, expected)
+    findings = [
+        _missing(device, machine, expected, places) for device in expected.devices if device.number not in places
+    ]
+    numbers = {found: number for number, found in places.items()}
+    for a, b in itertools.combinations(sorted(numbers), 2):
+        link = expected.link(numbers[a], numbers[b])
+        findings.append(_pair(a, b, replace(link, a=a, b=b) if link is not None else None, machine.link(a, b)))
+    return findings
+
+
+def relabelling(machine: Machine, expected: Machine) -> dict[int, int]:
+    """Found device by expected device, so that the fewest expected links are missing; expected devices may be left out.
+
+    Bus ids that the expected machine states decide. Otherwise devices in order of bus ids are tried first, and the
+    search for a better way ends at what is best possible, or after `MAX_STEPS`.
+
+    Raises:
+        TopologyError: As `compare`.
+    """
+    count = len(machine.devices)
+    if len(expected.devices) > MAX_DEVICES or count > len(expected.devices):
+        raise TopologyError(
+            f"{machine.source}: {count} devices cannot be compared with the {len(expected.devices)} of {expected.source}; "
+            f"possible: as many or fewer, at most {MAX_DEVICES}"
+        )
+    by_bus = {device.bus: device.number for device in expected.devices if device.bus}
+    if count and all(device.bus in by_bus for device in machine.devices):
+        return {by_bus[device.bus]: device.number for device in machine.devices}
+    found = sorted(machine.devices, key=_by_bus)
+    wanted = sorted(expected.devices, key=_by_bus)
+    laid = _Search(machine, expected, found, wanted).best()
+    return {wanted[index].number: found[place].number for index, place in enumerate(laid) if place is not None}
+
+
+class _Search:
+    """Lays expected devices onto found ones, one after the other; deepens step by step in what it lets go wrong."""
+
+    def __init__(self, machine: Machine, expected: Machine, found: Sequence[Device], wanted: Sequence[Device]) -> None:
+        self._wanted = _strengths(expected, wanted, expected)
+        self._found = _strengths(machine, found, expected)
+        self._wanted_home = _homes(expected, wanted)
+        self._found_home = _homes(machine, found)
+        self._missing = len(wanted) - len(found)
+        self._steps = 0
+        self._over = 0
+
+    def best(self) -> list[int | None]:
+        in_order: list[int | None] = list(range(len(self._found)))
+        if not self._missing and self._homes_agree(in_order):
+            best, cost = in_order, self._cost(in_order)
+        else:
+            best, cost = [*in_order, *[None] * self._missing], 10**9
+        limit = self._least()
+        while limit < cost and self._steps < MAX_STEPS:
+            self._over = cost
+            laid = self._lay([], set(), 0, limit)
+            if laid is not None:
+                return laid
+            limit = self._over
+        return best
+
+    def _lay(self, laid: list[int | None], used: set[int], cost: int, limit: int) -> list[int | None] | None:
+        if len(laid) == len(self._wanted):
+            return laid
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            return None
+        choices: list[tuple[int, int]] = []
+        for place in range(len(self._found)):
+            if place in used or not self._homes_agree([*laid, place]):
+                continue
+            own = len(laid)
+            costs = (
+                _cost(self._wanted[own][other], self._found[place][there])
+                for other, there in enumerate(laid)
+                if there is not None
+            )
+            total = cost + sum(costs)
+            if total > limit:
+                self._over = min(self._over, total)
+            else:
+                choices.append((total, place))
+        for total, place in sorted(choices):
+            done = self._lay([*laid, place], used | {place}, total, limit)
+            if done is not None:
+                return done
+        if laid.count(None) < self._missing:
+            return self._lay([*laid, None], used, cost, limit)
+        return None
+
+    def _homes_agree(self, laid: Sequence[int | None]) -> bool:
+        """Whether the last device laid shares its package with the same devices as expected. True where unknown."""
+        own = len(laid) - 1
+        last = laid[own] if laid else None
+        if last is None or self._wanted_home is None or self._found_home is None:
+            return True
+        wanted, found = self._wanted_home, self._found_home
+        return all(
+            (wanted[other] == wanted[own]) == (found[place] == found[last])
+            for other, place in enumerate(laid[:own])
+            if place is not None
+        )
+
+    def _cost(self, laid: Sequence[int | None]) -> int:
+        pairs = itertools.combinations([(own, place) for own, place in enumerate(laid) if place is not None], 2)
+        return sum(_cost(self._wanted[a][b], self._found[there][other]) for (a, there), (b, other) in pairs)
+
+    def _least(self) -> int:
+        """What goes wrong however devices are laid: strongest expected links against strongest found ones."""
+        if self._missing:
+            return 0
+        wanted, found = (
+            sorted((row[other] for index, row in enumerate(rows) for other in range(index)), reverse=True)
+            for rows in (self._wanted, self._found)
+        )
+        return 0 if _ANY in found or _ANY in wanted else sum(map(_cost, wanted, found))
+
+
+def _cost(wanted: int, found: int) -> int:
+    if _ANY in (wanted, found):
+        return 0 if wanted and found else _MISSING if wanted else _EXTRA
+    return _MISSING * (wanted - found) if wanted > found else _EXTRA * (found - wanted)
+
+
+def _strengths(machine: Machine, devices: Sequence[Device], expected: Machine) -> list[list[int]]:
+    """Parallel links by pair; from the bandwidth where they are not counted; 0 for a routed pair."""
+    units = [link.gb_s / link.count for link in expected.links if link.gb_s is not None and link.count]
+    unit = min(units, default=None)
+    index = {device.number: place for place, device in enumerate(devices)}
+    strengths = [[0] * len(devices) for _ in devices]
+    for link in machine.links:
+        strength = _ANY
+        if link.count is not None:
+            strength = link.count
+        elif link.gb_s is not None and unit is not None:
+            strength = max(1, round(link.gb_s / unit))
+        a, b = index[link.a], index[link.b]
+        strengths[a][b] = strengths[b][a] = strength
+    return strengths
+
+
+def _homes(machine: Machine, devices: Sequence[Device]) -> list[object] | None:
+    """The package of each device, where the source states packages or modules."""
+    if machine.packages is not None:
+        homes = {number: index for index, package in enumerate(machine.packages) for number in package}
+        return [homes[device.number] for device in devices]
+    return [device.module for device in devices] if all(device.module for device in devices) else None
+
+
+def _pair(a: int, b: int, expected: Link | None, found: Link | None) -> PairFinding:
+    if expected is None and found is None:
+        return PairFinding((a, b), None, None, "good", f"{a}-{b}: routed, as expected")
+    if expected is None:
+        return PairFinding((a, b), None, found, "remark", f"{a}-{b}: expected no direct link, found {_text(found)}")
+    wrong = found is None
+    if found is not None and expected.count is not None and found.count is not None:
+        wrong = found.count < expected.count
+    if found is not None and expected.gb_s is not None and found.gb_s is not None:
+        wrong = wrong or found.gb_s < ENOUGH * expected.gb_s
+    if wrong:
+        return PairFinding(
+            (a, b), expected, found, "degraded", f"{a}-{b}: expected {_text(expected)}, found {_text(found)}"
+        )
+    return PairFinding((a, b), expected, found, "good", f"{a}-{b}: {_text(found)}, as expected")
+
+
+def _missing(device: Device, machine: Machine, expected: Machine, places: dict[int, int]) -> PairFinding:
+    name = f"device {device.number} of {expected.source}" + (f" ({device.bus})" if device.bus else "")
+    package = next((package for package in expected.packages or () if device.number in package), ())
+    beside = [places[number] for number in package if number in places]
+    where = f", which shares its package with device {', '.join(map(str, beside))}" if beside else ""
+    count = f"{len(machine.devices)} of {len(expected.devices)} devices are there"
+    return PairFinding((), None, None, "degraded", f"missing: {name}{where}; {count}")
+
+
+def _text(link: Link | None) -> str:
+    if link is None:
+        return "none (routed)"
+    count = f"{link.count} {link.kind} link{'s' if link.count != 1 else ''}" if link.count else f"{link.kind} links"
+    return count + (f" of {link.gb_s:g} GB/s together" if link.gb_s is not None else "")
+
+
+def _product(kind: str) -> str:
+    """The product or architecture that a source's name has in it, as ``AMD Instinct MI250X`` and ``gfx90a:sramecc+``."""
+    found = _KIND.search(kind)
+    if found is None:
+        return kind
+    name = found.group().lower()
+    if name.startswith("gfx94"):  # gfx940 and gfx941 were the first steppings of gfx942
+        return "gfx942"
+    return name if name.startswith("gfx") else name.upper()
+
+
+def _by_bus(device: Device) -> tuple[str, int]:
+    return device.bus, device.number

@@ -1,0 +1,231 @@
+"""Tiers of one node: which devices share a package, which packages a hive, and what the links between them carry.
+
+Packages are found by physical identity where the source states one, and by the number of parallel links otherwise; never
+by adjacency of numbers. A machine that can be read in more than one way is an error that says how to declare it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine
+
+#: Levels of links of a world, innermost first. The stage uses gcd, gpu and node: it merges hive into gpu, cluster into node.
+LEVELS = ("gcd", "hive", "gpu", "node", "cluster")
+
+#: Devices a module of products has when all are there. A gfx90a may be a die of an MI250X or a whole MI210.
+DIES = {
+    **dict.fromkeys(("MI250X", "MI250"), 2),
+    **dict.fromkeys(
+        ("MI100", "MI210", "MI300A", "MI300X", "MI308X", "MI325X", "MI350X", "MI355X", "gfx908", "gfx942"), 1
+    ),
+}
+
+#: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's recordings).
+_MI250X_LINKS = 4
+_GFX90A = {"gfx90a", "MI250X", "MI250", "MI210"}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One level of links.
+
+    Attributes:
+        name: One of `LEVELS`.
+        size: Members of its largest group; 1 where the machine lacks the level.
+        groups: Numbers of the devices that differ in this tier's coordinate alone.
+        gb_s: What a device can send to another of its group over the thinnest direct link that the groups have, GB/s
+            each way; for ``node`` its share of the NICs. None where unknown.
+        latency_us: Microseconds of a message; None where nobody has declared or measured it.
+    """
+
+    name: str
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+    gb_s: float | None = None
+    latency_us: float | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether all groups have the same size."""
+        return all(len(group) == self.size for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a device sits in its node: indices that follow PCI bus ids, the same whatever numbers a process sees."""
+
+    hive: int
+    package: int
+    gcd: int
+
+
+def tiers_of(machine: Machine) -> tuple[Tier, ...]:
+    """All `LEVELS` of one node, innermost first; ``node`` and ``cluster`` have size 1.
+
+    Raises:
+        AmbiguousTopologyError: Packages cannot be told from the links.
+    """
+    places = positions(machine)
+    several_hives = len({place.hive for place in places.values()}) > 1
+    axes = {"gcd": "gcd", "hive": "package" if several_hives else "", "gpu": "hive" if several_hives else "package"}
+    tiers = []
+    for name in LEVELS:
+        groups = _groups(places, axes.get(name, ""))
+        size = max((len(group) for group in groups), default=1)
+        gb_s = machine.tier_gb_s.get(name, _bandwidth(machine, name, groups, size))
+        tiers.append(Tier(name, size, groups, gb_s, machine.tier_latency_us.get(name)))
+    return tuple(tiers)
+
+
+def positions(machine: Machine) -> dict[int, Position]:
+    """Position of every device by its number.
+
+    Raises:
+        AmbiguousTopologyError: Packages cannot be told from the links.
+    """
+    order = {device.number: index for index, device in enumerate(sorted(machine.devices, key=_by_bus))}
+    packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine)]
+    packages.sort(key=lambda package: order[package[0]])
+    home = {number: index for index, package in enumerate(packages) for number in package}
+    joined = [(home[link.a], home[link.b]) for link in machine.links if link.kind != "pcie"]
+    hives = _components(range(len(packages)), joined)
+    if max((len(hive) for hive in hives), default=0) < 2:  # no direct links at all: the node is one group of packages
+        hives = [list(range(len(packages)))]
+    return {
+        number: Position(hive_index, package_index, gcd)
+        for hive_index, hive in enumerate(hives)
+        for package_index, package in enumerate(hive)
+        for gcd, number in enumerate(packages[package])
+    }
+
+
+def packages_of(machine: Machine) -> tuple[tuple[int, ...], ...]:
+    """The packages of a node: each a group of device numbers, sorted; the packages sorted by their first.
+
+    Declared packages count, then modules that the source states, then links: devices whose products have several dies
+    a module, or whose parallel links stand out, are packages where these links pair them without remainder.
+
+    Raises:
+        AmbiguousTopologyError: Links stand out but do not form groups, or the source does not count them. The message
+            says what was found and which packages to declare.
+    """
+    if machine.packages is not None:
+        return _sorted(machine.packages)
+    numbers = [device.number for device in machine.devices]
+    modules = {device.number: device.module for device in machine.devices}
+    if any(modules.values()):
+        without = [number for number in numbers if not modules[number]]
+        if without:
+            raise _ambiguous(machine, f"devices {without} have no module, the others do", [])
+        return _sorted([[n for n in numbers if modules[n] == module] for module in set(modules.values())])
+    kinds = {device.kind for device in machine.devices if device.kind}  # a hidden device has none
+    dies = {DIES.get(kind) for kind in kinds} or {None}
+    links = [link for link in machine.links if link.kind == "xgmi"]
+    if not links or dies == {1}:
+        return _sorted([number] for number in numbers)
+    return _by_links(machine, links, kinds, dies)
+
+
+def _by_links(
+    machine: Machine, links: Sequence[Link], kinds: set[str], dies: set[int | None]
+) -> tuple[tuple[int, ...], ...]:
+    numbers = [device.number for device in machine.devices]
+    single = _sorted([number] for number in numbers)
+    strengths = {(link.a, link.b): link.count if link.count is not None else link.gb_s for link in links}
+    uncounted = [pair for pair, strength in strengths.items() if strength is None]
+    if uncounted:
+        a, b = uncounted[0]
+        raise _ambiguous(
+            machine, f"link {a}-{b} has neither a count nor a bandwidth, so packages cannot be told", [single]
+        )
+    by_count = all(link.count is not None for link in links)
+    if not by_count and any(link.count is not None for link in links):
+        raise _ambiguous(machine, "some links have a count and others a bandwidth alone", [single])
+    most = max(strength for strength in strengths.values() if strength is not None)
+    strong = [pair for pair, strength in strengths.items() if strength == most]
+    groups = _components(numbers, strong)
+    of_mi250x = dies == {2} or (by_count and most == _MI250X_LINKS and "gfx90a" in kinds and kinds <= _GFX90A)
+    if len(strong) == len(strengths) and not of_mi250x:
+        # All links alike. Pairs that are joined by several links and to nobody else may be two dies or two bridged cards.
+        if by_count and most > 1 and len(numbers) > 1 and max(map(len, groups)) == 2:
+            text = f"devices {_text(groups)} are joined by {most:g} links and to no others"
+            raise _ambiguous(machine, text, [_sorted(groups), single])
+        return single
+    what = f"{most:g} links" if by_count else f"{most:g} GB/s"
+    largest = max(map(len, groups))
+    cliques = all(
+        len([pair for pair in strong if pair[0] in group]) == len(group) * (len(group) - 1) // 2 for group in groups
+    )
+    # A die whose partner is missing stands alone; of other products nothing says that a partner is missing.
+    whole = all(len(group) == largest or (of_mi250x and len(group) == 1) for group in groups)
+    if not cliques or not whole or (of_mi250x and largest > 2):
+        raise _ambiguous(
+            machine,
+            f"the most links of a pair are {what}, and they join the devices {_text(groups)}, which are no packages of one size",
+            [single],
+        )
+    return _sorted(groups)
+
+
+def _ambiguous(machine: Machine, why: str, readings: Sequence[Iterable[Iterable[int]]]) -> AmbiguousTopologyError:
+    ways = [f"packages: {[list(package) for package in reading]}" for reading in readings]
+    choice = " or ".join(ways) if ways else "packages: [[..], ..]"
+    return AmbiguousTopologyError(
+        f"{machine.source}: ambiguous: {why}; declare the machine in a file with {choice}, or the grid (gpus_per_node, "
+        "gcds_per_gpu)"
+    )
+
+
+def _bandwidth(machine: Machine, name: str, groups: Sequence[Sequence[int]], size: int) -> float | None:
+    if name == "node":
+        rates = [nic.gb_s for nic in machine.nics]
+        if not rates or not machine.devices or any(rate is None for rate in rates):
+            return None
+        return sum(rate for rate in rates if rate is not None) / len(machine.devices)
+    if size == 1:
+        return None
+    home = {number: index for index, group in enumerate(groups) for number in group}
+    inside = [link.gb_s for link in machine.links if home[link.a] == home[link.b]]
+    known = [rate for rate in inside if rate is not None]
+    return min(known) if known and len(known) == len(inside) else None
+
+
+def _groups(places: dict[int, Position], axis: str) -> tuple[tuple[int, ...], ...]:
+    """Devices that differ in one coordinate alone; each by itself where no axis is given."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, place in sorted(places.items()):
+        others = [getattr(place, name) for name in ("hive", "package", "gcd") if name != axis]
+        groups.setdefault((*others, number if not axis else -1), []).append(number)
+    return _sorted(groups.values())
+
+
+def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Connected components, each sorted, by their first."""
+    parent = {node: node for node in nodes}
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    for a, b in pairs:
+        low, high = sorted((root(a), root(b)))
+        parent[high] = low
+    found: dict[int, list[int]] = {}
+    for node in sorted(parent):
+        found.setdefault(root(node), []).append(node)
+    return list(found.values())
+
+
+def _sorted(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def _by_bus(device: Device) -> tuple[str, int]:
+    return device.bus, device.number
+
+
+def _text(groups: Iterable[Iterable[int]]) -> str:
+    return " ".join("{" + ", ".join(map(str, group)) + "}" for group in groups)

@@ -1,0 +1,369 @@
+"""Exchanges: threads on torch's stores, and real processes under torchrun, mpiexec and by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzero.topology.bootstrap import Bootstrap
+from hzero.topology.exchange import MAX_RECORD_BYTES, AloneExchange, Exchange, StoreExchange, open_exchange
+from hzero.topology.machine import TopologyError
+from tests.ranks import ROOT
+
+torch = pytest.importorskip("torch")
+from torch.distributed import FileStore, HashStore, TCPStore  # noqa: E402
+
+
+def on_threads(world: int, act: Callable[[int], Any]) -> list[Any]:
+    """What `act` returns or raises, a thread for each rank; a rank that hangs fails."""
+    results: list[Any] = ["hangs"] * world
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def round_of(exchange: Exchange, record: bytes | Exception) -> tuple[Any, bytes]:
+    records = exchange.gather(record)
+    answer = None if records is None else b"|".join(records)
+    return records, exchange.broadcast(answer)
+
+
+def stores(kind: str, folder: Path, world: int) -> Callable[[int], Any]:
+    if kind == "hash":
+        shared = HashStore()
+        return lambda rank: shared
+    if kind == "file":
+        return lambda rank: FileStore(str(folder / "store"), world)
+    server = TCPStore("127.0.0.1", 0, world, True, timedelta(seconds=20), wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, world, False, timedelta(seconds=20)) for _ in range(world - 1)]
+    return lambda rank: server if rank == 0 else clients[rank - 1]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_rounds_through_a_store(kind: str, tmp_path: Path) -> None:
+    world = 7
+    store = stores(kind, tmp_path, world)
+
+    def act(rank: int) -> list[Any]:
+        # Two exchanges of one job, one of them for two rounds: nobody meets the keys of another round.
+        first, second = (StoreExchange(store(rank), rank, world, 20.0) for _ in range(2))
+        return [round_of(each, b"%d of %d" % (rank, turn)) for turn, each in enumerate((first, second, first))]
+
+    for rank, rounds in enumerate(on_threads(world, act)):
+        assert not isinstance(rounds, BaseException), rounds
+        for turn, (records, answer) in enumerate(rounds):
+            expected = [b"%d of %d" % (r, turn) for r in range(world)]
+            assert records == (expected if rank == 0 else None)
+            assert answer == b"|".join(expected)
+
+
+def test_keys_are_bounded_and_freed() -> None:
+    world, store = 9, HashStore()
+
+    def act(rank: int) -> bytes:
+        return round_of(StoreExchange(store, rank, world, 20.0), b"x")[1]
+
+    assert on_threads(world, act) == [b"|".join([b"x"] * world)] * world
+    assert store.num_keys() == world  # what counts the rounds of each rank
+
+
+def test_many_ranks_in_batches() -> None:
+    """More ranks than a batch holds; the others are simulated one after the other."""
+    world, store = 1300, HashStore()
+    others = [StoreExchange(store, rank, world, 20.0) for rank in range(1, world)]
+    for other in others:
+        assert other.gather(b"%d" % other.rank) is None
+    first = StoreExchange(store, 0, world, 20.0)
+    assert first.gather(b"0") == [b"%d" % rank for rank in range(world)]
+    answers: list[bytes] = []
+    listeners = threading.Thread(target=lambda: answers.extend(other.broadcast(None) for other in others))
+    listeners.start()
+    first.broadcast(b"all")
+    listeners.join(30)
+    assert answers == [b"all"] * (world - 1)
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_a_rank_without_a_record_ends_all(kind: str, tmp_path: Path) -> None:
+    world = 4
+    store = stores(kind, tmp_path, world)
+    reasons = {1: TopologyError("no device\nsecond line"), 3: TopologyError("other")}
+
+    def act(rank: int) -> Any:
+        return round_of(StoreExchange(store(rank), rank, world, 20.0), reasons.get(rank, b"x"))
+
+    results = on_threads(world, act)
+    assert all(type(result) is TopologyError for result in results), results
+    assert {str(result) for result in results} == {"no device (rank 1; 1 other ranks fail for other reasons)"}
+
+
+def test_all_ranks_without_a_record() -> None:
+    store = HashStore()
+    results = on_threads(3, lambda rank: round_of(StoreExchange(store, rank, 3, 20.0), TopologyError("bad file")))
+    assert {str(result) for result in results} == {"bad file (all 3 ranks)"}
+    with pytest.raises(TopologyError, match=r"^bad file$"):
+        AloneExchange().gather(TopologyError("bad file"))
+
+
+def test_rank_0_without_an_answer_ends_all() -> None:
+    store = HashStore()
+
+    def act(rank: int) -> bytes:
+        exchange = StoreExchange(store, rank, 3, 20.0)
+        records = exchange.gather(b"x")
+        return exchange.broadcast(None if records is None else TopologyError("two ways to read it"))
+
+    results = on_threads(3, act)
+    assert [(type(result), str(result)) for result in results] == [(TopologyError, "two ways to read it")] * 3
+
+
+def test_a_record_that_is_too_long_names_its_rank() -> None:
+    store = HashStore()
+    long = b"x" * (MAX_RECORD_BYTES + 1)
+    results = on_threads(3, lambda r: round_of(StoreExchange(store, r, 3, 20.0), long if r == 2 else long[1:]))
+    assert {str(result) for result in results} == {"a record of 4097 bytes; at most 4096 are exchanged (rank 2)"}
+
+
+def test_missing_ranks_are_named_on_all() -> None:
+    world, missing, store = 20, [3, *range(8, 18)], HashStore()
+
+    def act(rank: int) -> Any:
+        return None if rank in missing else round_of(StoreExchange(store, rank, world, 1.0), b"x")
+
+    results = on_threads(world, act)
+    text = (
+        "topology: 11 of 20 ranks have not said within 1 s where they sit: ranks 3, 8, 9, 10, 11, 12, 13, 14 and 3 more"
+    )
+    assert {str(results[rank]) for rank in range(world) if rank not in missing} == {text}
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    store, begun = HashStore(), time.monotonic()
+    exchange = StoreExchange(store, 5, 8, 0.5)
+    assert exchange.gather(b"x") is None
+    with pytest.raises(TopologyError, match=r"rank 5 has waited 2.5 s for the answer of rank 0"):
+        exchange.broadcast(None)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_store_that_nobody_serves() -> None:
+    server = TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=5), wait_for_workers=False)
+    port = server.port
+    del server
+    nowhere = Bootstrap(1, 2, 0, None, None, "127.0.0.1", port, "slurm")
+    with pytest.raises(TopologyError, match=rf"rank 1 has not reached rank 0 at 127.0.0.1, port {port}") as raised:
+        open_exchange(nowhere, 1.0)
+    assert "\n" not in str(raised.value)
+
+
+def test_alone() -> None:
+    exchange = open_exchange(Bootstrap(0, 1, 0, None, None, "127.0.0.1", 1, "alone"), 1.0)
+    assert isinstance(exchange, AloneExchange)
+    assert exchange.gather(b"x") == [b"x"]
+    assert exchange.broadcast(b"y") == b"y"
+    with pytest.raises(TopologyError, match="why"):
+        exchange.broadcast(TopologyError("why"))
+
+
+# What the processes below run: two rounds before the process group is up, one after, on the same address and port.
+BEFORE_AND_AFTER = """
+import json, os, sys
+from datetime import timedelta
+from hzero.topology.bootstrap import bootstrap
+from hzero.topology.exchange import StoreExchange, open_exchange
+
+start = bootstrap(visible=0)
+def turn(word):
+    exchange = open_exchange(start, 30.0)
+    records = exchange.gather(f"{word}{start.rank}".encode())
+    return exchange.broadcast(records and b" ".join(records)).decode()
+said = [turn("a"), turn("b")]
+import torch.distributed as dist
+os.environ.update(start.environment())
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+said.append(turn("c"))
+dist.barrier()
+dist.destroy_process_group()
+# One write: lines of several ranks must not be mixed.
+os.write(1, (json.dumps([start.launcher, start.rank, said]) + chr(10)).encode())
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "PMI", "OMPI_", "MPI_", "RANK"))
+    }
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> str:
+    from hzero.train.launch import free_port
+
+    return str(free_port())
+
+
+def test_before_and_after_the_process_group() -> None:
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEFORE_AND_AFTER],
+            env=environment(
+                SLURM_STEP_ID="0",
+                SLURM_PROCID=str(rank),
+                SLURM_NTASKS="2",
+                SLURM_LOCALID=str(rank),
+                SLURM_STEP_NODELIST="localhost",
+                MASTER_PORT=port,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(processes):
+        try:
+            out, err = process.communicate(timeout=90)
+        finally:
+            process.kill()
+        assert process.returncode == 0, err
+        assert json.loads(out.splitlines()[-1]) == ["slurm", rank, ["a0 a1", "b0 b1", "c0 c1"]]
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(BEFORE_AND_AFTER)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert found == [["torchrun", rank, ["a0 a1", "b0 b1", "c0 c1"]] for rank in range(2)]
+
+
+def mpiexec() -> str:
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if not found or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip('mpiexec or mpi4py is not there (pip install "hzero[mpi]")')
+    return found
+
+
+def under_mpi(code: str, ranks: int = 4, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [mpiexec(), "-n", str(ranks), sys.executable, "-c", code],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+MPI_START = """
+import json, os, sys, time
+from hzero.topology.bootstrap import bootstrap
+from hzero.topology.exchange import open_exchange
+from hzero.topology.machine import TopologyError
+start = bootstrap(visible=0)
+exchange = open_exchange(start, 1.0 if len(sys.argv) > 1 else 30.0)
+def say(*what):
+    # One write: lines of several ranks must not be mixed.
+    os.write(1, (json.dumps(what) + chr(10)).encode())
+"""
+
+
+# MPICH pretends several nodes on one: cliques of ranks that share memory.
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_under_mpiexec(nodes: int) -> None:
+    code = (
+        MPI_START
+        + """
+said = []
+for word in "ab":
+    records = exchange.gather((word * (start.rank + 1)).encode())
+    said.append(exchange.broadcast(records and b" ".join(records)).decode())
+place = start.rank, start.world_size, start.launcher, start.address_from, start.master_addr, start.master_port
+say(*place, type(exchange).__name__, said)
+"""
+    )
+    more = {"MPIR_CVAR_NUM_CLIQUES": str(nodes)} if nodes > 1 else {}
+    done = under_mpi(code, 5, **more)
+    assert done.returncode == 0, done.stderr
+    found = sorted(json.loads(line) for line in done.stdout.splitlines())
+    said = ["a aa aaa aaaa aaaaa", "b bb bbb bbbb bbbbb"]
+    port = found[0][5]
+    assert 0 < port < 65536
+    assert found == [[rank, 5, "mpi", "mpi", "127.0.0.1", port, "MpiExchange", said] for rank in range(5)]
+
+
+def test_failures_under_mpiexec() -> None:
+    code = (
+        MPI_START
+        + """
+for record in (TopologyError("no device") if start.rank == 2 else b"x", b"x" * (5000 if start.rank == 3 else 10)):
+    try:
+        exchange.gather(record)
+        exchange.broadcast(None)
+    except TopologyError as error:
+        say(start.rank, str(error))
+"""
+    )
+    done = under_mpi(code)
+    assert done.returncode == 0, done.stderr
+    found = sorted(json.loads(line) for line in done.stdout.splitlines())
+    long = "a record of 5000 bytes; at most 4096 are exchanged (rank 3)"
+    assert found == sorted([rank, text] for rank in range(4) for text in ("no device (rank 2)", long))
+
+
+def test_a_missing_rank_under_mpiexec() -> None:
+    code = (
+        MPI_START.replace("len(sys.argv) > 1", "True")
+        + """
+if start.rank == 1:
+    time.sleep(100)
+time.sleep(0.5 * (start.rank == 3))
+try:
+    exchange.gather(b"x")
+    exchange.broadcast(None)
+except TopologyError as error:
+    say(start.rank, str(error))
+    sys.exit(2)
+"""
+    )
+    begun = time.monotonic()
+    done = under_mpi(code)
+    assert time.monotonic() - begun < 30
+    assert done.returncode != 0
+    text = "topology: 1 of 4 ranks have not said within 1 s where they sit: rank 1"
+    found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert found == [[rank, text] for rank in (0, 2, 3)]

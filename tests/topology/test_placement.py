@@ -1,0 +1,107 @@
+"""From physical places to grids: any numbering of ranks, uneven nodes, missing devices."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.config import TIERS
+from hzero.topology.machine import TopologyError
+from hzero.topology.placement import Place, grid_of
+
+#: Devices by local rank on a node of four packages of two, as OLCF's `--gpu-bind=closest` gives them.
+OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+
+
+def node_by_node(nodes: int, devices: tuple[int, ...], width: int = 2, cyclic: bool = False) -> list[Place]:
+    """A world in which every node's local ranks are on ``devices``."""
+    places = []
+    for rank in range(nodes * len(devices)):
+        node, local = (rank % nodes, rank // nodes) if cyclic else divmod(rank, len(devices))
+        places.append(Place(rank, f"n{node}", *divmod(devices[local], width)))
+    return places
+
+
+@pytest.mark.parametrize(
+    ("devices", "cyclic", "order"),
+    [
+        (tuple(range(8)), False, ("node", "gpu", "gcd")),
+        (OLCF, False, ("node", "gpu", "gcd")),
+        (OLCF, True, ("gpu", "gcd", "node")),
+        ((1, 0, 3, 2, 5, 4, 7, 6), False, ("node", "gpu", "gcd")),
+        ((0, 2, 4, 6, 1, 3, 5, 7), False, ("node", "gcd", "gpu")),
+        ((0, 2, 4, 6, 1, 3, 5, 7), True, ("gcd", "gpu", "node")),
+    ],
+)
+def test_usual_launches_are_regular(devices: tuple[int, ...], cyclic: bool, order: tuple[str, ...]) -> None:
+    grid = grid_of(node_by_node(3, devices, cyclic=cyclic))
+    assert (grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu) == (3, 4, 2)
+    assert grid.regular and grid.order == order
+
+
+def test_nodes_with_other_orders_of_packages_stay_regular() -> None:
+    """Pairing packages by rank costs nothing that a pass over all shards would not cost more."""
+    places = [Place(rank, "a", *divmod(rank, 2)) for rank in range(8)]
+    places += [Place(8 + local, "b", *divmod(device, 2)) for local, device in enumerate(OLCF)]
+    assert grid_of(places).regular
+
+
+@given(SHAPES, st.randoms(use_true_random=False))
+def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int], chance: random.Random) -> None:
+    nodes, gpus, gcds = shape
+    cells = [(f"n{n}", p, g) for n in range(nodes) for p in range(gpus) for g in range(gcds)]
+    chance.shuffle(cells)
+    places = [Place(rank, *cell) for rank, cell in enumerate(cells)]
+    grid = grid_of(places)
+    for place in places:
+        group = [places[rank] for rank in grid.tier_group(place.rank, "gcd")]
+        assert {(p.host, p.package) for p in group} == {(place.host, place.package)}
+        group = [places[rank] for rank in grid.tier_group(place.rank, "gpu")]
+        assert {p.host for p in group} == {place.host} and len({p.package for p in group}) == gpus
+        assert {p.gcd for p in group} == {place.gcd}
+        assert len({places[rank].host for rank in grid.tier_group(place.rank, "node")}) == nodes
+        assert [grid.size(tier) for tier in TIERS] == [gcds, gpus, nodes]
+
+
+@given(SHAPES, st.lists(st.integers(0, 200), max_size=6))
+def test_what_is_left_after_the_drop_is_a_grid(shape: tuple[int, int, int], missing: list[int]) -> None:
+    nodes, gpus, gcds = shape
+    cells = [(f"n{n}", p, g) for n in range(nodes) for p in range(gpus) for g in range(gcds)]
+    cells = [cell for index, cell in enumerate(cells) if index not in missing] or cells
+    places = [Place(rank, *cell) for rank, cell in enumerate(cells)]
+    try:
+        grid_of(places)
+    except TopologyError as error:
+        found = re.search(
+            r"Dropping the ranks ([\d, ]+) \(on .* leaves (\d+) nodes x (\d+) packages x (\d+) devices", str(error)
+        )
+        assert found is not None, error
+        dropped = {int(rank) for rank in found[1].split(", ")}
+        left = [place for place in places if place.rank not in dropped]
+        grid = grid_of([Place(rank, p.host, p.package, p.gcd) for rank, p in enumerate(left)])
+        assert [grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu] == [int(n) for n in found.groups()[1:]]
+
+
+def test_a_missing_device_names_its_node_and_the_ranks_to_drop() -> None:
+    places = [place for place in node_by_node(2, tuple(range(8))) if place.rank != 13]
+    places = [Place(rank, place.host, place.package, place.gcd) for rank, place in enumerate(places)]
+    with pytest.raises(
+        TopologyError, match=r"node n1 has 7 ranks on 4 packages of 2/2/2/1.*Dropping the ranks 4, 5, 12"
+    ):
+        grid_of(places)
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    with pytest.raises(TopologyError, match="ranks 0 and 1 are on the same device of node n0"):
+        grid_of([Place(0, "n0", 0, 0), Place(1, "n0", 0, 0)])
+
+
+def test_part_of_a_node_is_a_grid() -> None:
+    """One rank a package, on whichever of its dies."""
+    grid = grid_of([Place(0, "a", 0, 0), Place(1, "a", 1, 1), Place(2, "b", 0, 0), Place(3, "b", 1, 1)])
+    assert (grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu) == (2, 2, 1)

@@ -1,0 +1,181 @@
+"""Tiers of nodes: recordings of real ones, declared ones, and those that can be read in two ways."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, Nic, TopologyError, bus_id
+from hzero.topology.tiers import LEVELS, packages_of, tiers_of
+from tests.ranks import ROOT
+
+RECORDINGS = ROOT.parent / "shared" / "topologies"
+FRONTIER = {
+    4: [(0, 1), (2, 3), (4, 5), (6, 7)],
+    2: [(0, 6), (2, 4)],
+    1: [(0, 2), (1, 3), (1, 5), (3, 7), (4, 6), (5, 7)],
+}
+
+
+def machine(count: int, pairs: dict[int, list[tuple[int, int]]], kind: str = "gfx90a", **more: object) -> Machine:
+    links = [Link(a, b, "xgmi", n, 50.0 * n) for n, joined in pairs.items() for a, b in joined]
+    return Machine("test", tuple(Device(number, kind=kind) for number in range(count)), tuple(links), **more)  # type: ignore[arg-type]
+
+
+def sizes(node: Machine) -> dict[str, int]:
+    return {tier.name: tier.size for tier in tiers_of(node)}
+
+
+@pytest.mark.parametrize(
+    ("recording", "expected"),
+    [
+        ("topo_8p1h.xml", {"gcd": 2, "hive": 1, "gpu": 4}),
+        ("topo_16p1h.xml", {"gcd": 2, "hive": 1, "gpu": 8}),
+        ("topo_8p_90a.xml", {"gcd": 1, "hive": 1, "gpu": 8}),
+        ("topo_8p_940.xml", {"gcd": 1, "hive": 1, "gpu": 8}),
+        ("topo_4p3l_2h.xml", {"gcd": 1, "hive": 4, "gpu": 2}),
+    ],
+)
+def test_recordings(recording: str, expected: dict[str, int]) -> None:
+    if not (RECORDINGS / recording).exists():
+        pytest.skip("the recordings are not part of the project")
+    from hzero.topology.readers import read_file
+
+    node = read_file(RECORDINGS / recording)
+    assert sizes(node) == {**expected, "node": 1, "cluster": 1}
+    tiers = {tier.name: tier for tier in tiers_of(node)}
+    if expected["gcd"] == 2:
+        assert all((link := node.link(*pair)) is not None and link.count == 4 for pair in tiers["gcd"].groups)
+    if expected["hive"] == 4:
+        assert tiers["hive"].groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def test_tiers_of_a_frontier_node() -> None:
+    nics = tuple(Nic(f"hsn{index}", kind="cxi", gb_s=25.0) for index in range(4))
+    tiers = tiers_of(machine(8, FRONTIER, nics=nics))
+    assert [tier.name for tier in tiers] == list(LEVELS)
+    by_name = {tier.name: tier for tier in tiers}
+    assert by_name["gcd"].groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert by_name["gpu"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert [by_name[name].gb_s for name in ("gcd", "gpu", "node")] == [200.0, 50.0, 12.5]
+    assert all(tier.even for tier in tiers)
+
+
+@given(st.permutations(range(8)))
+def test_packages_follow_links_and_not_numbers(numbers: list[int]) -> None:
+    permuted = {n: [tuple(sorted((numbers[a], numbers[b]))) for a, b in pairs] for n, pairs in FRONTIER.items()}
+    node = machine(8, permuted)  # type: ignore[arg-type]
+    assert set(packages_of(node)) == {tuple(sorted((numbers[a], numbers[b]))) for a, b in FRONTIER[4]}
+
+
+def test_groups_hold_devices_at_the_same_position_whatever_their_numbers() -> None:
+    """Positions follow PCI bus ids: only these groups of a Frontier node are joined by direct links all around."""
+    numbers = random.Random(3).sample(range(8), 8)
+    devices = tuple(Device(numbers[i], f"0000:{i:02x}:00.0", "gfx90a") for i in range(8))
+    links = tuple(Link(*sorted((numbers[a], numbers[b])), "xgmi", n) for n, pairs in FRONTIER.items() for a, b in pairs)
+    gpu = next(tier for tier in tiers_of(Machine("test", devices, links)) if tier.name == "gpu")
+    assert set(gpu.groups) == {tuple(sorted(numbers[i] for i in range(start, 8, 2))) for start in (0, 1)}
+
+
+@pytest.mark.parametrize("gone", range(8))
+def test_a_missing_die_leaves_its_partner_alone_in_its_package(gone: int) -> None:
+    left = {n: [pair for pair in pairs if gone not in pair] for n, pairs in FRONTIER.items()}
+    links = tuple(Link(a, b, "xgmi", n) for n, pairs in left.items() for a, b in pairs)
+    node = Machine("test", tuple(Device(i, kind="gfx90a") for i in range(8) if i != gone), links)
+    assert (gone ^ 1,) in packages_of(node)
+    assert not next(tier for tier in tiers_of(node) if tier.name == "gcd").even
+    unknown = Machine("test", tuple(Device(i) for i in range(8) if i != gone), links)
+    with pytest.raises(AmbiguousTopologyError, match=r"declare the machine in a file with packages: \[\["):
+        tiers_of(unknown)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "count"),
+    [
+        ({2: [(0, 1), (1, 2), (2, 3), (0, 3)], 1: [(0, 2), (1, 3)]}, 4),  # a ring of the most links
+        ({4: [(0, 1), (1, 2)], 1: [(0, 2)]}, 3),
+        ({4: [(0, 1), (2, 3), (2, 4), (3, 4)], 1: [(0, 2)]}, 5),  # a pair and a triple
+        ({3: [(0, 1), (2, 3)]}, 4),  # two dies, or two bridged cards
+        ({4: [(0, 1), (1, 2), (0, 2)]}, 3),
+    ],
+)
+def test_ambiguous_machines_are_reported_with_the_choice(pairs: dict[int, list[tuple[int, int]]], count: int) -> None:
+    kind = "gfx90a" if len(pairs) == 1 and 4 in pairs else ""
+    with pytest.raises(
+        AmbiguousTopologyError, match=r"test: ambiguous: .*declare the machine in a file with packages:"
+    ):
+        tiers_of(machine(count, pairs, kind))
+
+
+def test_links_without_counts_are_ambiguous_where_a_module_may_have_two_dies() -> None:
+    links = tuple(Link(a, b) for a, b in itertools.combinations(range(4), 2))
+    with pytest.raises(AmbiguousTopologyError, match="link 0-1 has neither a count nor a bandwidth"):
+        tiers_of(Machine("test", tuple(Device(i, kind="gfx90a") for i in range(4)), links))
+    single = Machine("test", tuple(Device(i, kind="MI300X") for i in range(4)), links)
+    assert sizes(single)["gcd"] == 1
+
+
+def test_modules_and_declared_packages_come_before_links() -> None:
+    pairs = {1: [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]}
+    assert packages_of(machine(4, pairs, packages=((0, 3), (1, 2)))) == ((0, 3), (1, 2))
+    devices = tuple(Device(i, module=f"board{i % 2}") for i in range(4))
+    assert packages_of(Machine("test", devices)) == ((0, 2), (1, 3))
+    with pytest.raises(AmbiguousTopologyError, match=r"devices \[3\] have no module"):
+        packages_of(Machine("test", (*devices[:3], Device(3))))
+
+
+def test_bridged_pairs_of_nvidia_cards_are_hives() -> None:
+    links = (Link(0, 1, "nvlink", 12, 300.0), Link(2, 3, "nvlink", 12, 300.0))
+    node = Machine("test", tuple(Device(i, kind="NVIDIA A100-PCIE-80GB") for i in range(4)), links)
+    assert sizes(node) == {"gcd": 1, "hive": 2, "gpu": 2, "node": 1, "cluster": 1}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.integers(1, 4)), max_size=30),
+    st.sampled_from(["", "gfx90a", "MI300X"]),
+)
+def test_any_links_give_tiers_or_an_ambiguity(drawn: list[tuple[int, int, int]], kind: str) -> None:
+    links = {(a, b): Link(a, b, "xgmi", n) for a, b, n in drawn if a < b}
+    node = Machine("test", tuple(Device(i, kind=kind) for i in range(8)), tuple(links.values()))
+    try:
+        tiers = tiers_of(node)
+    except AmbiguousTopologyError:
+        return
+    for tier in tiers:
+        assert sorted(number for group in tier.groups for number in group) == list(range(8))
+        assert tier.size == max(len(group) for group in tier.groups)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (dict(devices=(Device(0), Device(0))), "device number 0 is there twice"),
+        (dict(devices=(Device(0, "a"), Device(1, "a"))), "PCI bus id a is there twice"),
+        (dict(devices=(Device(0),), links=(Link(0, 5),)), "leads to device 5, which is not there"),
+        (dict(devices=(Device(0), Device(1)), links=(Link(1, 0),)), "the smaller number first"),
+        (dict(devices=(Device(0), Device(1)), links=(Link(0, 1), Link(0, 1))), "link 0-1 is there twice"),
+        (dict(devices=(Device(0), Device(1)), links=(Link(0, 1, count=-2),)), "count of -2"),
+        (dict(devices=(Device(0), Device(1)), links=(Link(0, 1, gb_s=float("nan")),)), "found nan GB/s"),
+        (dict(devices=(Device(0), Device(1)), packages=((0,),)), "do not hold each of the devices"),
+    ],
+)
+def test_machines_are_checked(parts: dict[str, tuple[object, ...]], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        Machine("test", **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["0000:c1:00.0", "00000000:C1:00.0", "c1:00.0"])
+def test_bus_ids_have_one_form(text: str) -> None:
+    assert bus_id(text, "test") == "0000:c1:00.0"
+
+
+@given(st.text(max_size=20))
+def test_other_text_is_no_bus_id(text: str) -> None:
+    try:
+        assert bus_id(bus_id(text, "test"), "test")
+    except TopologyError as error:
+        assert str(error).startswith("test: found ")
