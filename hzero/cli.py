@@ -13,6 +13,8 @@ from hzero.config import ConfigError
 COMMANDS = {
     "train": "train a GPT on text through the stage (a Hydra application)",
     "doctor": "what this machine runs hzero on, and whether that is what it could",
+    "topology": "packages, links and NICs of a node, drawn (topology show FILE|auto|PRESET)",
+    "bench": "measures this machine: bench links, every tier's bandwidth and latency, with and without codec",
     "plan": "memory, bytes and times of a model on a machine, before anything runs",
     "report": "plots and one HTML page of one or more runs",
 }
@@ -20,6 +22,7 @@ _EXAMPLES = """examples:
   hzero train                                                   the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild            another preset
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
+  hzero bench links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
   hzero report runs/default runs/mild
 
 `hzero COMMAND --help` says more."""
@@ -31,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hzero",
         description="A ZeRO stage for DeepSpeed: shard degrees and codecs for every tier of the machine.",
-        epilog="commands:\n" + "".join(f"  {name:8}{text}\n" for name, text in COMMANDS.items()) + "\n" + _EXAMPLES,
+        epilog="commands:\n" + "".join(f"  {name:10}{text}\n" for name, text in COMMANDS.items()) + "\n" + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")
@@ -69,10 +72,18 @@ def _run(command: str, rest: list[str]) -> int:
         from hzero.train.report import run_report
 
         return run_report(rest)
+    if command == "topology":
+        from hzero.topology.command import run_topology
+
+        return run_topology(rest)
     if command == "doctor":
         from hzero.doctor import run_doctor
 
         return run_doctor(rest)
+    if command == "bench":
+        from hzero.bench import run_bench
+
+        return run_bench(rest)
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(f"unknown command {command!r}{hint} Possible: {', '.join(COMMANDS)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.ranks import ROOT
 
-LAYERS = ["config", "topology", "sharding", "codecs", "collectives", "zero", "train", "doctor", "cli"]
+LAYERS = ["config", "topology", "sharding", "codecs", "collectives", "zero", "train", "bench", "doctor", "cli"]
 
 
 def _imports(path: Path) -> set[str]:

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,8 @@ from hzero.sharding import memory as memory_plan
 from hzero.sharding import traffic as traffic_plan
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
+from hzero.topology.grid import Grid
+from hzero.topology.links_file import read_links
 from hzero.train.conf import compose, plain
 from hzero.train.settings import GROUPS, Settings, model_numels
 from hzero.train.summary import size_text
@@ -32,6 +35,7 @@ _EXAMPLES = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    with rates that `hzero bench links` measured
 
 short for keys of the trainer's configuration: """ + ", ".join(f"{k}= ({v})" for k, v in SHORT.items())
 
@@ -48,9 +52,15 @@ def run_plan(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--itemsize", type=int, choices=(2, 4), help="bytes of a weight; by default those of train.dtype, auto being 2"
     )
+    parser.add_argument(
+        "--links",
+        metavar="FILE",
+        type=Path,
+        help="measured rates, as `hzero bench links` writes them, instead of topology.bandwidth_gb_s",
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
     parsed = parser.parse_intermixed_args(list(arguments))
-    result = compute(parsed.overrides, parsed.itemsize)
+    result = compute(parsed.overrides, parsed.itemsize, parsed.links)
     if parsed.json:
         print(json.dumps(result, indent=1))
     else:
@@ -58,12 +68,13 @@ def run_plan(arguments: Sequence[str]) -> int:
     return 0
 
 
-def compute(overrides: Sequence[str], itemsize: int | None = None) -> dict[str, Any]:
+def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path | None = None) -> dict[str, Any]:
     """The plan as plain values: what ``--json`` prints.
 
     Args:
         overrides: Overrides of the trainer's configuration, short names allowed.
         itemsize: Bytes of a weight; None takes those of ``train.dtype``.
+        links: File of measured rates; None takes ``topology.bandwidth_gb_s``.
     """
     settings = Settings(plain(compose([_long(override) for override in overrides])))
     if itemsize is None:
@@ -80,7 +91,10 @@ def compute(overrides: Sequence[str], itemsize: int | None = None) -> dict[str, 
         f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
         **traffic_plan.peers_node_bytes(grid, numels, itemsize=itemsize, accumulation=accumulation),
     }
+    measured = None if links is None else _measured(links, grid)
     bandwidth = settings["topology"].get("bandwidth_gb_s") or {}
+    if measured is not None:
+        bandwidth = {tier: rate["gb_s"] for tier, rate in measured["tiers"].items()}
     return {
         "model": model["name"],
         "parameters": sum(numels),
@@ -99,6 +113,31 @@ def compute(overrides: Sequence[str], itemsize: int | None = None) -> dict[str, 
         "node_bytes": into_node,
         "least_seconds": _least_seconds(traffic, bandwidth),
         "zero3_least_seconds": _least_seconds(stock, bandwidth),
+        "links": measured,
+    }
+
+
+def _measured(path: Path, grid: Grid) -> dict[str, Any]:
+    """What a links file says of the tiers of a grid, by their names: its own grid may be another.
+
+    Raises:
+        ConfigError: A tier of more than one rank has not been measured.
+    """
+    links = read_links(path)
+    needed = [tier for tier in TIERS if grid.size(tier) > 1]
+    for tier in needed:
+        if tier not in links.tiers:
+            raise ConfigError(
+                f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "
+                f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
+            )
+    return {
+        "file": str(path),
+        "date": links.date,
+        "grid": dict(links.grid),
+        "backend": links.backend,
+        "device": links.device,
+        "tiers": {tier: links.tiers[tier].model_dump() for tier in needed},
     }
 
 
@@ -181,9 +220,32 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(nodes)
 
     if result["least_seconds"]:
+        _show_times(result, console)
+
+
+def _show_times(result: dict[str, Any], console: Console) -> None:
+    links = result["links"]
+    if links is None:
         times = Table(title="least time of the links a step: computed from bandwidths, not measured")
-        for name in ("tier", "hzero", "ZeRO-3"):
-            times.add_column(name, justify="left" if name == "tier" else "right")
-        for tier, seconds in result["least_seconds"].items():
-            times.add_row(tier, f"{seconds:.3f} s", f"{result['zero3_least_seconds'][tier]:.3f} s")
-        console.print(times)
+    else:
+        times = Table(title="least time of the links a step, by measured rates")
+    names = ("tier", "hzero", "ZeRO-3") if links is None else ("tier", "GB/s", "one latency", "hzero", "ZeRO-3")
+    for name in names:
+        times.add_column(name, justify="left" if name == "tier" else "right")
+    for tier, seconds in result["least_seconds"].items():
+        rates = []
+        if links is not None:
+            rate = links["tiers"][tier]
+            rates = [f"{rate['gb_s']:.4g}", f"{rate['latency_us']:.1f} us"]
+        times.add_row(tier, *rates, f"{seconds:.3f} s", f"{result['zero3_least_seconds'][tier]:.3f} s")
+    console.print(times)
+    if links is not None:
+        grid = " x ".join(f"{links['grid'][tier]} {tier}" for tier in TIERS[::-1])
+        console.print(
+            f"rates: {links['file']}, measured {links['date']} on {grid}, {links['backend']} on {links['device']}. Times "
+            "leave out latencies, since how many collectives a step has depends on DeepSpeed's buckets, and the codecs' own "
+            "work.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,291 @@
+"""``hzero bench links``: as a rank of a launcher it measures; alone it starts the ranks on this machine.
+
+A rank that the command has started itself is ``python -m hzero.bench.links LOGS ARGUMENTS..``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from rich.console import Console
+
+from hzero import __version__
+from hzero.bench.settings import LinksSettings, check_output, parse
+from hzero.config import TIERS, ConfigError, TopologyConfig
+from hzero.topology.bootstrap import Bootstrap, bootstrap
+from hzero.topology.grid import Grid
+from hzero.topology.links_file import LinksFile, tier_rate, write_links
+from hzero.topology.local import machine_of
+from hzero.topology.resolve import declared_grid, resolve_grid
+from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
+from hzero.train.worker import PatientStream, die_with_parent
+
+if TYPE_CHECKING:
+    import torch
+
+#: Longest wait for all ranks to import torch and meet, in seconds; hops wait for --timeout.
+START_TIMEOUT_S = 300.0
+#: Most ranks that the command starts on one machine.
+MOST_RANKS = 256
+#: Variable of the environment of ranks that the command has started.
+_STARTED_HERE = "HZERO_BENCH_RANK"
+_NOTHING = "there is nothing to measure: a single rank has no link"
+
+
+def run_links(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments.
+
+    Returns:
+        Exit status: 0, 1 where a rank failed, 2 for input that cannot be used, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: Input that cannot be used, or nothing to measure.
+    """
+    settings = parse(arguments)
+    if bootstrap(os.environ, visible=0).world_size > 1:
+        _as_launched(settings)
+    check_output(settings)
+    ranks = ranks_to_start(settings.topology)
+    if ranks == 1:
+        raise ConfigError(f"--topology: {_NOTHING}")
+    if ranks > MOST_RANKS:
+        raise ConfigError(f"--topology: {ranks:,} ranks cannot be started on one machine, at most {MOST_RANKS}")
+    logs = Path(tempfile.mkdtemp(prefix="hzero-bench-"))
+    port = free_port()
+    status = Ranks(
+        [sys.executable, "-m", "hzero.bench.links", str(logs), *arguments],
+        [{**rank_environment(rank, ranks, port, threads=1), _STARTED_HERE: "1"} for rank in range(ranks)],
+        logs,
+        logs / "started",
+        math.inf,  # every wait of the ranks has its own end
+        stopping="nothing is written",
+    ).run()
+    if status == INTERRUPTED:
+        Console().show_cursor(True)  # the bar of rank 0 had hidden it
+    if status in (0, REFUSED, INTERRUPTED):
+        shutil.rmtree(logs, ignore_errors=True)
+    return status
+
+
+def ranks_to_start(topology: str | TopologyConfig) -> int:
+    """How many ranks a topology means on this machine.
+
+    Args:
+        topology: As in `LinksSettings`.
+
+    Raises:
+        ConfigError: It does not say.
+    """
+    declared = declared_grid(topology, "--topology") if isinstance(topology, str) else topology
+    if declared is not None:
+        return (declared.nodes or 1) * declared.gpus_per_node * declared.gcds_per_gpu
+    ranks = len(machine_of(str(topology)).devices)
+    if not ranks:
+        raise ConfigError(
+            "--topology: this machine has no GPUs that would say how many ranks to start; give nodes x GPUs x GCDs, as in "
+            "--topology 2x2x2, or start the ranks with srun, torchrun or mpiexec"
+        )
+    return ranks
+
+
+def _as_launched(settings: LinksSettings) -> NoReturn:
+    """One rank of srun, torchrun or mpiexec. Ends the process: the threads of a process group can outlive its group."""
+    from hzero.collectives import HopError
+
+    try:
+        status = measure_as_rank(settings)
+    except (ConfigError, HopError) as error:
+        print(f"hzero: error: {error}", file=sys.stderr)
+        status = REFUSED if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def measure_as_rank(settings: LinksSettings) -> int:
+    """Measures together with all other ranks; rank 0 shows and writes.
+
+    Returns:
+        Exit status: 0, or 2 on other ranks than 0 where all have met the same error, which rank 0 raises.
+
+    Raises:
+        ConfigError: Input that cannot be used.
+        HopError: A collective failed or timed out.
+    """
+    warnings.simplefilter("ignore")  # torch's, of what it calls itself
+    import torch
+    import torch.distributed as dist
+
+    use_gpu = settings.device == "auto" and torch.cuda.is_available()
+    if use_gpu and _STARTED_HERE in os.environ and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        raise ConfigError(
+            f"--topology: {os.environ['WORLD_SIZE']} ranks were to be started, but torch sees {torch.cuda.device_count()} "
+            "GPUs; --device cpu measures between processors"
+        )
+    start = bootstrap(os.environ, visible=torch.cuda.device_count() if use_gpu else 0)
+    _interruptible(start.rank)
+    os.environ.update(start.environment())
+    device = _device(start, use_gpu)
+    if not use_gpu:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    patience = datetime.timedelta(seconds=max(settings.timeout_s, START_TIMEOUT_S))
+    dist.init_process_group("nccl" if use_gpu else "gloo", timeout=patience)
+    try:
+        _on_rank_0(start.rank, lambda: check_output(settings))
+        grid = _resolved(settings, start)
+        _check_memory(settings, device)
+    except _ElsewhereError:
+        return REFUSED
+    _measure(settings, start, grid, device)
+    return 0
+
+
+class _ElsewhereError(Exception):
+    """Rank 0 has met an error and raises it; this rank has nothing to add."""
+
+
+def _on_rank_0(rank: int, check: Callable[[], None]) -> None:
+    """Runs a check on rank 0 and ends all ranks where it fails. Collective."""
+    import torch.distributed as dist
+
+    refusal: list[str | None] = [None]
+    if rank == 0:
+        try:
+            check()
+        except ConfigError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal, 0)
+    if refusal[0] is not None:
+        raise ConfigError(refusal[0]) if rank == 0 else _ElsewhereError
+
+
+def _resolved(settings: LinksSettings, start: Bootstrap) -> Grid:
+    """The grid; where there is none all ranks meet the same error, and rank 0 alone tells it."""
+    try:
+        return resolve_grid(settings.topology, start.world_size, "--topology")
+    except ConfigError:
+        if start.rank == 0:
+            raise
+        raise _ElsewhereError from None
+
+
+def _interruptible(rank: int) -> None:
+    """Lets Ctrl-C and SIGTERM end this rank, also while it waits inside torch.
+
+    Rank 0 keeps Python's handling, so that a bar on a terminal is taken away: its wait ends when its peers are gone.
+    """
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _device(start: Bootstrap, use_gpu: bool) -> torch.device:
+    import torch
+
+    if not use_gpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(start.local_rank)
+    return torch.device("cuda", start.local_rank)
+
+
+def _check_memory(settings: LinksSettings, device: torch.device) -> None:
+    """Refuses sizes for which the memory of this machine or device is not enough."""
+    import torch
+
+    needed = 4 * settings.sizes()[-1]  # what is sent and received, encoded and decoded
+    if device.type == "cpu":
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    else:
+        there = torch.cuda.mem_get_info(device)[0]
+    if needed > there:
+        raise ConfigError(
+            f"--max-bytes: {settings.sizes()[-1]:,} take {needed:,} bytes of memory a rank, and {there:,} are there"
+        )
+
+
+def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torch.device) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from hzero.bench.probe import Probe, measurements
+    from hzero.bench.show import Table, summary
+    from hzero.codecs.backends import choice
+
+    dtypes = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16, "fp32": torch.float32}
+    plan = measurements(grid, settings, dtypes.get(settings.dtype, torch.bfloat16))
+    table = Table(plan, start.world_size, enabled=start.rank == 0)
+    backend = dist.get_backend()
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    codecs = choice(device.type).name
+    table.say(
+        f"# hzero bench links: {start.world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}; "
+        f"{settings.warmup} untimed and {settings.iterations} timed iterations"
+    )
+    rows = table.follow(Probe(grid, settings, device).rows(plan))
+    if start.rank:
+        return
+    tiers = [tier for tier in TIERS if grid.size(tier) > 1]
+    links = LinksFile(
+        schema="hzero-links-1",
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
+        versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
+        backend=backend,
+        device=name,
+        codecs=codecs,
+        launcher="hzero" if _STARTED_HERE in os.environ else start.launcher,
+        grid={tier: grid.size(tier) for tier in TIERS},
+        settings=settings.as_dict(),
+        tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in tiers},
+        rows=rows,
+    )
+    write_links(settings.out, links)
+    from hzero.bench.plot import draw
+
+    draw(links, settings.plot)
+    table.say(summary(links))
+    table.say(f"written: {settings.out} and {settings.plot}; `hzero plan ... --links {settings.out}` computes with it")
+
+
+def main() -> None:
+    """Entry point of a rank that the command has started itself."""
+    die_with_parent()
+    sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
+    logs, rank = Path(sys.argv[1]), os.environ["RANK"]
+    try:
+        measure_as_rank(parse(sys.argv[2:]))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)  # ended by the signal, as the other ranks
+    except BaseException as error:
+        from hzero.collectives import HopError
+
+        refused = isinstance(error, ConfigError)
+        partial = logs / f"rank{rank}.partial"
+        partial.write_text(str(error) if refused or isinstance(error, HopError) else traceback.format_exc())
+        partial.rename(partial.with_suffix(".refused" if refused else ".traceback"))
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a process group with a dead peer can take minutes to be torn down
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

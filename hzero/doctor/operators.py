@@ -1,0 +1,81 @@
+"""Codec operators of this process: which backend computes each, and whether it gives what the reference gives."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from hzero.codecs import Codec, backends
+from hzero.config import CodecConfig
+from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
+
+OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_sum_encode")
+_CHUNKS = (517, 64)
+
+
+def examine_operators(findings: Findings) -> list[dict[str, Any]]:
+    """One row a kind of device and group of codecs: backend, why it, and whether it gives the reference's bits."""
+    rows: list[dict[str, Any]] = []
+    for kind in ("cpu", "cuda"):
+        if kind == "cuda" and not torch.cuda.is_available():
+            findings.add(GOOD, "gpu: torch finds none")
+            continue
+        device = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+        chosen = backends.choice(kind)
+        if chosen.fallback:
+            findings.add(DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}")
+        for codecs, name, why in (
+            (("int8", "int4"), chosen.name, chosen.why),
+            (("none", "bf16"), "reference", "copies and casts, which torch does at the speed of memory"),
+        ):
+            wrong = [f"{kind}: {text}" for codec in codecs for text in _wrong(kind, codec)]
+            for text in wrong:
+                findings.add(UNUSABLE, text)
+            rows.append(
+                {
+                    "device": device,
+                    "operators": list(OPERATORS),
+                    "codecs": list(codecs),
+                    "backend": name,
+                    "why": why,
+                    "equal_to_reference": not wrong,
+                }
+            )
+    return rows
+
+
+def _wrong(kind: str, codec: str) -> list[str]:
+    """Tries a codec's operators on a bucket of awkward sizes: what differs from the reference on the same device."""
+    own = Codec.from_config(CodecConfig(codec=codec, block_size=128))
+    generator = torch.Generator().manual_seed(0)
+    source = [torch.randn(4 * chunk, generator=generator).to(kind) for chunk in _CHUNKS]
+    try:
+        got = _try(own, source)
+    except RuntimeError as error:  # a kernel that does not compile or start
+        return [f"{codec} fails: {error}"]
+    with backends.reference_instead():
+        want = _try(own, source)
+    return [
+        f"{name} {codec} is not what the reference gives"
+        for name in OPERATORS
+        if not all(torch.equal(ours, theirs) for ours, theirs in zip(got[name], want[name]))
+    ]
+
+
+def _try(codec: Codec, source: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Results of every operator."""
+    sizes, strides = [2, 2], [1, 2]
+    message = codec.encode(source, _CHUNKS, sizes=sizes, strides=strides, outer=2)
+    residuals = [torch.ones_like(tensor) for tensor in source]
+    fed, left = codec.encode_feedback(source, residuals, [0.5, 2.0], _CHUNKS, sizes=sizes, strides=strides, outer=2)
+    return {
+        "encode": [message],
+        "encode_feedback": [fed, *left],
+        "decode": codec.decode(message, _CHUNKS, dtype=torch.float32, sizes=sizes, strides=strides, outer=2),
+        "decode_sum": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=torch.float32),
+        "decode_sum_encode": [
+            codec.decode_sum_encode(message, 2, _CHUNKS, inner=2, dtype=torch.float32, to=codec, outer=2)
+        ],
+    }

@@ -1,0 +1,30 @@
+"""Verdict: the worst of what was found, with every finding that is not as it should be."""
+
+from __future__ import annotations
+
+GOOD, DEGRADED, UNUSABLE = range(3)
+#: Names of the verdicts; the exit status of ``hzero doctor`` is the place in this tuple.
+STATES = ("good", "degraded", "unusable")
+
+
+class Findings:
+    """Collects findings.
+
+    Attributes:
+        status: Place of the verdict in `STATES`.
+        remarks: One line each, in the order in which they were found.
+    """
+
+    def __init__(self) -> None:
+        self.status = GOOD
+        self.remarks: list[str] = []
+
+    def add(self, status: int, remark: str) -> None:
+        """Adds a finding; the verdict is the worst of all."""
+        self.status = max(self.status, status)
+        self.remarks.append(remark)
+
+    @property
+    def verdict(self) -> str:
+        """One of `STATES`."""
+        return STATES[self.status]

@@ -1,0 +1,148 @@
+"""The command: wrong arguments are one line and status 2; a run of 8 ranks measures every tier and hop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hzero.bench.links import ranks_to_start
+from hzero.bench.settings import parse
+from hzero.cli import main
+from hzero.topology.links_file import algorithm_bandwidth, bus_bandwidth, read_links
+from tests.ranks import ROOT
+
+WRONG = {
+    "--max-bytes 1K": "--max-bytes: found 1K, which is less than --min-bytes 4K",
+    "--min-bytes 4Q": "--min-bytes: found '4Q', expected a number of bytes",
+    "--min-bytes 0": "--min-bytes: found '0'",
+    "--factor 1": "--factor: found '1', expected a whole number of at least 2",
+    "--iterations 0": "--iterations: found '0'",
+    "--warmup -1": "--warmup",
+    "--timeout 0": "--timeout: found '0'",
+    "--timeout nan": "--timeout: found 'nan'",
+    "--codecs none,int9": "--codecs: unknown codec 'int9'; did you mean 'int8'",
+    "--codecs=": "--codecs: unknown codec ''",
+    "--dtype fp8": "--dtype: unknown value 'fp8'",
+    "--device gpu": "--device: unknown value 'gpu'",
+    "--topology 2x2": "--topology: found '2x2', expected nodes x GPUs x GCDs",
+    "--topology 0x2x2": "--topology.nodes: found 0",
+    "--topology 1x1x1": "there is nothing to measure",
+    "--topology 9999x99x9": "8,909,109 ranks cannot be started on one machine",
+    "--topology nope": "--topology: found 'nope', which is no file",
+    "--topology 1x1x2 --out links.txt": "expected a name that ends in .json",
+    "--topology 1x1x2 --out no/such/links.json": "--out: no folder 'no/such'",
+    "--topology 1x1x2 --out here.json": "'here.json' is there; --overwrite replaces it",
+    "--topology 1x1x2 --out picture.json": "'picture.png' is there",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "PMI", "OMPI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "here.json").write_text("{}")
+    (tmp_path / "picture.png").write_text("")
+    try:
+        status = main(["bench", "links", *arguments.split()])
+    except SystemExit as left:  # argparse's own refusal
+        status = left.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert WRONG[arguments] in error
+    assert {path.name for path in tmp_path.iterdir()} == {"here.json", "picture.png"}
+
+
+def test_a_machine_without_gpus_needs_a_topology(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
+    assert main(["bench", "links"]) == 2
+    assert "--topology: this machine has no GPUs that would say how many ranks to start" in capsys.readouterr().err
+
+
+def test_a_topology_says_how_many_ranks_to_start(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text("{nodes: 3, gpus_per_node: 2, gcds_per_gpu: 1}")
+    assert ranks_to_start(str(file)) == 6
+    assert ranks_to_start("frontier") == 8
+    assert ranks_to_start(parse(["--topology", "2x3x4"]).topology) == 24
+
+
+def test_bench_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "lnks"]) == 2
+    assert "did you mean 'links'" in capsys.readouterr().err
+    assert main(["bench"]) == 2
+    assert "links" in capsys.readouterr().out
+
+
+def test_sizes_and_parts() -> None:
+    settings = parse(["--min-bytes", "1K", "--max-bytes", "100KiB", "--factor", "8"])
+    assert settings.sizes() == [1024, 8192, 65536]
+    # Equal parts of whole 16 bytes; a size of less than a part a rank is the least that there is.
+    assert settings.parts(3, 4) == [84, 680, 5460]
+    assert settings.parts(4096, 2) == [8]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hzero", "bench", "links", "--topology", "2x2x2", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HZERO_BACKEND": "reference"}
+
+
+def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "links.json"
+    sizes = ("--min-bytes", "1K", "--max-bytes", "4K", "--iterations", "3", "--warmup", "0")
+    done = subprocess.run(
+        command(*sizes, "--out", str(out)), env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    links = read_links(out)
+    ops = [("all_gather", None), ("all_to_all", None), ("reduce_scatter", None)]
+    ops += [(role, codec) for role in ("weights", "gradients") for codec in ("none", "int8", "int4")]
+    expected = [(tier, *op, size) for tier in ("gcd", "gpu", "node") for op in ops for size in (1024, 4096)]
+    assert [(row.tier, row.op, row.codec, row.size_bytes) for row in links.rows] == expected
+    for row in links.rows:
+        assert row.min_us <= row.median_us <= row.max_us
+        assert row.algbw_gb_s == pytest.approx(algorithm_bandwidth(row.size_bytes, row.median_us / 1e6))
+        assert row.busbw_gb_s == pytest.approx(bus_bandwidth(row.size_bytes, row.median_us / 1e6, 2))
+        assert row.count * 2 * {"uint8": 1, "float32": 4}[row.type] == row.size_bytes
+    assert links.grid == {"gcd": 2, "gpu": 2, "node": 2} and links.launcher == "hzero"
+    assert (links.backend, links.device, links.codecs) == ("gloo", "cpu", "reference")
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["links.json", "links.png"]
+    shown = [line.split() for line in done.stdout.splitlines() if line[:1] == " " and "GB/s" not in line]
+    assert sum(len(line) == 9 and line[0] in ("1024", "4096") for line in shown) == len(expected)
+    assert done.stdout.count("4 groups of 2 ranks") == 3
+
+    assert main(["plan", "model=gpt_neox_1m", "topology=emulated_2x2x2", "--links", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        command("--iterations", "100000", "--out", str(tmp_path / "links.json")),
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith("# hzero bench links: 8 ranks, 2 nodes x 2 GPUs x 2 GCDs")
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert errors.strip() == "stopping: nothing is written"
+    assert not list(tmp_path.iterdir())  # neither results nor logs

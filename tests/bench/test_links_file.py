@@ -1,0 +1,195 @@
+"""The file of measured rates: what is written is read back, anything else is one line that names file and key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hzero.cli import main
+from hzero.config import ConfigError
+from hzero.topology.links_file import (
+    LinkRow,
+    LinksFile,
+    algorithm_bandwidth,
+    bus_bandwidth,
+    read_links,
+    tier_rate,
+    write_links,
+)
+
+
+def row(
+    op: str = "all_gather", size: int = 4096, us: float = 10.0, tier: str = "gcd", codec: str | None = None
+) -> LinkRow:
+    return LinkRow(
+        tier=tier,  # type: ignore[arg-type]
+        ranks=2,
+        op=op,  # type: ignore[arg-type]
+        codec=codec,  # type: ignore[arg-type]
+        size_bytes=size,
+        count=size // 2,
+        type="uint8",
+        median_us=us,
+        min_us=us / 2,
+        max_us=us * 2,
+        algbw_gb_s=algorithm_bandwidth(size, us / 1e6),
+        busbw_gb_s=bus_bandwidth(size, us / 1e6, 2),
+    )
+
+
+def links(**changes: Any) -> LinksFile:
+    rows = [row(size=1 << 20, us=100.0), row(), row("weights", codec="int8"), row(tier="node", us=40.0)]
+    values: dict[str, Any] = {
+        "schema": "hzero-links-1",
+        "date": "2025-11-21T14:00:00+00:00",
+        "machine": {"host": "n1"},
+        "versions": {"torch": "2.10"},
+        "backend": "gloo",
+        "device": "cpu",
+        "codecs": "host",
+        "launcher": "hzero",
+        "grid": {"gcd": 2, "gpu": 1, "node": 2},
+        "settings": {"iterations": 2},
+        "tiers": {tier: tier_rate([r for r in rows if r.tier == tier]) for tier in ("gcd", "node")},
+        "rows": rows,
+    }
+    return LinksFile(**{**values, **changes})
+
+
+def test_rates_are_those_of_rccl_tests() -> None:
+    # 16 GB over 8 ranks in 2 s: each receives 7 parts of 2 GB.
+    assert algorithm_bandwidth(16_000_000_000, 2.0) == 8.0
+    assert bus_bandwidth(16_000_000_000, 2.0, 8) == 7.0
+    assert bus_bandwidth(1_000_000_000, 1.0, 2) == 0.5
+
+
+def test_a_tier_has_the_bandwidth_of_the_largest_all_gather_and_the_time_of_the_smallest() -> None:
+    rate = links().tiers["gcd"]
+    assert rate.gb_s == pytest.approx((1 << 20) / 2 / 100e-6 / 1e9)
+    assert rate.latency_us == 10.0
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    write_links(path, links())
+    assert read_links(path) == links()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["links.json"]
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_links(tmp_path / "missing" / "links.json", links())
+
+
+def change(content: dict[str, Any], key: str, value: Any) -> None:
+    *blocks, last = key.split(".")
+    for block in blocks:
+        content = content[int(block)] if block.isdigit() else content[block]
+    if value is None:
+        del content[last]
+    else:
+        content[last] = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
+        ("tiers.gcd.gb_s", -1, "tiers.gcd.gb_s: found -1"),
+        ("tiers.gcd.gb_s", None, "tiers.gcd.gb_s: missing"),
+        ("tiers.gcd.gb_s", float("nan"), "tiers.gcd.gb_s: found nan"),
+        ("tiers.gcd.latency_us", "fast", "tiers.gcd.latency_us: found 'fast'"),
+        ("tiers.gcd.latency_us", 10**400, "tiers.gcd.latency_us"),
+        ("tiers.node", None, "tiers: found gcd, but the grid"),
+        ("grid.gpu", 3, "tiers: found gcd, node, but the grid"),
+        ("grid.node", 4, "rows.3.ranks: found 2, but tier node has 4"),
+        ("rows.1.op", "broadcast", "rows.1.op: found 'broadcast'"),
+        ("rows.1.size_bytes", True, "rows.1.size_bytes: found True"),
+        ("extra\nline", 1, "extra line: found 1"),
+        ("rows", 5, "rows: found 5"),
+    ],
+)
+def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    path = tmp_path / "bad.json"
+    content = links().model_dump(by_alias=True)
+    change(content, key, value)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as error:
+        read_links(path)
+    assert str(error.value).startswith(f"{path}: {message}"), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000, b'{"schema": []}', b"null"]
+)
+def test_what_is_no_links_file_is_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "noise.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"noise\.json: ") as error:
+        read_links(path)
+    assert "\n" not in str(error.value)
+    for other in (tmp_path, tmp_path / "missing.json"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_links(other)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = sorted({*LinksFile.model_fields, "schema"} - {"schema_name"})
+ROW_KEYS = sorted(LinkRow.model_fields)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=300)
+    | st.tuples(st.sampled_from(KEYS), json_values)
+    | st.tuples(st.sampled_from([f"rows.0.{key}" for key in ROW_KEYS]), json_values)
+    | st.integers(0, 2000)
+)
+def test_no_content_gives_another_error_than_ours(tmp_path: Path, damage: bytes | tuple[str, Any] | int) -> None:
+    path = tmp_path / "fuzzed.json"
+    content = links().model_dump(by_alias=True)
+    if isinstance(damage, bytes):
+        path.write_bytes(damage)
+    elif isinstance(damage, int):
+        path.write_text(json.dumps(content)[:damage])
+    else:
+        change(content, *damage)
+        path.write_text(json.dumps(content))
+    try:
+        read_links(path)
+    except ConfigError as error:
+        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+    else:
+        assert not isinstance(damage, bytes)
+
+
+def plan(path: Path, *overrides: str) -> int:
+    arguments = overrides or ("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=2")
+    return main(["plan", "model=gpt_neox_1m", *arguments, "--links", str(path), "--json"])
+
+
+def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "links.json"
+    write_links(path, links())
+    assert plan(path) == 0
+    result = json.loads(capsys.readouterr().out)
+    for tier in ("gcd", "node"):
+        wire = sum(entry["wire_bytes"] for entry in result["traffic"] if entry["tier"] == tier)
+        assert result["least_seconds"][tier] == pytest.approx(wire / (links().tiers[tier].gb_s * 1e9))
+    assert set(result["least_seconds"]) == {"gcd", "node"} and result["links"]["file"] == str(path)
+
+
+def test_a_plan_refuses_a_file_without_a_tier_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "links.json"
+    write_links(path, links())
+    assert plan(path, "topology=emulated_2x2x2") == 2
+    assert f"{path}: tiers.gpu: missing" in capsys.readouterr().err
+    assert plan(tmp_path / "none.json") == 2
+    assert "none.json: cannot be read" in capsys.readouterr().err

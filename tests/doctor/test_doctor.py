@@ -1,0 +1,125 @@
+"""``hzero doctor`` on pretended nodes and on recordings: what is missing is named, and the exit status says how bad it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hzero import cli
+from hzero.doctor.environment import VARIABLES, examine_environment
+from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
+from tests.ranks import ROOT
+from tests.topology import trees
+
+RECORDINGS = ROOT.parent / "shared" / "topologies"
+GOOD_ENVIRONMENT = {variable.name: variable.good[0] for variable in VARIABLES}
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
+    status = cli.main(["doctor", "--json", *arguments])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_whole_node_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = _run(capsys, "--topology", str(trees.frontier(tmp_path)))
+    assert status == 0 and found["verdict"] == "good"
+    assert [row["package"] for row in found["ranks"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert found["links"][0]["tiers"]["gcd"] == {"size": 2, "gb_s": 200.0}
+    assert {pair["state"] for pair in found["links"][0]["pairs"]} == {"good"}
+    relied = {tuple(pair["pair"]) for pair in found["links"][0]["pairs"] if pair["relied_on"]}
+    assert {(0, 1), (0, 6), (0, 2)} <= relied and (0, 3) not in relied
+
+
+def test_a_missing_gcd_and_a_slow_link_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = _run(capsys, "--topology", str(trees.frontier(tmp_path / "less", missing={3})))
+    assert status == 1 and any("ce:00.0" in remark for remark in found["remarks"])
+    slow = tmp_path / "slow"
+    trees.frontier(slow)
+    for device in (4, 10):  # KFD nodes of GCDs 0 and 6, and their links to each other
+        properties = slow / f"class/kfd/kfd/topology/nodes/{device}/io_links"
+        for path in properties.glob("*/properties"):
+            text = path.read_text()
+            if f"node_to {14 - device}\n" in text:
+                path.write_text(text.replace("max_bandwidth 100000", "max_bandwidth 50000"))
+    status, found = _run(capsys, "--topology", str(slow))
+    named = [remark for remark in found["remarks"] if "0-6" in remark or ("0" in remark and "6" in remark)]
+    assert status == 1 and named, found["remarks"]
+
+
+def test_an_ambiguous_node_is_unusable_and_says_what_to_declare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = tmp_path / "node.yaml"
+    node.write_text("devices: 4\nlinks: [{kind: xgmi, count: 2, pairs: [[0, 1], [2, 3]]}]\n")
+    status, found = _run(capsys, "--topology", str(node))
+    assert status == 2 and any(
+        "ambiguous" in remark and "packages: [[0, 1], [2, 3]]" in remark for remark in found["remarks"]
+    )
+
+
+@pytest.mark.parametrize(
+    "recording", ["topo_8p1h.xml", "topo_8p_940.xml", "topo_4p3l_2h.xml", "topo_16p1h.xml", "topo_8p_90a.xml"]
+)
+def test_recordings_are_good(recording: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (RECORDINGS / recording).exists():
+        pytest.skip("the recordings are not part of the project")
+    assert cli.main(["doctor", "--topology", str(RECORDINGS / recording)]) == 0
+    assert "verdict: good" in capsys.readouterr().out
+
+
+def test_expecting_another_machine_is_degraded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = _run(capsys, "--topology", str(trees.frontier(tmp_path)), "--expect", "mi300x")
+    assert status == 1 and found["links"][0]["expected"] == "preset mi300x"
+
+
+def test_this_machine_is_read_from_the_tree_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path)))
+    monkeypatch.setenv("COLUMNS", "140")
+    for name in GOOD_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    for text in (
+        "0000:c1:00.0",
+        "hsn3",
+        "28 of 28 pairs",
+        "0 of 15 settings",
+        "memhooks can deadlock",
+        "verdict: degraded",
+    ):
+        assert text in shown, text
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "named"),
+    [
+        ({}, GOOD, ""),
+        ({"NCCL_SOCKET_IFNAME": "hsn0"}, GOOD, ""),
+        (
+            {"FI_MR_CACHE_MONITOR": "memhooks"},
+            UNUSABLE,
+            "FI_MR_CACHE_MONITOR is 'memhooks', expected kdreg2: memhooks can deadlock",
+        ),
+        ({"FI_CXI_RX_MATCH_MODE": None}, DEGRADED, "FI_CXI_RX_MATCH_MODE is not set, expected hybrid"),
+        ({"LD_LIBRARY_PATH": ""}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
+        ({"LD_LIBRARY_PATH": "", "NCCL_NET": None}, DEGRADED, "RCCL falls back to TCP sockets"),
+    ],
+)
+def test_environment(change: dict[str, str | None], status: int, named: str, tmp_path: Path) -> None:
+    (tmp_path / "librccl-net.so").touch()
+    environ = {**GOOD_ENVIRONMENT, "LD_LIBRARY_PATH": str(tmp_path), **change}
+    findings = Findings()
+    examine_environment(findings, {name: value for name, value in environ.items() if value is not None})
+    assert findings.status == status
+    assert any(named in remark for remark in findings.remarks) or not named
+
+
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "noise").write_bytes(bytes(range(256)))
+    for arguments in (["--topology", "frontie"], ["--topology", str(tmp_path / "noise")], ["--expect", "nothing.yaml"]):
+        assert cli.main(["doctor", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
