@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(parsed.command, parsed.rest)
     except ConfigError as error:
-        print(f"hzero: error: {error}", file=sys.stderr)
+        if not error.elsewhere:
+            print(f"hzero: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "tokenizers"):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Levels of links, innermost first.
 TIERS = ("gcd", "gpu", "node")
@@ -29,7 +32,20 @@ PRESETS: dict[str, tuple[str, str, str, str]] = {
 
 
 class ConfigError(ValueError):
-    """Input that cannot be used. One line: the key, file or argument, what was found, what is possible."""
+    """Input that cannot be used. One line: the key, file or argument, what was found, what is possible.
+
+    Attributes:
+        elsewhere: Whether rank 0 raises the same, so that a command on this rank need not tell it again.
+    """
+
+    elsewhere = False
+
+    @classmethod
+    def of_rank_0(cls, message: str) -> Self:
+        """The error of another rank than 0 that meets what rank 0 meets."""
+        error = cls(message)
+        error.elsewhere = True
+        return error
 
 
 def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -> ConfigError:

@@ -50,6 +50,8 @@ def test_wheel_holds_configuration_and_types(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"hzero/{path.relative_to(ROOT)}" in names
+    for path in (ROOT / "hzero/topology/presets").glob("*.yaml"):
+        assert str(path.relative_to(ROOT)) in names
 
 
 def test_wheel_holds_the_kernels(wheel: Path) -> None:

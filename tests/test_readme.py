@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text()
 SHORTER = {
     "make train": "ARGS='train.steps=2 model.num_layers=1 data.max_bytes=2000000 train.eval_batches=1 run.dir={run}'",
     "make test": "ARGS='--collect-only -q tests/test_config.py'",
+    "hzero bench links --topology 1x2x2 --max-bytes 64K --iterations 3": "--min-bytes 16K --codecs int8 --out {run}.json",
 }
 
 
@@ -55,7 +56,10 @@ def test_readme_names_the_two_commands() -> None:
     assert {"make train", "make test"} <= set(_commands())
 
 
-@pytest.mark.parametrize("command", [c for c in _commands() if c.startswith(("make", "hzero plan", "hzero doctor"))])
+@pytest.mark.parametrize(
+    "command",
+    [c for c in _commands() if c.startswith(("make", "hzero plan", "hzero doctor", "hzero topology", "hzero bench"))],
+)
 def test_command(command: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
     shorter = f"{command} {SHORTER.get(command, '').format(run=tmp_path / 'run')}"

@@ -104,10 +104,12 @@ def _as_launched(settings: LinksSettings) -> NoReturn:
     """One rank of srun, torchrun or mpiexec. Ends the process: the threads of a process group can outlive its group."""
     from hzero.collectives import HopError
 
+    status = 0
     try:
-        status = measure_as_rank(settings)
+        measure_as_rank(settings)
     except (ConfigError, HopError) as error:
-        print(f"hzero: error: {error}", file=sys.stderr)
+        if not getattr(error, "elsewhere", False):
+            print(f"hzero: error: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -116,11 +118,8 @@ def _as_launched(settings: LinksSettings) -> NoReturn:
     os._exit(status)
 
 
-def measure_as_rank(settings: LinksSettings) -> int:
+def measure_as_rank(settings: LinksSettings) -> None:
     """Measures together with all other ranks; rank 0 shows and writes.
-
-    Returns:
-        Exit status: 0, or 2 on other ranks than 0 where all have met the same error, which rank 0 raises.
 
     Raises:
         ConfigError: Input that cannot be used.
@@ -144,18 +143,10 @@ def measure_as_rank(settings: LinksSettings) -> int:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     patience = datetime.timedelta(seconds=max(settings.timeout_s, START_TIMEOUT_S))
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=patience)
-    try:
-        _on_rank_0(start.rank, lambda: check_output(settings))
-        grid = _resolved(settings, start)
-        _check_memory(settings, device)
-    except _ElsewhereError:
-        return REFUSED
+    _on_rank_0(start.rank, lambda: check_output(settings))
+    grid = resolve_grid(settings.topology, start.world_size, "--topology")
+    _check_memory(settings, device)
     _measure(settings, start, grid, device)
-    return 0
-
-
-class _ElsewhereError(Exception):
-    """Rank 0 has met an error and raises it; this rank has nothing to add."""
 
 
 def _on_rank_0(rank: int, check: Callable[[], None]) -> None:
@@ -170,17 +161,7 @@ def _on_rank_0(rank: int, check: Callable[[], None]) -> None:
             refusal = [str(error)]
     dist.broadcast_object_list(refusal, 0)
     if refusal[0] is not None:
-        raise ConfigError(refusal[0]) if rank == 0 else _ElsewhereError
-
-
-def _resolved(settings: LinksSettings, start: Bootstrap) -> Grid:
-    """The grid; where there is none all ranks meet the same error, and rank 0 alone tells it."""
-    try:
-        return resolve_grid(settings.topology, start.world_size, "--topology")
-    except ConfigError:
-        if start.rank == 0:
-            raise
-        raise _ElsewhereError from None
+        raise ConfigError(refusal[0]) if rank == 0 else ConfigError.of_rank_0(refusal[0])
 
 
 def _interruptible(rank: int) -> None:

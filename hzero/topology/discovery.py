@@ -52,7 +52,7 @@ class Discovery:
     def required_grid(self) -> Grid:
         """The grid. Raises `TopologyError` with `refusal` where there is none."""
         if self.grid is None:
-            raise TopologyError(self.refusal)
+            raise TopologyError(self.refusal) if self.reports else TopologyError.of_rank_0(self.refusal)
         return self.grid
 
 

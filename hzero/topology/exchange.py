@@ -93,7 +93,7 @@ class Exchange(ABC):
             return answer
         frame = self._spread(None)
         if frame[:1] != _GOOD:
-            raise TopologyError(frame[1:].decode(errors="replace"))
+            raise TopologyError.of_rank_0(frame[1:].decode(errors="replace"))
         return frame[1:]
 
     @property

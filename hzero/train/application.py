@@ -41,7 +41,8 @@ def run(overrides: Sequence[str]) -> int:
         try:
             statuses.append(_train(config))
         except ConfigError as error:
-            print(f"hzero: error: {error}", file=sys.stderr)
+            if not error.elsewhere:
+                print(f"hzero: error: {error}", file=sys.stderr)
             statuses.append(2)
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well

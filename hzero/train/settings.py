@@ -136,7 +136,8 @@ class Settings:
             raise ConfigError(f"topology.source: found {self._source!r}, expected auto, a preset or a file")
         if topology:
             raise ConfigError(
-                f"topology.{next(iter(topology))}: given beside topology.source {self._source!r}, which says where ranks sit"
+                f"topology.{next(iter(topology))}: given beside topology.source {self._source!r}, which says where ranks "
+                "sit; topology=auto sets none of these keys"
             )
         return self._source
 
