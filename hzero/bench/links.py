@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from hzero.topology.links_file import LinksFile, tier_rate, write_links
 from hzero.topology.local import machine_of
 from hzero.topology.resolve import declared_grid, resolve_grid
 from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
-from hzero.train.worker import PatientStream, die_with_parent
+from hzero.train.worker import PatientStream, die_with_parent, end_with
 
 if TYPE_CHECKING:
     import torch
@@ -248,7 +247,7 @@ def main() -> None:
     """Entry point of a rank that the command has started itself."""
     die_with_parent()
     sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
-    logs, rank = Path(sys.argv[1]), os.environ["RANK"]
+    logs = Path(sys.argv[1])
     try:
         measure_as_rank(parse(sys.argv[2:]))
     except KeyboardInterrupt:
@@ -257,13 +256,7 @@ def main() -> None:
     except BaseException as error:
         from hzero.collectives import HopError
 
-        refused = isinstance(error, ConfigError)
-        partial = logs / f"rank{rank}.partial"
-        partial.write_text(str(error) if refused or isinstance(error, HopError) else traceback.format_exc())
-        partial.rename(partial.with_suffix(".refused" if refused else ".traceback"))
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a process group with a dead peer can take minutes to be torn down
+        end_with(error, logs, plain=isinstance(error, HopError))
     sys.stdout.flush()
     os._exit(0)
 

@@ -63,36 +63,28 @@ def own_device(environ: Mapping[str, str], devices: Sequence[Device], local_rank
         environ: The environment of the rank.
         devices: All devices of the node, in the order of their numbers.
         local_rank: Index among the devices that the rank sees.
-        bus: PCI bus id that the runtime states for that index; None where it does not.
+        bus: PCI bus id that the runtime states for that index, which decides: sources number devices in orders of their
+            own. None where it does not; then the lists of the environment do.
 
     Raises:
-        TopologyError: The node has no device with that bus id, the environment tells another device than the runtime,
-            or there is no bus id and fewer devices are visible than the index needs.
+        TopologyError: The node has no device with that bus id, or fewer devices are visible than the index needs.
     """
+    if bus is not None:
+        found = _with_bus(devices, bus)
+        if found is None:
+            buses = ", ".join(device.bus or "unknown" for device in devices) or "none"
+            raise TopologyError(
+                f"topology: the runtime states PCI bus id {bus}, which no device of the node has; there are: {buses}"
+            )
+        return found
     seen = visible_devices(environ, devices)
-    stated = (
-        ", ".join(f"{name}={environ[name]!r}" for name in VARIABLES if name in environ) or "no variable that hides any"
-    )
-    index = f"index {local_rank} (LOCAL_RANK) among the {len(seen)} visible devices ({stated})"
-    told = seen[local_rank] if 0 <= local_rank < len(seen) else None
-    if bus is None:
-        if told is None:
-            raise TopologyError(f"topology: there is no device with {index} of {len(devices)}")
-        return told
-    found = _with_bus(devices, bus)
-    by_number = {device.number: device for device in devices}
-    if found is None:
-        buses = ", ".join(device.bus or "unknown" for device in devices) or "none"
+    if not 0 <= local_rank < len(seen):
+        lists = ", ".join(f"{name}={environ[name]!r}" for name in VARIABLES if name in environ)
         raise TopologyError(
-            f"topology: the runtime states PCI bus id {bus}, which no device of the node has; there are: {buses}"
+            f"topology: there is no device with index {local_rank} (LOCAL_RANK) among the {len(seen)} visible devices "
+            f"({lists or 'no variable that hides any'}) of {len(devices)}"
         )
-    if told is None or (by_number[told].bus and told != found):
-        by_environment = f"device {told} ({by_number[told].bus})" if told is not None else "none"
-        raise TopologyError(
-            f"topology: the runtime states device {found} ({bus}), the environment {by_environment}: {index}; "
-            "where cgroups renumber devices, describe the node from inside the task (topology: auto)"
-        )
-    return found
+    return seen[local_rank]
 
 
 def runtime_bus_id(local_rank: int) -> str | None:

@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -86,11 +86,27 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def end_with(error: BaseException, logs: Path, plain: bool = False) -> NoReturn:
+    """Ends a rank that a launcher watches, leaving for it why.
+
+    Args:
+        error: The exception under way.
+        logs: The launcher's folder.
+        plain: Whether the message says all, so that no traceback is needed; input that cannot be used is plain anyway.
+    """
+    refused = isinstance(error, ConfigError)
+    partial = logs / f"rank{os.environ['RANK']}.partial"
+    partial.write_text(str(error) if refused or plain else traceback.format_exc())
+    partial.rename(partial.with_suffix(".refused" if refused else ".traceback"))
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # a process group with a dead peer can take minutes to be torn down
+
+
 def main() -> None:
     """Entry point of a rank that the command has started itself."""
     die_with_parent()
     run_dir = Path(sys.argv[1])
-    rank = os.environ["RANK"]
     try:
         prepare_process(int(os.environ["OMP_NUM_THREADS"]))
         from hzero.train.loop import start_process_group
@@ -99,13 +115,7 @@ def main() -> None:
         start_process_group(config["train"]["timeout_s"])
         train_rank(run_dir)
     except BaseException as error:
-        refused = isinstance(error, ConfigError)
-        partial = run_dir / LOGS / f"rank{rank}.partial"
-        partial.write_text(str(error) if refused else traceback.format_exc())
-        partial.rename(partial.with_suffix(".refused" if refused else ".traceback"))
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a process group with a dead peer can take minutes to be torn down
+        end_with(error, run_dir / LOGS)
     sys.stdout.flush()
     os._exit(0)
 
