@@ -204,7 +204,9 @@ def _links_of_nodes(found: Discovery, expected: Machine | None, findings: Findin
     for report in found.reports:
         if report.device is not None:
             by_host.setdefault(report.host, []).append(report)
-    return [examine_links(host, node_of(reports)[1], expected, findings) for host, reports in by_host.items()]
+    return [
+        examine_links(host, node_of(reports)[1], expected, findings, ranks=True) for host, reports in by_host.items()
+    ]
 
 
 def _versions() -> dict[str, str | None]:

@@ -13,14 +13,17 @@ from hzero.topology.machine import Machine
 from hzero.topology.tiers import tiers_of
 
 
-def examine_links(node: str, machine: Machine, expected: Machine | None, findings: Findings) -> dict[str, Any] | None:
+def examine_links(
+    node: str, machine: Machine, expected: Machine | None, findings: Findings, *, ranks: bool = False
+) -> dict[str, Any] | None:
     """Every pair of devices of a node against the expected link matrix.
 
     Args:
         node: Its name, for remarks.
         machine: The node as found.
         expected: What it should be; None takes the preset that describes its devices, where there is one.
-        findings: Takes links that are missing or slow, and why a node cannot be judged.
+        findings: Takes devices and links that are missing or slow, and why a node cannot be judged.
+        ranks: Whether the node is what ranks have reported: devices without a rank are then not missing.
 
     Returns:
         What the node was compared with, its pairs, and its tiers where all devices can be read; None for a node without
@@ -58,6 +61,8 @@ def examine_links(node: str, machine: Machine, expected: Machine | None, finding
         findings.add(DEGRADED, f"{node}: {error}")
         return result
     for pair in pairs:
+        if not pair.pair and ranks:
+            continue  # a job may leave devices out
         if pair.pair and hidden.issuperset(pair.pair):
             continue  # a task's cgroup keeps this process from both: what joins them cannot be read
         if pair.state == "degraded":

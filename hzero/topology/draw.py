@@ -45,7 +45,7 @@ def tier_text(tiers: Sequence[Tier]) -> str:
         line = f"  {tier.name:<8}{tier.size:>4}  {rate:>10}  {latency:>8}  {groups}".rstrip()
         lines.append(line if len(line) <= WIDTH else line[: WIDTH - 4] + " ...")
     head = f"  {'tier':<8}{'size':>4}  {'each way':>10}  {'latency':>8}  groups"
-    return "\n".join([head, *lines]) + "\n" if lines else "  no tiers: a single device\n"
+    return "\n".join([head, *lines]) + "\n" if lines else "  no tiers: no two devices\n"
 
 
 def _device_lines(machine: Machine, packages: Sequence[Sequence[int]] | None) -> list[str]:

@@ -122,7 +122,8 @@ def node_of(reports: Sequence[RankReport]) -> tuple[dict[str, int], Machine]:
         reports: Of ranks of one node, each with a device.
 
     Returns:
-        The number of each device by its identity, in the order of these; the node, its devices so numbered, NICs left out.
+        The number of each device by its identity, in the order of these; the node, its devices so numbered, NICs left
+        out. A device without a rank is hidden: only links of others to it are known.
 
     Raises:
         TopologyError: Two ranks contradict each other on a link.
@@ -151,7 +152,9 @@ def node_of(reports: Sequence[RankReport]) -> tuple[dict[str, int], Machine]:
                     f"{keys[a]} and {keys[b]}: {other.count} and {link.count} links, {other.gb_s} and {link.gb_s} GB/s"
                 )
     devices = [
-        dataclasses.replace(own[key], number=number) if key in own else Device(number, key if ":" in key else "", kind)
+        dataclasses.replace(own[key], number=number)
+        if key in own
+        else Device(number, key if ":" in key else "", kind, hidden=True)
         for key, number in index.items()
     ]
     declared = None

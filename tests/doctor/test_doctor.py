@@ -123,3 +123,17 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
     for arguments in (["--topology", "frontie"], ["--topology", str(tmp_path / "noise")], ["--expect", "nothing.yaml"]):
         assert cli.main(["doctor", *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_part_of_a_node_is_not_held_against_it(tmp_path: Path) -> None:
+    """A job on three of the eight devices: what joins the others is not known, and nothing is missing."""
+    from hzero.doctor.links import examine_links
+    from hzero.topology.readers import kfd
+    from hzero.topology.report import node_of, report_of
+
+    node = kfd.read(trees.frontier(tmp_path))
+    reports = [report_of(rank, "n", node, node.device(device)) for rank, device in enumerate((0, 1, 6))]
+    findings = Findings()
+    found = examine_links("n", node_of(reports)[1], None, findings, ranks=True)
+    assert found is not None and found["expected"] == "preset frontier"
+    assert findings.status == GOOD and {pair["state"] for pair in found["pairs"]} == {"good"}
