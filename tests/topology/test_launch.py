@@ -29,7 +29,7 @@ def _by_mpiexec(folder: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     subprocess.run(
         [mpiexec, "-n", str(WORLD), sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
         cwd=folder,
         timeout=TIMEOUT_S,
         check=False,
