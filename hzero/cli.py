@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -45,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return _run(parsed.command, parsed.rest)
+        status = _run(parsed.command, parsed.rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
         if not error.elsewhere:
             print(f"hzero: error: {error}", file=sys.stderr)

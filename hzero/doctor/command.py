@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from hzero import __version__
 from hzero.config import ConfigError
 from hzero.doctor.environment import examine_environment
 from hzero.doctor.links import examine_links, examine_peer_access
 from hzero.doctor.operators import examine_operators
-from hzero.doctor.show import show
+from hzero.doctor.show import console, show
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.topology.bootstrap import bootstrap
 from hzero.topology.discovery import TIMEOUT_S, Discovery, discover
@@ -27,10 +26,11 @@ from hzero.topology.local import host_identity, machine_of, this_machine
 from hzero.topology.machine import Machine
 from hzero.topology.preset import PRESETS
 from hzero.topology.report import node_of
-from hzero.topology.tiers import packages_of
+from hzero.topology.tiers import positions
 
 _PACKAGES = ("torch", "deepspeed", "cupy-rocm-7-0", "cupy-cuda13x", "mpi4py", "numpy")
-_EXAMPLES = f"""exit status: 0 good, 1 degraded (works, slower than this machine could), 2 unusable
+_EXAMPLES = f"""exit status: 0 good, 1 degraded (works, slower than this machine could), 2 unusable. Input that cannot be read
+is one line on stderr and nothing on stdout, status 2.
 
 examples:
   hzero doctor                               this machine, as one process sees it
@@ -66,14 +66,16 @@ def run_doctor(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="for machines")
     parsed = parser.parse_args(list(arguments))
-    expected = machine_of(parsed.expect) if parsed.expect else None
-    found = examine_source(parsed.topology, expected) if parsed.topology else examine(expected, parsed.timeout)
+    expected = machine_of(parsed.expect) if parsed.expect is not None else None
+    found = (
+        examine_source(parsed.topology, expected) if parsed.topology is not None else examine(expected, parsed.timeout)
+    )
     if found is None:
         return 0
     if parsed.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, Console())
+        show(found, console())
     return int(found["status"])
 
 
@@ -139,7 +141,8 @@ def examine(
             "ROCm or CUDA, or may not use them",
         )
     if "cxi" in fabric:
-        environment = examine_environment(findings, environ)
+        hosts = len({row["host"] for row in ranks})
+        environment = examine_environment(findings, environ, hosts if start.world_size > 1 else None)
     elif devices:
         findings.add(GOOD, "no Slingshot NIC is there, so the variables of OLCF's guide are not judged")
     return _result(
@@ -181,7 +184,9 @@ def _ranks(found: Discovery) -> list[dict[str, Any]]:
 def _devices(machine: Machine, host: str) -> list[dict[str, Any]]:
     """One row a device of a node, without ranks."""
     try:
-        packages = {number: index for index, package in enumerate(packages_of(machine)) for number in package}
+        found = positions(machine)
+        order = sorted({(place.hive, place.package) for place in found.values()})
+        packages = {number: order.index((place.hive, place.package)) for number, place in found.items()}
     except ConfigError:
         packages = {}
     return [
@@ -216,4 +221,7 @@ def _versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    found["hip"], found["cuda"] = torch.version.hip, torch.version.cuda
+    if torch.cuda.is_available():
+        found["rccl" if torch.version.hip else "nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

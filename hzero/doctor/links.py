@@ -10,7 +10,7 @@ from hzero.config import ConfigError
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.topology.expected import compare, expected_for
 from hzero.topology.machine import Machine
-from hzero.topology.tiers import tiers_of
+from hzero.topology.tiers import Tier, tiers_of
 
 
 def examine_links(
@@ -31,11 +31,13 @@ def examine_links(
     """
     if not machine.devices:
         return None
-    try:
-        tiers = tiers_of(machine)
-    except ConfigError as error:
-        findings.add(UNUSABLE, f"{node}: {error}")
-        return None
+    hidden = {device.number for device in machine.devices if device.hidden}
+    tiers: Sequence[Tier] = ()
+    if not hidden or ranks:
+        try:
+            tiers = tiers_of(machine, of_ranks=ranks)
+        except ConfigError as error:
+            findings.add(UNUSABLE, str(error))
     relied = {
         (min(pair), max(pair))
         for tier in tiers
@@ -43,11 +45,10 @@ def examine_links(
         for group in tier.groups
         for pair in itertools.combinations(group, 2)
     }
-    hidden = {device.number for device in machine.devices if device.hidden}
     expected = expected or expected_for(machine)
     result: dict[str, Any] = {
         "node": node,
-        "tiers": {} if hidden else {tier.name: {"size": tier.size, "gb_s": tier.gb_s} for tier in tiers},
+        "tiers": {tier.name: {"size": tier.size, "gb_s": tier.gb_s} for tier in tiers},
         "expected": expected.source if expected else None,
         "pairs": [],
     }
@@ -59,7 +60,7 @@ def examine_links(
         pairs = compare(machine, expected)
     except ConfigError as error:
         findings.add(DEGRADED, f"{node}: {error}")
-        return result
+        return {**result, "expected": None}
     for pair in pairs:
         if not pair.pair and ranks:
             continue  # a job may leave devices out

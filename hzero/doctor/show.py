@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich import box
@@ -10,7 +11,19 @@ from rich.table import Table
 
 #: Rows of the table of ranks; `--json` has all.
 MOST_ROWS = 16
+#: Columns where there is no terminal.
+_WIDTH = 116
 _COLUMNS = ("rank", "host", "device", "kind", "bus", "package", "numa", "nic")
+
+
+def console() -> Console:
+    """Where findings go: names that sources give are no markup, and a file or pipe has room for a table."""
+    terminal = Console(markup=False, emoji=False)
+    return (
+        terminal
+        if terminal.is_terminal or "COLUMNS" in os.environ
+        else Console(markup=False, emoji=False, width=_WIDTH)
+    )
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -56,7 +69,9 @@ def _show_ranks(ranks: list[dict[str, Any]], grid: str | None, console: Console)
     title = f"{len(ranks)} ranks, {grid}" if grid else "devices"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("host", "kind", "bus", "nic") else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if column in ("host", "kind", "bus", "nic") else "right", overflow="fold"
+        )
     shown = ranks[:MOST_ROWS]
     for row in shown:
         table.add_row(*("-" if row[column] in (None, "") else str(row[column]) for column in _COLUMNS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 
 from hzero.topology.machine import Link, Machine
 from hzero.topology.picture import known_packages, plural, png
@@ -88,6 +89,8 @@ def _matrix_lines(machine: Machine, packages: Sequence[Sequence[int]] | None) ->
     cells: dict[tuple[int, int], str] = {}
     for link in machine.links:
         cells[link.a, link.b] = cells[link.b, link.a] = _cell(link, len(kinds) > 1)
+    for a, b in permutations([device.number for device in machine.devices if device.hidden], 2):
+        cells.setdefault((a, b), "?")  # nobody here can read what joins them
     width = max(map(len, [*cells.values(), *map(str, order)])) + 1
 
     def line(head: str, entries: Iterable[tuple[int, str]]) -> str:
@@ -114,7 +117,9 @@ def _cell(link: Link, several_kinds: bool) -> str:
 def _legend(machine: Machine, several_kinds: bool) -> list[str]:
     groups = Counter((_cell(link, several_kinds), link.kind, link.gb_s) for link in machine.links)
     count = len(machine.devices)
-    routed = count * (count - 1) // 2 - len(machine.links)
+    hidden = sum(device.hidden for device in machine.devices)
+    unread = hidden * (hidden - 1) // 2
+    routed = count * (count - 1) // 2 - len(machine.links) - unread
     lines = []
     for (cell, kind, gb_s), pairs in sorted(
         groups.items(), key=lambda item: (-(item[0][2] or 0), item[0][0], item[0][1])
@@ -122,7 +127,9 @@ def _legend(machine: Machine, several_kinds: bool) -> list[str]:
         rate = f", {gb_s:g} GB/s each way together" if gb_s is not None else ""
         number = " (how many is not stated)" if cell.startswith("?") else ""
         lines.append(f"  {cell:>4}  {kind}{rate}: {plural(pairs, 'pair')}{number}")
-    return [*lines, f"  {'.':>4}  no direct link, routed: {plural(routed, 'pair')}"] if routed else lines
+    if routed:
+        lines.append(f"  {'.':>4}  no direct link, routed: {plural(routed, 'pair')}")
+    return [*lines, f"  {'?':>4}  both hidden by a cgroup, not known: {plural(unread, 'pair')}"] if unread else lines
 
 
 def _nic_lines(machine: Machine) -> list[str]:

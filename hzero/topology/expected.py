@@ -7,11 +7,10 @@ ones where the most links agree, by physical identity (PCI bus ids) where both s
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hzero.topology.machine import Device, Link, Machine, TopologyError
+from hzero.topology.machine import Device, Link, Machine, TopologyError, by_bus, product
 from hzero.topology.preset import preset
 
 #: Most devices that are compared, and most steps of the search for the best way to lay them: bounds of its time.
@@ -24,7 +23,6 @@ ENOUGH = 0.9
 # What a link too few costs against a link too many, when devices are laid.
 _MISSING, _EXTRA = 4, 1
 _ANY = -1  # a link of unknown strength
-_KIND = re.compile(r"MI250X|MI250|MI210|MI300X|MI308X|MI325X|MI300A|H200|gfx90a|gfx94[012]", re.IGNORECASE)
 
 #: Presets by product, or by architecture where the source names no product.
 _PRESETS = {
@@ -65,7 +63,7 @@ def expected_for(machine: Machine) -> Machine | None:
     Returns:
         The preset, or None where none is known to describe the node. LUMI's links are Frontier's, which stands for both.
     """
-    kinds = {_product(device.kind) for device in machine.devices if device.kind}
+    kinds = {product(device.kind) for device in machine.devices if device.kind}
     if len(kinds) != 1 or "NVL" in " ".join(
         device.kind.upper() for device in machine.devices
     ):  # H200 NVL is a PCIe card
@@ -118,16 +116,16 @@ def relabelling(machine: Machine, expected: Machine) -> dict[int, int]:
         TopologyError: As `compare`.
     """
     count = len(machine.devices)
+    by_bus_id = {device.bus: device.number for device in expected.devices if device.bus}
+    if count and all(device.bus in by_bus_id for device in machine.devices):
+        return {by_bus_id[device.bus]: device.number for device in machine.devices}
     if len(expected.devices) > MAX_DEVICES or count > len(expected.devices):
         raise TopologyError(
             f"{machine.source}: {count} devices cannot be compared with the {len(expected.devices)} of {expected.source}; "
             f"possible: as many or fewer, at most {MAX_DEVICES}"
         )
-    by_bus = {device.bus: device.number for device in expected.devices if device.bus}
-    if count and all(device.bus in by_bus for device in machine.devices):
-        return {by_bus[device.bus]: device.number for device in machine.devices}
-    found = sorted(machine.devices, key=_by_bus)
-    wanted = sorted(expected.devices, key=_by_bus)
+    found = sorted(machine.devices, key=by_bus)
+    wanted = sorted(expected.devices, key=by_bus)
     laid = _Search(machine, expected, found, wanted).best()
     return {wanted[index].number: found[place].number for index, place in enumerate(laid) if place is not None}
 
@@ -261,6 +259,10 @@ def _pair(a: int, b: int, expected: Link | None, found: Link | None) -> PairFind
         return PairFinding(
             (a, b), expected, found, "degraded", f"{a}-{b}: expected {_text(expected)}, found {_text(found)}"
         )
+    if found is not None and expected.count is not None and found.count is not None and found.count > expected.count:
+        return PairFinding(
+            (a, b), expected, found, "remark", f"{a}-{b}: expected {_text(expected)}, found more: {_text(found)}"
+        )
     return PairFinding((a, b), expected, found, "good", f"{a}-{b}: {_text(found)}, as expected")
 
 
@@ -278,18 +280,3 @@ def _text(link: Link | None) -> str:
         return "none (routed)"
     count = f"{link.count} {link.kind} link{'s' if link.count != 1 else ''}" if link.count else f"{link.kind} links"
     return count + (f" of {link.gb_s:g} GB/s together" if link.gb_s is not None else "")
-
-
-def _product(kind: str) -> str:
-    """The product or architecture that a source's name has in it, as ``AMD Instinct MI250X`` and ``gfx90a:sramecc+``."""
-    found = _KIND.search(kind)
-    if found is None:
-        return kind
-    name = found.group().lower()
-    if name.startswith("gfx94"):  # gfx940 and gfx941 were the first steppings of gfx942
-        return "gfx942"
-    return name if name.startswith("gfx") else name.upper()
-
-
-def _by_bus(device: Device) -> tuple[str, int]:
-    return device.bus, device.number

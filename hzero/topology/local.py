@@ -109,7 +109,12 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ) -> Machine:
         return this_machine(environ)
     if source in PRESETS:
         return preset(source)
-    if not Path(source).exists() and "/" not in source and "." not in source:
-        known = one_of("topology", source, ("auto", *PRESETS), "source")
+    try:
+        there = Path(source).exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"topology: found {source[:40]!r}, which can be no file: {reason.lower()}") from None
+    if not there and "/" not in source and "." not in source:
+        known = one_of("topology", source[:80], ("auto", *PRESETS), "source")
         raise ConfigError(f"{known}, or a file (there is none of that name)")
     return read_file(Path(source))

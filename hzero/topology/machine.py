@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,12 @@ XGMI_LINK_GB_S = {"gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0}
 #: Most devices that a node may have; more is no machine but a broken or hostile source.
 MAX_DEVICES = 1024
 
+#: Most GB/s that a link or NIC may have; more is a broken source.
+MAX_GB_S = 1e6
+
+_PRODUCT = re.compile(
+    r"MI250X|MI250|MI210|MI100|MI300X|MI300A|MI308X|MI325X|MI350X|MI355X|H200|gfx908|gfx90a|gfx94[012]", re.IGNORECASE
+)
 _BUS = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
 
 
@@ -142,6 +149,16 @@ class Machine:
         ):
             if (twice := _twice(values)) is not None:
                 raise TopologyError(f"{self.source}: {what} {twice} is there twice")
+        texts = [text for d in self.devices for text in (d.bus, d.kind, d.module, d.nic, d.uuid, d.node)]
+        for text in [*texts, *(text for nic in self.nics for text in (nic.name, nic.bus, nic.kind))]:
+            if not text.isprintable():
+                raise TopologyError(f"{self.source}: found the name {text[:40]!r}, expected printable characters")
+        rates = [*self.tier_gb_s.values(), *(nic.gb_s for nic in self.nics), *(link.gb_s for link in self.links)]
+        for rate in rates:
+            if rate is not None and not 0 < rate <= MAX_GB_S:
+                raise TopologyError(
+                    f"{self.source}: found {rate:g} GB/s, expected more than 0 and at most {MAX_GB_S:g}"
+                )
         known = {device.number for device in self.devices}
         pairs = []
         for link in self.links:
@@ -159,10 +176,6 @@ class Machine:
                 raise TopologyError(
                     f"{self.source}: link {link.a}-{link.b}: found a count of {link.count}, expected at least 1"
                 )
-            if link.gb_s is not None and not 0 < link.gb_s < float("inf"):
-                raise TopologyError(
-                    f"{self.source}: link {link.a}-{link.b}: found {link.gb_s} GB/s, expected more than 0"
-                )
             pairs.append(f"{link.a}-{link.b}")
         if (twice := _twice(pairs)) is not None:
             raise TopologyError(f"{self.source}: link {twice} is there twice")
@@ -178,15 +191,36 @@ class Machine:
 
     def device(self, number: int) -> Device:
         """The device with a number. Raises `KeyError` where there is none."""
-        for device in self.devices:
-            if device.number == number:
-                return device
-        raise KeyError(number)
+        return self._by_number[number]
 
     def link(self, one: int, other: int) -> Link | None:
         """The direct links between two devices; None where the pair is routed."""
-        pair = (min(one, other), max(one, other))
-        return next((link for link in self.links if (link.a, link.b) == pair), None)
+        return self._by_pair.get((min(one, other), max(one, other)))
+
+    @functools.cached_property
+    def _by_number(self) -> dict[int, Device]:
+        return {device.number: device for device in self.devices}
+
+    @functools.cached_property
+    def _by_pair(self) -> dict[tuple[int, int], Link]:
+        return {(link.a, link.b): link for link in self.links}
+
+
+def by_bus(device: Device) -> tuple[str, int]:
+    """Key that orders devices by PCI bus id, and by number where ids are not known."""
+    return device.bus, device.number
+
+
+def product(kind: str) -> str:
+    """The product or architecture that a source's name has in it, as in ``AMD Instinct MI250X`` and ``gfx90a:sramecc+``.
+
+    ``gfx940`` and ``gfx941``, the first steppings of ``gfx942``, are taken for it; a name of nothing known stays as it is.
+    """
+    found = _PRODUCT.search(kind)
+    if found is None:
+        return kind
+    name = found.group().lower()
+    return "gfx942" if name.startswith("gfx94") else name if name.startswith("gfx") else name.upper()
 
 
 def bus_id(text: str, where: str) -> str:
@@ -206,26 +240,36 @@ def bus_id(text: str, where: str) -> str:
     return f"{int(domain or '0', 16):04x}:{bus}:{slot}.{function}".lower()
 
 
-def merge_links(source: str, seen: Iterable[Link]) -> tuple[Link, ...]:
+def merge_links(source: str, seen: Iterable[Link], both_ends: bool = False) -> tuple[Link, ...]:
     """One entry a pair from links that a source lists from one or both ends.
 
     Args:
         source: File or command, for messages.
         seen: Links as listed; either end may stand first.
+        both_ends: Whether the source lists every link from both ends, so that one listed once contradicts itself.
 
     Raises:
         TopologyError: A device is linked to itself, or the two ends do not say the same.
     """
+    listed: dict[tuple[int, int], set[int]] = {}
     merged: dict[tuple[int, int], Link] = {}
     for link in seen:
         if link.a == link.b:
             raise TopologyError(f"{source}: device {link.a} is linked to itself")
         ordered = link if link.a < link.b else Link(link.b, link.a, link.kind, link.count, link.gb_s)
+        listed.setdefault((ordered.a, ordered.b), set()).add(link.a)
         other = merged.setdefault((ordered.a, ordered.b), ordered)
         if other != ordered:
             raise TopologyError(
                 f"{source}: the two ends of link {ordered.a}-{ordered.b} contradict each other: "
                 f"{_text(other)} and {_text(ordered)}"
+            )
+    for (a, b), ends in listed.items():
+        if both_ends and len(ends) < 2:
+            (end,) = ends
+            raise TopologyError(
+                f"{source}: device {end} lists a link to {b if end == a else a}, which lists none back: the two ends contradict "
+                "each other"
             )
     return tuple(merged.values())
 

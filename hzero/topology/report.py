@@ -100,7 +100,9 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
         raise TopologyError(f"topology: ranks {without} of node {host} have no device, the other ranks there have one")
     keys, machine = node_of(with_device)
     try:
-        found = _positions(tuple((d.bus, d.kind, d.module) for d in machine.devices), machine.links, machine.packages)
+        found = _positions(
+            tuple((d.bus, d.kind, d.module, d.hidden) for d in machine.devices), machine.links, machine.packages
+        )
     except AmbiguousTopologyError as error:
         raise AmbiguousTopologyError(f"topology: node {host}: {str(error).partition(': ')[2]}") from None
     widths: dict[int, int] = {}
@@ -167,16 +169,16 @@ def node_of(reports: Sequence[RankReport]) -> tuple[dict[str, int], Machine]:
 
 @functools.lru_cache(maxsize=256)
 def _positions(
-    devices: tuple[tuple[str, str, str], ...],
+    devices: tuple[tuple[str, str, str, bool], ...],
     links: tuple[Link, ...],
     packages: tuple[tuple[int, ...], ...] | None,
 ) -> tuple[Position, ...]:
     """`positions` of a machine by its parts; a world has thousands of nodes alike."""
     machine = Machine(
         "links",
-        tuple(Device(number, bus, kind, module) for number, (bus, kind, module) in enumerate(devices)),
+        tuple(Device(n, bus, kind, module, hidden=hidden) for n, (bus, kind, module, hidden) in enumerate(devices)),
         links,
         packages=packages,
     )
-    found = positions(machine)
+    found = positions(machine, of_ranks=True)
     return tuple(found[number] for number in range(len(devices)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine
+from hzero.topology.machine import XGMI_LINK_GB_S, AmbiguousTopologyError, Link, Machine, by_bus, product
 
 #: Levels of links of a world, innermost first. The stage uses gcd, gpu and node: it merges hive into gpu, cluster into node.
 LEVELS = ("gcd", "hive", "gpu", "node", "cluster")
@@ -61,13 +61,17 @@ class Position:
     gcd: int
 
 
-def tiers_of(machine: Machine) -> tuple[Tier, ...]:
+def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Tier, ...]:
     """All `LEVELS` of one node, innermost first; ``node`` and ``cluster`` have size 1.
+
+    Args:
+        machine: The node.
+        of_ranks: As in `packages_of`.
 
     Raises:
         AmbiguousTopologyError: Packages cannot be told from the links.
     """
-    places = positions(machine)
+    places = positions(machine, of_ranks)
     several_hives = len({place.hive for place in places.values()}) > 1
     axes = {"gcd": "gcd", "hive": "package" if several_hives else "", "gpu": "hive" if several_hives else "package"}
     tiers = []
@@ -79,14 +83,18 @@ def tiers_of(machine: Machine) -> tuple[Tier, ...]:
     return tuple(tiers)
 
 
-def positions(machine: Machine) -> dict[int, Position]:
+def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     """Position of every device by its number.
+
+    Args:
+        machine: The node.
+        of_ranks: As in `packages_of`.
 
     Raises:
         AmbiguousTopologyError: Packages cannot be told from the links.
     """
-    order = {device.number: index for index, device in enumerate(sorted(machine.devices, key=_by_bus))}
-    packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine)]
+    order = {device.number: index for index, device in enumerate(sorted(machine.devices, key=by_bus))}
+    packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine, of_ranks)]
     packages.sort(key=lambda package: order[package[0]])
     home = {number: index for index, package in enumerate(packages) for number in package}
     joined = [(home[link.a], home[link.b]) for link in machine.links if link.kind != "pcie"]
@@ -101,18 +109,29 @@ def positions(machine: Machine) -> dict[int, Position]:
     }
 
 
-def packages_of(machine: Machine) -> tuple[tuple[int, ...], ...]:
+def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
     """The packages of a node: each a group of device numbers, sorted; the packages sorted by their first.
 
-    Declared packages count, then modules that the source states, then links: devices whose products have several dies
-    a module, or whose parallel links stand out, are packages where these links pair them without remainder.
+    Declared packages count, then modules that the source states, then links: the dies of an MI250X are the pairs that
+    are joined by four links, and a die that has no such partner stands alone where it is the only one.
+
+    Args:
+        machine: The node.
+        of_ranks: Whether it is what ranks say together: hidden devices then have no rank, what joins two of them is not
+            known, and their packages do not matter.
 
     Raises:
-        AmbiguousTopologyError: Links stand out but do not form groups, or the source does not count them. The message
-            says what was found and which packages to declare.
+        AmbiguousTopologyError: The links do not tell, or devices are hidden from this process. The message says what was
+            found and which packages to declare.
     """
     if machine.packages is not None:
         return _sorted(machine.packages)
+    hidden = [device.number for device in machine.devices if device.hidden]
+    if hidden and not of_ranks:
+        raise AmbiguousTopologyError(
+            f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot tell the packages; the ranks "
+            "of a job can together, as in `srun ... hzero doctor`"
+        )
     numbers = [device.number for device in machine.devices]
     modules = {device.number: device.module for device in machine.devices}
     if any(modules.values()):
@@ -120,7 +139,7 @@ def packages_of(machine: Machine) -> tuple[tuple[int, ...], ...]:
         if without:
             raise _ambiguous(machine, f"devices {without} have no module, the others do", [])
         return _sorted([[n for n in numbers if modules[n] == module] for module in set(modules.values())])
-    kinds = {device.kind for device in machine.devices if device.kind}  # a hidden device has none
+    kinds = {product(device.kind) for device in machine.devices if device.kind}  # one without a rank may have none
     dies = {DIES.get(kind) for kind in kinds} or {None}
     links = [link for link in machine.links if link.kind == "xgmi"]
     if not links or dies == {1}:
@@ -133,40 +152,46 @@ def _by_links(
 ) -> tuple[tuple[int, ...], ...]:
     numbers = [device.number for device in machine.devices]
     single = _sorted([number] for number in numbers)
-    strengths = {(link.a, link.b): link.count if link.count is not None else link.gb_s for link in links}
-    uncounted = [pair for pair, strength in strengths.items() if strength is None]
-    if uncounted:
-        a, b = uncounted[0]
+    of_gfx90a = kinds <= _GFX90A  # also where nothing is known of the product
+    counts = {(link.a, link.b): _count(link, bool(kinds) and of_gfx90a) for link in links}
+    dies_of_one = [pair for pair, count in counts.items() if count == _MI250X_LINKS]
+    joined = _components(numbers, dies_of_one)
+    if of_gfx90a and dies_of_one and (kinds or len(dies_of_one) < len(links)):
+        alone = [group[0] for group in joined if len(group) == 1 and not machine.device(group[0]).hidden]
+        if max(map(len, joined)) > 2 or max(count or 0 for count in counts.values()) > _MI250X_LINKS:
+            raise _ambiguous(
+                machine, f"the pairs with 4 and more links are no pairs of dies: {_text(joined)}", [single]
+            )
+        if len(alone) > 1 or (alone and not kinds):
+            both = [[group for group in joined if len(group) > 1] + [alone]] if len(alone) == 2 else []
+            why = f"devices {alone} have no partner with 4 links, so a partner is missing or links are broken"
+            raise _ambiguous(machine, why, [*both, joined])
+        return _sorted(joined)
+    rates = {link.gb_s for link in links}
+    alike = len(rates) == 1 and None not in rates and max(map(len, _components(numbers, counts))) > 2
+    if None in counts.values() and not alike:
+        a, b = next(pair for pair, count in counts.items() if count is None)
         raise _ambiguous(
-            machine, f"link {a}-{b} has neither a count nor a bandwidth, so packages cannot be told", [single]
+            machine, f"the source does not count the links of {a}-{b}, so packages cannot be told", [single]
         )
-    by_count = all(link.count is not None for link in links)
-    if not by_count and any(link.count is not None for link in links):
-        raise _ambiguous(machine, "some links have a count and others a bandwidth alone", [single])
-    most = max(strength for strength in strengths.values() if strength is not None)
-    strong = [pair for pair, strength in strengths.items() if strength == most]
-    groups = _components(numbers, strong)
-    of_mi250x = dies == {2} or (by_count and most == _MI250X_LINKS and "gfx90a" in kinds and kinds <= _GFX90A)
-    if len(strong) == len(strengths) and not of_mi250x:
-        # All links alike. Pairs that are joined by several links and to nobody else may be two dies or two bridged cards.
-        if by_count and most > 1 and len(numbers) > 1 and max(map(len, groups)) == 2:
-            text = f"devices {_text(groups)} are joined by {most:g} links and to no others"
-            raise _ambiguous(machine, text, [_sorted(groups), single])
-        return single
-    what = f"{most:g} links" if by_count else f"{most:g} GB/s"
-    largest = max(map(len, groups))
-    cliques = all(
-        len([pair for pair in strong if pair[0] in group]) == len(group) * (len(group) - 1) // 2 for group in groups
-    )
-    # A die whose partner is missing stands alone; of other products nothing says that a partner is missing.
-    whole = all(len(group) == largest or (of_mi250x and len(group) == 1) for group in groups)
-    if not cliques or not whole or (of_mi250x and largest > 2):
-        raise _ambiguous(
-            machine,
-            f"the most links of a pair are {what}, and they join the devices {_text(groups)}, which are no packages of one size",
-            [single],
-        )
-    return _sorted(groups)
+    if dies == {2}:
+        raise _ambiguous(machine, "no two dies have the 4 links of an MI250X", [single])
+    groups = _components(numbers, counts)
+    if len(set(counts.values())) > 1:
+        text = f"pairs are joined by {' or '.join(map(str, sorted(set(counts.values()), key=str)))} links"
+        raise _ambiguous(machine, f"{text}, and nothing says which of them are dies of one package", [single])
+    if 1 not in counts.values() and max(map(len, groups)) == 2:
+        # Two dies, or two bridged cards.
+        text = f"devices {_text(groups)} are joined by several links each and to no others"
+        raise _ambiguous(machine, text, [_sorted(groups), single])
+    return single
+
+
+def _count(link: Link, of_gfx90a: bool) -> int | None:
+    """Parallel links of a pair; from the bandwidth where they are not counted and that of one link is known."""
+    if link.count is None and link.gb_s is not None and of_gfx90a:
+        return round(link.gb_s / XGMI_LINK_GB_S["gfx90a"])
+    return link.count
 
 
 def _ambiguous(machine: Machine, why: str, readings: Sequence[Iterable[Iterable[int]]]) -> AmbiguousTopologyError:
@@ -221,10 +246,6 @@ def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[
 
 def _sorted(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def _by_bus(device: Device) -> tuple[str, int]:
-    return device.bus, device.number
 
 
 def _text(groups: Iterable[Iterable[int]]) -> str:

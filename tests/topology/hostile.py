@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import strategies as st
 
-from hzero.topology.machine import Machine, TopologyError
+from hzero.topology.command import as_json
+from hzero.topology.draw import text
+from hzero.topology.machine import AmbiguousTopologyError, Machine, TopologyError
 
 #: What stands where a number was.
 _NUMBERS = [
@@ -92,5 +95,12 @@ def machine_or_error(read: Callable[[Path], Machine], path: Path, name: str = ""
         message = str(error)
         assert (name or str(path)) in message, message[:300]
         assert "\n" not in message and len(message) < 2000, message[:300]
+    if machine is not None:  # what can be read can be drawn and printed
+        drawn = text(machine)
+        assert "\x1b" not in drawn and drawn.encode()
+        try:
+            json.dumps(as_json(machine), allow_nan=False)
+        except AmbiguousTopologyError:
+            pass
     assert time.monotonic() - start < 5.0
     return machine

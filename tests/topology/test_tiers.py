@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -105,18 +108,55 @@ def test_a_missing_die_leaves_its_partner_alone_in_its_package(gone: int) -> Non
 )
 def test_ambiguous_machines_are_reported_with_the_choice(pairs: dict[int, list[tuple[int, int]]], count: int) -> None:
     kind = "gfx90a" if len(pairs) == 1 and 4 in pairs else ""
-    with pytest.raises(
-        AmbiguousTopologyError, match=r"test: ambiguous: .*declare the machine in a file with packages:"
-    ):
-        tiers_of(machine(count, pairs, kind))
+    node = machine(count, pairs, kind)
+    with pytest.raises(AmbiguousTopologyError, match=r"^test: ambiguous: ") as raised:
+        tiers_of(node)
+    ways = re.findall(r"packages: (\[\[.*?\]\])", str(raised.value))
+    assert ways, "what is offered can be declared"
+    for way in ways:
+        declared = dataclasses.replace(node, packages=tuple(map(tuple, json.loads(way))))
+        assert len(packages_of(declared)) == len(json.loads(way))
 
 
 def test_links_without_counts_are_ambiguous_where_a_module_may_have_two_dies() -> None:
     links = tuple(Link(a, b) for a, b in itertools.combinations(range(4), 2))
-    with pytest.raises(AmbiguousTopologyError, match="link 0-1 has neither a count nor a bandwidth"):
+    with pytest.raises(AmbiguousTopologyError, match="does not count the links of 0-1"):
         tiers_of(Machine("test", tuple(Device(i, kind="gfx90a") for i in range(4)), links))
     single = Machine("test", tuple(Device(i, kind="MI300X") for i in range(4)), links)
     assert sizes(single)["gcd"] == 1
+
+
+def test_half_of_the_dies_are_ambiguous() -> None:
+    """GCDs 0, 2, 4, 6 of a Frontier node: the pairs with two links are of different modules."""
+    half = {2: [(0, 3), (1, 2)], 1: [(0, 1), (2, 3)]}
+    for kind in ("MI250X", "AMD Instinct MI250X", "gfx90a", ""):
+        with pytest.raises(AmbiguousTopologyError, match=r"packages: \[\[0\], \[1\], \[2\], \[3\]\]"):
+            tiers_of(machine(4, half, kind))
+
+
+def test_a_package_that_has_lost_its_links_is_not_two_packages_in_silence() -> None:
+    lost = {**FRONTIER, 4: FRONTIER[4][1:]}
+    for thinned in (lost, {**lost, 3: [(0, 1)]}):
+        with pytest.raises(AmbiguousTopologyError, match=r"devices \[0, 1\] have no partner.*packages: \[.*\[0, 1\]"):
+            tiers_of(machine(8, thinned))
+
+
+def test_bandwidths_count_links_where_those_of_one_are_known() -> None:
+    links = [Link(a, b, "xgmi", None, 50.0 * n) for n, pairs in FRONTIER.items() for a, b in pairs]
+    node = Machine("test", tuple(Device(i, kind="gfx90a") for i in range(8)), tuple(links))
+    assert packages_of(node) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    pair = Machine("test", (Device(0), Device(1)), (Link(0, 1, "xgmi", None, 200.0),))
+    with pytest.raises(AmbiguousTopologyError, match="does not count the links of 0-1"):
+        packages_of(pair)
+
+
+def test_one_process_does_not_judge_devices_that_are_hidden_from_it() -> None:
+    devices = (Device(0, kind="MI250X"), *(Device(i, hidden=True) for i in range(1, 8)))
+    links = tuple(Link(a, b, "xgmi", n) for n, pairs in FRONTIER.items() for a, b in pairs if a == 0)
+    node = Machine("test", devices, links)
+    with pytest.raises(AmbiguousTopologyError, match=r"hides the devices \[1, 2, .*srun"):
+        tiers_of(node)
+    assert (0, 1) in packages_of(node, of_ranks=True)
 
 
 def test_modules_and_declared_packages_come_before_links() -> None:
@@ -166,6 +206,14 @@ def test_any_links_give_tiers_or_an_ambiguity(drawn: list[tuple[int, int, int]],
 def test_machines_are_checked(parts: dict[str, tuple[object, ...]], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         Machine("test", **parts)  # type: ignore[arg-type]
+
+
+def test_names_are_printable_and_rates_are_numbers() -> None:
+    for bad in ("a\nb", "\x1b[2J", "gfx\ud800"):
+        with pytest.raises(TopologyError, match="expected printable characters"):
+            Machine("test", (Device(0, kind=bad),))
+    with pytest.raises(TopologyError, match="found 1e.308 GB/s"):
+        Machine("test", (), nics=(Nic("a", gb_s=1e308),))
 
 
 @pytest.mark.parametrize("text", ["0000:c1:00.0", "00000000:C1:00.0", "c1:00.0"])

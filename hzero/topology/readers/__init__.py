@@ -38,6 +38,8 @@ def read_file(path: Path) -> Machine:
     except OSError as error:
         raise TopologyError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     head = read_text(path)[:_HEAD].lstrip()
+    if not head:
+        raise TopologyError(f"{path}: is empty; readable are: {_READABLE}")
     if head.startswith("<"):
         return nccl_dump.read(path)
     if _ROCM_SMI.search(head):

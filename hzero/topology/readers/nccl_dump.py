@@ -170,7 +170,7 @@ class _Dump:
         self.nics[nic.name] = (nic, path)
 
     def links(self) -> Iterator[tuple[int, Link]]:
-        """Links between two GPUs, each with its line."""
+        """Links between two GPUs, each with its line; the end that lists it stands first."""
         switched: dict[int, dict[str, int]] = {}
         for gpu in self.gpus.values():
             for line, tag, count, target, target_class in gpu.links:
@@ -187,8 +187,7 @@ class _Dump:
                     )
                 other = self.gpus[target]
                 rate = gpu.link_gb_s if gpu.architecture == other.architecture else None
-                pair = sorted((gpu.device.number, other.device.number))
-                yield line, Link(pair[0], pair[1], tag, count, rate * count if rate else None)
+                yield line, Link(gpu.device.number, other.device.number, tag, count, rate * count if rate else None)
         rates = {gpu.device.number: gpu.link_gb_s for gpu in self.gpus.values()}
         for a, b in combinations(sorted(switched), 2):
             shared = switched[a].keys() & switched[b].keys()
@@ -215,16 +214,19 @@ def read(path: Path) -> Machine:
         parser.Parse(text, True)
     except expat.ExpatError as error:
         raise TopologyError(f"{path}:{error.lineno}: is no XML: {expat.ErrorString(error.code)}") from None
-    seen: dict[tuple[int, int], Link] = {}
-    for line, link in dump.links():
-        previous = [seen[link.a, link.b]] if (link.a, link.b) in seen else []
-        (seen[link.a, link.b],) = merge_links(f"{path}:{line}" if line else str(path), [*previous, link])
+    listed = list(dump.links())
+    seen: dict[frozenset[int], Link] = {}
+    for line, link in listed:
+        before = seen.setdefault(frozenset((link.a, link.b)), link)
+        merge_links(f"{path}:{line}" if line else str(path), [before, link])
+    switched = [link for _, link in listed if link.kind == "nvswitch"]
+    links = merge_links(str(path), [link for _, link in listed if link.kind != "nvswitch"], both_ends=True)
     nics = list(dump.nics.values())
     devices = []
     for gpu in dump.gpus.values():
         nic = nearest(gpu.path, gpu.device.numa, nics)
         devices.append(Device(gpu.device.number, gpu.device.bus, gpu.device.kind, numa=gpu.device.numa, nic=nic))
-    return Machine(str(path), tuple(devices), tuple(seen.values()), tuple(nic for nic, _ in nics))
+    return Machine(str(path), tuple(devices), (*links, *switched), tuple(nic for nic, _ in nics))
 
 
 def _architecture(gcn: str) -> str:

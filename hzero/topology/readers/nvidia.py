@@ -93,7 +93,7 @@ def _machine(text: str, name: str) -> Machine:
         numa = _numa(matrix, column, name)
         devices.append(Device(number, bus, kind, numa=numa, nic=_nearest(matrix, column, nics), uuid=uuid))
     kinds = {device.number: device.kind for device in devices}
-    links = merge_links(name, _links(matrix, numbers, kinds, name))
+    links = merge_links(name, _links(matrix, numbers, kinds, name), both_ends=True)
     return Machine(name, tuple(devices), links, tuple(Nic(matrix.aliases.get(nic, nic)) for nic in nics))
 
 
@@ -109,8 +109,7 @@ def _links(matrix: _Matrix, numbers: dict[str, int], kinds: dict[int, str], name
             count = integer(found.group(1), f"{name}:{line}", "number of links", 1, _MAX_LINKS)
             rates = {_rate(kinds[number]), _rate(kinds[numbers[column]])}
             rate = rates.pop() if len(rates) == 1 else None
-            a, b = sorted((number, numbers[column]))
-            yield Link(a, b, "nvlink", count, rate * count if rate else None)
+            yield Link(number, numbers[column], "nvlink", count, rate * count if rate else None)
 
 
 def _rate(kind: str) -> float | None:
