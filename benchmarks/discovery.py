@@ -1,8 +1,8 @@
 """What a discovery costs at the scale of Frontier: bytes a rank, and time, with simulated ranks.
 
 Every simulated rank writes its report to one real store (torch's TCPStore, served by this process as by rank 0) and
-reads the answer from it, through the code that ranks run; a few processes take turns in being them, since one machine
-cannot hold as many. Rank 0 is real: it gathers, finds the packages of every node and the grid, and answers. Nodes are
+reads the answer from it, through the code that ranks run; a few processes take turns in being them over a connection
+each, since one machine cannot hold as many. Rank 0 is real: it gathers, finds the packages of every node and the grid, and answers. Nodes are
 Frontier's, four MI250X each; ranks see one device each, and know the others by number, as under task cgroups.
 
     python benchmarks/discovery.py [--nodes 1,48,9408] [--processes 2] [--report benchmarks/reports]
@@ -38,7 +38,7 @@ TIMEOUT_S = 600.0
 OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
 
 
-def report(rank: int, place: int) -> RankReport:
+def report(rank: int, world: int, place: int) -> RankReport:
     """What a rank says that sits at a place of the world, its device the only one that it can read."""
     whole = preset("frontier")
     node, local = divmod(place, LOCAL)
@@ -59,7 +59,7 @@ def report(rank: int, place: int) -> RankReport:
     ]
     links = tuple(link for link in whole.links if own in (link.a, link.b))
     seen = Machine(whole.source, tuple(devices), links, whole.nics)
-    return report_of(rank, f"frontier{node:05d}/0123abcd", seen, seen.device(own))
+    return report_of(rank, world, f"frontier{node:05d}/0123abcd", seen, seen.device(own))
 
 
 def simulate(ranks: range, places: list[int] | range, world: int, port: int, ready: Any, heard: Any) -> None:
@@ -68,10 +68,28 @@ def simulate(ranks: range, places: list[int] | range, world: int, port: int, rea
     exchanges = [StoreExchange(store, rank, world, TIMEOUT_S) for rank in ranks]
     ready.wait(TIMEOUT_S)
     for exchange in exchanges:
-        exchange.gather(report(exchange.rank, places[exchange.rank]).encode())
+        exchange.gather(report(exchange.rank, world, places[exchange.rank]).encode())
     for exchange in exchanges:
         answer = exchange.broadcast(None)
     heard.put(len(answer) if exchanges else 0)
+
+
+class TimedExchange(StoreExchange):
+    """Rank 0's exchange: notes when the records were there and when the answer was found."""
+
+    marks: list[float]
+    records: list[bytes]
+
+    def gather(self, record: bytes | Exception) -> list[bytes] | None:
+        """As `StoreExchange.gather`."""
+        self.records = super().gather(record) or []
+        self.marks.append(time.perf_counter())
+        return self.records
+
+    def broadcast(self, answer: bytes | Exception | None) -> bytes:
+        """As `StoreExchange.broadcast`."""
+        self.marks.append(time.perf_counter())
+        return super().broadcast(answer)
 
 
 def measure(nodes: int, processes: int, scrambled: bool) -> dict[str, Any]:
@@ -88,24 +106,11 @@ def measure(nodes: int, processes: int, scrambled: bool) -> dict[str, Any]:
     ]
     for process in others:
         process.start()
-    exchange = StoreExchange(server, 0, world, TIMEOUT_S)
+    exchange = TimedExchange(server, 0, world, TIMEOUT_S)
     ready.wait(TIMEOUT_S)
-    marks = [time.perf_counter()]
-    gather, broadcast = exchange.gather, exchange.broadcast
-    records: list[bytes] = []
-
-    def gathered(record: bytes | Exception) -> list[bytes] | None:
-        records.extend(gather(record) or [])
-        marks.append(time.perf_counter())
-        return records
-
-    def answered(answer: bytes | Exception | None) -> bytes:
-        marks.append(time.perf_counter())
-        return broadcast(answer)
-
-    exchange.gather, exchange.broadcast = gathered, answered  # type: ignore[method-assign]
-    found = exchanged(exchange, lambda: report(0, places[0]).encode())
-    marks.append(time.perf_counter())
+    exchange.marks = [time.perf_counter()]
+    found = exchanged(exchange, lambda: report(0, world, places[0]).encode())
+    marks = [*exchange.marks, time.perf_counter()]
     answers = [heard.get(timeout=TIMEOUT_S) for _ in others]
     for process in others:
         process.join()
@@ -115,7 +120,7 @@ def measure(nodes: int, processes: int, scrambled: bool) -> dict[str, Any]:
     return {
         "ranks": world,
         "numbering": "scrambled" if scrambled else "by node",
-        "record_bytes": max(map(len, records)),
+        "record_bytes": max(map(len, exchange.records)),
         "answer_bytes": max(answers),
         "gather_s": marks[1] - marks[0],
         "grid_s": marks[2] - marks[1],
@@ -154,10 +159,11 @@ def _text(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
         f"Machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"hzero {__version__}.",
         "",
-        f"Each rank is a client of one TCPStore that rank 0 serves; {arguments.processes} processes on the same cores take turns "
-        "in being all ranks but the first, so the time to gather and to answer is that of one machine serving and asking. On a "
-        "real machine the ranks ask by themselves, and only rank 0's share is serial. What a rank sends and receives is exact. "
-        "Numbers of ranks in no order at all make the answer as long as it can be.",
+        f"One TCPStore holds a key for each rank. {arguments.processes} processes on the same cores take turns in being all "
+        f"ranks but the first, over {arguments.processes} connections: what rank 0 reads, computes and writes, and how many "
+        "bytes a rank sends and receives, is that of the whole world; how long it takes to accept a connection from every rank, "
+        "which needs as many file descriptors (ulimit -n), is not measured. Ranks in no order at all make the answer as long as "
+        "it can be.",
         "",
         "| ranks | numbered | a rank sends, bytes | and receives, bytes | gather, s | find the grid, s | answer, s |",
         "|---|---|---|---|---|---|---|",

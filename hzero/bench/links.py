@@ -25,7 +25,7 @@ from hzero.bench.settings import LinksSettings, check_output, parse
 from hzero.config import TIERS, ConfigError, TopologyConfig
 from hzero.topology.bootstrap import Bootstrap, bootstrap
 from hzero.topology.grid import Grid
-from hzero.topology.links_file import LinksFile, tier_rate, write_links
+from hzero.topology.links_file import LinkRow, LinksFile, tier_rate, write_links
 from hzero.topology.local import machine_of
 from hzero.topology.resolve import declared_grid, resolve_grid
 from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
@@ -33,6 +33,8 @@ from hzero.train.worker import PatientStream, die_with_parent, end_with
 
 if TYPE_CHECKING:
     import torch
+
+    from hzero.bench.show import Table
 
 #: Longest wait for all ranks to import torch and meet, in seconds; hops wait for --timeout.
 START_TIMEOUT_S = 300.0
@@ -114,6 +116,8 @@ def _as_launched(settings: LinksSettings) -> NoReturn:
         status = INTERRUPTED
     sys.stdout.flush()
     sys.stderr.flush()
+    if status == 0 and "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()
     os._exit(status)
 
 
@@ -144,7 +148,7 @@ def measure_as_rank(settings: LinksSettings) -> None:
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=patience)
     _on_rank_0(start.rank, lambda: check_output(settings))
     grid = resolve_grid(settings.topology, start.world_size, "--topology")
-    _check_memory(settings, device)
+    _check_memory(settings, start, device)
     _measure(settings, start, grid, device)
 
 
@@ -184,19 +188,22 @@ def _device(start: Bootstrap, use_gpu: bool) -> torch.device:
     return torch.device("cuda", start.local_rank)
 
 
-def _check_memory(settings: LinksSettings, device: torch.device) -> None:
-    """Refuses sizes for which the memory of this machine or device is not enough."""
+def _check_memory(settings: LinksSettings, start: Bootstrap, device: torch.device) -> None:
+    """Refuses sizes for which the memory of any rank is not enough, on all ranks alike. Collective."""
     import torch
+    import torch.distributed as dist
 
     needed = 4 * settings.sizes()[-1]  # what is sent and received, encoded and decoded
     if device.type == "cpu":
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        local = start.local_size or int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     else:
         there = torch.cuda.mem_get_info(device)[0]
-    if needed > there:
-        raise ConfigError(
-            f"--max-bytes: {settings.sizes()[-1]:,} take {needed:,} bytes of memory a rank, and {there:,} are there"
-        )
+    least = torch.tensor([there], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    if needed > int(least):
+        message = f"--max-bytes: {settings.sizes()[-1]:,} take {needed:,} bytes of memory a rank, and a rank has {int(least):,}"
+        raise ConfigError(message) if start.rank == 0 else ConfigError.of_rank_0(message)
 
 
 def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torch.device) -> None:
@@ -204,7 +211,7 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
     import torch.distributed as dist
 
     from hzero.bench.probe import Probe, measurements
-    from hzero.bench.show import Table, summary
+    from hzero.bench.show import Table
     from hzero.codecs.backends import choice
 
     dtypes = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16, "fp32": torch.float32}
@@ -218,8 +225,27 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
         f"{settings.warmup} untimed and {settings.iterations} timed iterations"
     )
     rows = table.follow(Probe(grid, settings, device).rows(plan))
-    if start.rank:
-        return
+    if start.rank == 0:
+        _write(settings, start, grid, rows, table, backend, name, codecs)
+    dist.barrier()  # mpiexec ends all ranks with the first that leaves
+
+
+def _write(
+    settings: LinksSettings,
+    start: Bootstrap,
+    grid: Grid,
+    rows: list[LinkRow],
+    table: Table,
+    backend: str,
+    device: str,
+    codecs: str,
+) -> None:
+    """Writes file and plot, and sums up."""
+    import torch
+
+    from hzero.bench.plot import draw
+    from hzero.bench.show import summary
+
     tiers = [tier for tier in TIERS if grid.size(tier) > 1]
     links = LinksFile(
         schema="hzero-links-1",
@@ -227,7 +253,7 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
         machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
         versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
         backend=backend,
-        device=name,
+        device=device,
         codecs=codecs,
         launcher="hzero" if _STARTED_HERE in os.environ else start.launcher,
         grid={tier: grid.size(tier) for tier in TIERS},
@@ -236,8 +262,6 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
         rows=rows,
     )
     write_links(settings.out, links)
-    from hzero.bench.plot import draw
-
     draw(links, settings.plot)
     table.say(summary(links))
     table.say(f"written: {settings.out} and {settings.plot}; `hzero plan ... --links {settings.out}` computes with it")

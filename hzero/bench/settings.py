@@ -86,7 +86,9 @@ class LinksSettings:
         return sizes
 
     def parts(self, ranks: int, itemsize: int) -> list[int]:
-        """Elements of one rank's part for each size: sizes are rounded down so that parts are equal and aligned.
+        """Elements of one rank's part for each size, which is rounded down so that parts are equal and aligned.
+
+        A part is of at least `ALIGNMENT` bytes, so that the least sizes are rounded up.
 
         Args:
             ranks: Ranks of a group.
@@ -117,7 +119,12 @@ def parse(arguments: Sequence[str]) -> LinksSettings:
         help="nodes x GPUs a node x GCDs a GPU, a file with the keys of a declared topology, or auto (default): as "
         "discovered; it also says how many ranks to start",
     )
-    add("--min-bytes", default="4K", metavar="SIZE", help="least size, as 512, 4K, 16M or 1G (default 4K)")
+    add(
+        "--min-bytes",
+        default="4K",
+        metavar="SIZE",
+        help="least size, as 512, 4K, 16M or 1G (default 4K); a rank's part is of at least 16 bytes",
+    )
     add("--max-bytes", default="16M", metavar="SIZE", help="largest size (default 16M)")
     add("--factor", default="4", metavar="N", help="from one size to the next (default 4)")
     add("--codecs", default="none,int8,int4", help=f"codecs of the hops, of {', '.join(CODECS)} (default %(default)s)")

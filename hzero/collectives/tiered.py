@@ -41,7 +41,7 @@ class TieredCollectives:
         self.wire_log = wire_log
         self.feedback = feedback
         self._transport = transport
-        self._row_orders: dict[torch.device, torch.Tensor] = {}
+        self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # ---- gather ------------------------------------------------------------------------------------------------
 
@@ -122,8 +122,8 @@ class TieredCollectives:
         """
         if not self.plan.grid.regular:
             rows = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
-            order = self._row_order(message.device).argsort()
-            return [tensor.view(len(order), -1)[order].view(-1) for tensor in rows]
+            _, places = self._row_order(message.device)
+            return [tensor.view(len(places), -1)[places].view(-1) for tensor in rows]
         return codec.decode(
             message,
             bucket.chunks,
@@ -242,13 +242,15 @@ class TieredCollectives:
 
     # ---- ranks in no regular order ----------------------------------------------------------------------------
 
-    def _row_order(self, device: torch.device) -> torch.Tensor:
+    def _row_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shard of every row of hop order, and row of every shard."""
         if device not in self._row_orders:
-            self._row_orders[device] = torch.tensor(self.plan.row_order(), device=device)
+            order = torch.tensor(self.plan.row_order(), device=device)
+            self._row_orders[device] = order, order.argsort()
         return self._row_orders[device]
 
     def _in_hop_order(self, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        order = self._row_order(tensor.device)
+        order, _ = self._row_order(tensor.device)
         padded = torch.nn.functional.pad(tensor, (0, len(order) * chunk - tensor.numel()))
         return padded.view(len(order), chunk)[order].view(-1)
 

@@ -76,11 +76,6 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
-        if not grid.regular:
-            notes.append(
-                "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "
-                "numbering the ranks of a node by PCI bus id saves it"
-            )
         return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes))
 
     def _hops(self, role: str, tiers: tuple[str, ...]) -> tuple[Hop, ...]:

@@ -84,7 +84,9 @@ def discover(
         machine = machine_of(source, environ)
         place = bootstrap({**environ, **address}, visible=visible_count(machine, environ))
         if place.launcher == "alone":  # a process group was made without the environment's help
-            place = dataclasses.replace(place, rank=exchange.rank, local_rank=current_device())
+            place = dataclasses.replace(
+                place, rank=exchange.rank, world_size=exchange.world_size, local_rank=current_device()
+            )
         return own_report(place, machine, environ).encode()
 
     return exchanged(exchange, own)
@@ -133,6 +135,12 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     Raises:
         TopologyError: Reports contradict each other, or packages are ambiguous.
     """
+    for rank, report in enumerate(reports):
+        if (report.rank, report.world_size) != (rank, len(reports)):
+            raise TopologyError(
+                f"topology: rank {rank} of {len(reports)} was told to be rank {report.rank} of {report.world_size}: ranks do not "
+                "have the same world size (WORLD_SIZE, or that of their launcher)"
+            )
     by_host: dict[str, list[RankReport]] = {}
     for report in reports:
         by_host.setdefault(report.host, []).append(report)
@@ -150,6 +158,11 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
         notes.append("no GPUs are there: every rank counts as a package of one device")
     try:
         grid, refusal = grid_of(places), ""
+        if not grid.regular:
+            notes.append(
+                "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "
+                "numbering the ranks of a node by PCI bus id saves it"
+            )
     except TopologyError as error:
         grid, refusal = None, str(error)
     return Discovery(grid, refusal, tuple(notes), clusters, tuple(reports), tuple(places))

@@ -7,10 +7,13 @@ cannot say its record says why, and all ranks raise the same message instead of 
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ BATCH = 512
 _GOOD, _BAD = b"+", b"-"
 _PREFIX = "hzero/exchange"
 _NAMED = 8  # ranks that a message names
+_HANDSHAKE_S = 5.0  # longest wait for a store to answer once it is connected to
 
 
 class Exchange(ABC):
@@ -41,6 +45,7 @@ class Exchange(ABC):
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._failed = False
 
     def gather(self, record: bytes | Exception) -> list[bytes] | None:
         """Brings the records of all ranks to rank 0.
@@ -57,6 +62,7 @@ class Exchange(ABC):
         """
         if isinstance(record, bytes) and len(record) > MAX_RECORD_BYTES:
             record = TopologyError(f"a record of {len(record)} bytes; at most {MAX_RECORD_BYTES} are exchanged")
+        self._failed = not isinstance(record, bytes)
         if isinstance(record, bytes):
             frames = self._collect(_GOOD + record)
         else:
@@ -93,7 +99,8 @@ class Exchange(ABC):
             return answer
         frame = self._spread(None)
         if frame[:1] != _GOOD:
-            raise TopologyError.of_rank_0(frame[1:].decode(errors="replace"))
+            message = frame[1:].decode(errors="replace")
+            raise TopologyError(message) if self._failed else TopologyError.of_rank_0(message)
         return frame[1:]
 
     @property
@@ -230,8 +237,8 @@ class StoreExchange(Exchange):
 def open_exchange(bootstrap: Bootstrap, timeout_s: float = 300.0) -> Exchange:
     """What this process can exchange through: the store of the process group that is there, one at the master address, MPI.
 
-    A store that is made here is kept to the end of the process, and a process group that is initialised later on the same
-    address and port shares it.
+    A store that is made here is kept until `release_store`, so that a process group that is initialised later on the same
+    address and port shares it: closed at once, it would take away what other ranks are connecting to.
 
     Args:
         bootstrap: This rank's place in the world, and the master address.
@@ -248,6 +255,7 @@ def open_exchange(bootstrap: Bootstrap, timeout_s: float = 300.0) -> Exchange:
                 f"topology: torch.distributed has this process as rank {rank} of {world_size}, its environment "
                 f"({bootstrap.launcher}) as rank {bootstrap.rank} of {bootstrap.world_size}"
             )
+        release_store()
         if world_size == 1:
             return AloneExchange()
         store = dist.distributed_c10d._get_default_store()
@@ -267,15 +275,17 @@ _stores: dict[tuple[str, int, int], Any] = {}
 
 def _store(bootstrap: Bootstrap, timeout_s: float) -> Any:
     """A TCPStore as torch's ``env://`` rendezvous makes it, but without its wait for all ranks, which names nobody."""
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
     key = (bootstrap.master_addr, bootstrap.master_port, bootstrap.rank)
     if key in _stores:
         return _stores[key]
     serves = bootstrap.rank == 0 and not _torchelastic_use_agent_store()
-    try:
-        _stores[key] = TCPStore(
+    at = f"{bootstrap.master_addr}, port {bootstrap.master_port} (MASTER_ADDR, MASTER_PORT)"
+
+    def make() -> Any:
+        return TCPStore(
             bootstrap.master_addr,
             bootstrap.master_port,
             bootstrap.world_size,
@@ -284,15 +294,50 @@ def _store(bootstrap: Bootstrap, timeout_s: float) -> Any:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (RuntimeError, ValueError) as error:
-        at = f"{bootstrap.master_addr}, port {bootstrap.master_port} (MASTER_ADDR, MASTER_PORT)"
+
+    try:
+        store = _within(timeout_s + _HANDSHAKE_S, make)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         text = one_line(error).decode()[:200]
         if serves:
             raise TopologyError(f"topology: rank 0 cannot serve a store at {at}: {text}") from None
         raise TopologyError(
             f"topology: rank {bootstrap.rank} has not reached rank 0 at {at} within {timeout_s:g} s: {text}"
         ) from None
+    # The store of torchrun's agent outlives the ranks of an attempt.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _stores[key] = PrefixStore(f"attempt_{attempt}", store)
     return _stores[key]
+
+
+def release_store() -> None:
+    """Lets go of the store that an exchange has made, once a process group is up, which holds what it shares of it.
+
+    A group that is made after that one was destroyed would else meet in the old store what the first has left there.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        _stores.clear()
+
+
+def _within(patience_s: float, make: Callable[[], Any]) -> Any:
+    """The result of a call that may wait without end: something that listens on the port but is no store says nothing."""
+    done: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
+
+    def call() -> None:
+        try:
+            done.put((make(), None))
+        except Exception as error:
+            done.put((None, error))
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        result, error = done.get(timeout=patience_s)
+    except queue.Empty:
+        raise TimeoutError("what listens there does not answer as a store does") from None
+    if error is not None:
+        raise error
+    return result
 
 
 def _left(deadline: float) -> timedelta:

@@ -81,12 +81,12 @@ def own_report(bootstrap: Bootstrap, machine: Machine, environ: Mapping[str, str
     """
     host = host_identity(environ)
     if not machine.devices:
-        return report_of(bootstrap.rank, host, machine, None)
+        return report_of(bootstrap.rank, bootstrap.world_size, host, machine, None)
     devices = _readable(machine)
     # One visible device is device 0 of its process, whatever the launcher's local index is.
     local = 0 if visible_count(machine, environ) == 1 else bootstrap.local_rank
     number = own_device(environ, devices, local, runtime_bus_id(local))
-    return report_of(bootstrap.rank, host, machine, machine.device(number))
+    return report_of(bootstrap.rank, bootstrap.world_size, host, machine, machine.device(number))
 
 
 def visible_count(machine: Machine, environ: Mapping[str, str] = os.environ) -> int:

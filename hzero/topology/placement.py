@@ -11,7 +11,8 @@ from hzero.topology.grid import Grid
 from hzero.topology.machine import TopologyError
 
 _AXES: tuple[str, str, str] = ("node", "gpu", "gcd")
-_MOST_NAMED = 24
+#: Most nodes, and most ranges of ranks, that a message names.
+_MOST_NAMED = 64
 
 
 @dataclass(frozen=True)
@@ -108,26 +109,36 @@ def _refusal(table: _Table, shapes: dict[str, list[int]]) -> str:
         common = max(map(tuple, shapes.values()), key=sum)
     odd = [host for host, shape in shapes.items() if tuple(shape) != common or len(set(shape)) != 1]
     named = ", ".join(f"node {host} has {_shape(shapes[host])}" for host in odd[:4])
-    more = f" and {len(odd) - 4} nodes more differ" if len(odd) > 4 else ""
+    more = f" and {len(odd) - 4} more differ" if len(odd) > 4 else ""
     others = f"; every other node has {_shape(common)}" if len(odd) < len(shapes) else ""
     gpus, gcds, dropped = _smallest_drop(table)
     left = sum(len(package) for packages in table.values() for package in packages.values()) - len(dropped)
-    shown = ", ".join(map(str, dropped[:_MOST_NAMED])) + (
-        f", .. ({len(dropped)} in all)" if len(dropped) > _MOST_NAMED else ""
-    )
-    where = sorted(
-        {host for host, packages in table.items() for p in packages.values() if set(p.values()) & set(dropped)}
-    )
-    on = ", ".join(where[:4]) + (", .." if len(where) > 4 else "")
+    where = [
+        host for host, packages in table.items() if {r for p in packages.values() for r in p.values()} & set(dropped)
+    ]
+    on = ", ".join(where[:_MOST_NAMED]) + (f" and {len(where) - _MOST_NAMED} more" if len(where) > _MOST_NAMED else "")
     return (
-        f"topology: the world is no grid of nodes x packages x devices: {named}{more}{others}. Dropping the ranks {shown} (on "
-        f"{on}) leaves {left // (gpus * gcds)} nodes x {gpus} packages x {gcds} devices"
+        f"topology: the world is no grid of nodes x packages x devices: {named}{more}{others}. Dropping the ranks "
+        f"{_ranges(dropped)} (on {on}) leaves {Grid(left // (gpus * gcds), gpus, gcds)}"
     )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: ``0-7, 12``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MOST_NAMED])
+    return shown if len(runs) <= _MOST_NAMED else f"{shown} and others, {len(ranks)} in all"
 
 
 def _shape(shape: Sequence[int]) -> str:
     devices = f"{shape[0]}" if len(set(shape)) == 1 else "/".join(map(str, shape))
-    return f"{sum(shape)} ranks on {len(shape)} packages of {devices}"
+    ranks, packages = "rank" + "s" * (sum(shape) != 1), "package" + "s" * (len(shape) != 1)
+    return f"{sum(shape)} {ranks} on {len(shape)} {packages} of {devices}"
 
 
 def _smallest_drop(table: _Table) -> tuple[int, int, list[int]]:
@@ -137,8 +148,9 @@ def _smallest_drop(table: _Table) -> tuple[int, int, list[int]]:
     for gcds in sorted({len(package) for packages in nodes for package in packages.values()}):
         wide = [sum(len(package) >= gcds for package in packages.values()) for packages in nodes]
         for gpus in sorted(set(wide) - {0}):
-            best = max(best, (sum(count >= gpus for count in wide) * gpus * gcds, gpus, gcds))
-    _, gpus, gcds = best
+            # Of two ways to keep as many, the one that keeps packages whole: their links are the fastest.
+            best = max(best, (sum(count >= gpus for count in wide) * gpus * gcds, gcds, gpus))
+    _, gcds, gpus = best
     # Packages that most nodes have are kept, so that what is left still pairs the same packages of all nodes.
     shared = Counter(label for packages in nodes for label, package in packages.items() if len(package) >= gcds)
     dropped: list[int] = []

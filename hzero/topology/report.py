@@ -19,6 +19,7 @@ class RankReport:
 
     Attributes:
         rank: The rank.
+        world_size: Ranks of the world, as this one was told.
         host: Identity of its node.
         device: Its device; None for a rank of a processor.
         links: Direct links of the device: identity of the other end (its alias where a task's cgroup hides it), kind,
@@ -29,6 +30,7 @@ class RankReport:
     """
 
     rank: int
+    world_size: int
     host: str
     device: Device | None
     links: tuple[tuple[str, str, int | None, float | None], ...] = ()
@@ -51,6 +53,7 @@ class RankReport:
         device = values.get("device")
         return cls(
             rank=values.get("rank", 0),
+            world_size=values["world_size"],
             host=values["host"],
             device=Device(*device) if device else None,
             links=tuple(tuple(link) for link in values.get("links", ())),
@@ -60,7 +63,7 @@ class RankReport:
         )
 
 
-def report_of(rank: int, host: str, machine: Machine, device: Device | None) -> RankReport:
+def report_of(rank: int, world_size: int, host: str, machine: Machine, device: Device | None) -> RankReport:
     """The report of a rank on a device of its node."""
     rates = [nic.gb_s for nic in machine.nics]
     links = [link for link in machine.links if device is not None and device.number in (link.a, link.b)]
@@ -70,6 +73,7 @@ def report_of(rank: int, host: str, machine: Machine, device: Device | None) -> 
         package = next(members for members in machine.packages if device.number in members)
     return RankReport(
         rank=rank,
+        world_size=world_size,
         host=host,
         device=device,
         links=tuple((machine.device(p).identity, link.kind, link.count, link.gb_s) for p, link in zip(peers, links)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import yaml
 
 from hzero.config import ConfigError, TopologyConfig, parse_topology
 from hzero.topology.discovery import discover, foresee
+from hzero.topology.exchange import release_store
 from hzero.topology.grid import Grid
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.tiers import packages_of
+
+logger = logging.getLogger("hzero")
 
 
 def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
@@ -33,6 +37,7 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
         ConfigError: The file cannot be read, a key is wrong, or the product is not the world size; the message names
             the factors that would fit. Where it is discovered: the world is no grid, or packages are ambiguous.
     """
+    release_store()
     if isinstance(topology, str):
         declared = declared_grid(topology, where)
         if declared is None:
@@ -120,7 +125,11 @@ def _grid_of_preset(name: str, where: str) -> TopologyConfig:
 
 @functools.cache
 def _discovered(source: str, world_size: int) -> Grid:
-    grid = discover(source).required_grid()
+    found = discover(source)
+    grid = found.required_grid()
+    if found.reports:  # rank 0 tells
+        for note in found.notes:
+            logger.warning("hzero: %s", note)
     if grid.world_size != world_size:
         raise ConfigError(
             f"hzero.topology: {world_size} ranks were asked for, but {grid.world_size} have been discovered"

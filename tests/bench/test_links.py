@@ -146,3 +146,24 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert errors.strip() == "stopping: nothing is written"
     assert not list(tmp_path.iterdir())  # neither results nor logs
+
+
+def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
+    """mpiexec ends all ranks with the first that leaves."""
+    pytest.importorskip("mpi4py", reason='mpi4py is not installed: pip install "hzero[mpi]"')
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("mpiexec is not beside this interpreter")
+    arguments = "--topology 1x1x3 --device cpu --max-bytes 4K --iterations 1 --warmup 0 --codecs none --out links.json"
+    done = subprocess.run(
+        [str(mpiexec), "-n", "3", sys.executable, "-m", "hzero", "bench", "links", *arguments.split()],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "written: links.json and links.png" in done.stdout
+    assert read_links(tmp_path / "links.json").launcher == "mpi" and (tmp_path / "links.png").exists()

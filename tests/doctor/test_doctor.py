@@ -134,7 +134,7 @@ def test_part_of_a_node_is_not_held_against_it(tmp_path: Path) -> None:
     from hzero.topology.report import node_of, report_of
 
     node = kfd.read(trees.frontier(tmp_path))
-    reports = [report_of(rank, "n", node, node.device(device)) for rank, device in enumerate((0, 1, 6))]
+    reports = [report_of(rank, 3, "n", node, node.device(device)) for rank, device in enumerate((0, 1, 6))]
     findings = Findings()
     found = examine_links("n", node_of(reports)[1], None, findings, ranks=True)
     assert found is not None and found["expected"] == "preset frontier"

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hzero.topology import exchange
 from hzero.topology.bootstrap import Bootstrap
 from hzero.topology.exchange import MAX_RECORD_BYTES, AloneExchange, Exchange, StoreExchange, open_exchange
 from hzero.topology.machine import TopologyError
@@ -254,11 +256,32 @@ def test_before_and_after_the_process_group() -> None:
         assert json.loads(out.splitlines()[-1]) == ["slurm", rank, ["a0 a1", "b0 b1", "c0 c1"]]
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
+#: A rank dies in the first attempt before it has said anything; in the second one a group is made, ended and made again.
+RESTARTED = """
+import datetime, os
+from hzero.topology.bootstrap import bootstrap
+from hzero.topology.exchange import open_exchange, release_store
+start = bootstrap(visible=0)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and start.rank == 1:
+    os._exit(3)
+exchange = open_exchange(start, 20)
+exchange.gather(b"here")
+exchange.broadcast(b"answer" if start.rank == 0 else None)
+import torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    release_store()
+    dist.barrier()
+    dist.destroy_process_group()
+print("done", start.rank, flush=True)
+"""
+
+
+def under_torchrun(tmp_path: Path, code: str, *options: str) -> str:
     script = tmp_path / "ranks.py"
-    script.write_text(BEFORE_AND_AFTER)
+    script.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options, str(script)],
         env=environment(),
         capture_output=True,
         text=True,
@@ -266,7 +289,43 @@ def test_under_torchrun(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    return done.stdout
+
+
+def test_a_restart_of_torchrun_starts_anew(tmp_path: Path) -> None:
+    once = RESTARTED.replace("range(2)", "range(1)")  # the agent's store would mix up two groups of one attempt
+    out = under_torchrun(tmp_path, once, "--max-restarts=1")
+    assert out.count("done") == 2
+
+
+def test_a_group_can_be_made_again_without_a_launcher(tmp_path: Path) -> None:
+    code = RESTARTED.replace('os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', "False")
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, error = rank.communicate(timeout=90)
+        assert rank.returncode == 0, error
+
+
+def test_what_listens_but_is_no_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_HANDSHAKE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        start = Bootstrap(1, 2, 0, None, None, "127.0.0.1", server.getsockname()[1], "environment")
+        with pytest.raises(TopologyError, match="does not answer as a store does"):
+            open_exchange(start, 1.0)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    out = under_torchrun(tmp_path, BEFORE_AND_AFTER)
+    found = sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
     assert found == [["torchrun", rank, ["a0 a1", "b0 b1", "c0 c1"]] for rank in range(2)]
 
 

@@ -78,10 +78,11 @@ def test_what_is_left_after_the_drop_is_a_grid(shape: tuple[int, int, int], miss
         grid_of(places)
     except TopologyError as error:
         found = re.search(
-            r"Dropping the ranks ([\d, ]+) \(on .* leaves (\d+) nodes x (\d+) packages x (\d+) devices", str(error)
+            r"Dropping the ranks ([\d, -]+) \(on .* leaves (\d+) nodes? x (\d+) GPUs? x (\d+) GCDs?$", str(error)
         )
         assert found is not None, error
-        dropped = {int(rank) for rank in found[1].split(", ")}
+        runs = [[int(rank) for rank in run.split("-")] for run in found[1].split(", ")]
+        dropped = {rank for run in runs for rank in range(run[0], run[-1] + 1)}
         left = [place for place in places if place.rank not in dropped]
         grid = grid_of([Place(rank, p.host, p.package, p.gcd) for rank, p in enumerate(left)])
         assert [grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu] == [int(n) for n in found.groups()[1:]]
@@ -91,9 +92,14 @@ def test_a_missing_device_names_its_node_and_the_ranks_to_drop() -> None:
     places = [place for place in node_by_node(2, tuple(range(8))) if place.rank != 13]
     places = [Place(rank, place.host, place.package, place.gcd) for rank, place in enumerate(places)]
     with pytest.raises(
-        TopologyError, match=r"node n1 has 7 ranks on 4 packages of 2/2/2/1.*Dropping the ranks 4, 5, 12"
+        TopologyError, match=r"node n1 has 7 ranks on 4 packages of 2/2/2/1.*Dropping the ranks 4-5, 12"
     ):
         grid_of(places)
+
+
+def test_of_two_ways_to_drop_the_one_that_keeps_packages_whole() -> None:
+    with pytest.raises(TopologyError, match=r"Dropping the ranks 2 \(on a\) leaves 1 node x 1 GPU x 2 GCDs"):
+        grid_of([Place(0, "a", 0, 0), Place(1, "a", 0, 1), Place(2, "a", 1, 0)])
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from hzero.topology.discovery import assemble
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, Nic, TopologyError
 from hzero.topology.report import RankReport, places_of, report_of
 
@@ -31,17 +32,17 @@ def node(see: set[int] | None = None) -> Machine:
 def reports(machines: list[Machine], devices: list[int]) -> list[RankReport]:
     """Of ranks 0.. on ``devices``, each from its own view of the node."""
     return [
-        RankReport.decode(report_of(rank, "n", machine, machine.device(device)).encode())
+        RankReport.decode(report_of(rank, len(machines), "n", machine, machine.device(device)).encode())
         for rank, (machine, device) in enumerate(zip(machines, devices))
     ]
 
 
 def test_a_report_survives_its_journey() -> None:
-    report = report_of(3, "n", node(), node().device(2))
+    report = report_of(3, 8, "n", node(), node().device(2))
     assert RankReport.decode(report.encode()) == report
     assert report.node_gb_s == 25.0 and report.fabric == "cxi"
     assert len(report.encode()) < 500
-    assert RankReport.decode(report_of(0, "n", Machine("none", ()), None).encode()).device is None
+    assert RankReport.decode(report_of(0, 1, "n", Machine("none", ()), None).encode()).device is None
 
 
 @pytest.mark.parametrize("order", [list(range(8)), [4, 5, 2, 3, 6, 7, 0, 1]])
@@ -66,6 +67,13 @@ def test_contradictions_name_the_ranks() -> None:
         places_of(said)
 
 
+def test_ranks_of_different_worlds_are_refused() -> None:
+    said = reports([node()] * 2, [0, 1])
+    said[1] = dataclasses.replace(said[1], world_size=3)
+    with pytest.raises(TopologyError, match="rank 1 of 2 was told to be rank 1 of 3"):
+        assemble(said)
+
+
 def test_an_ambiguous_node_is_named() -> None:
     chain = Machine("test", tuple(Device(i) for i in range(3)), (Link(0, 1, "xgmi", 2), Link(1, 2, "xgmi", 2)))
     with pytest.raises(AmbiguousTopologyError, match="node n: ambiguous"):
@@ -86,7 +94,7 @@ def _ring() -> Machine:
 
 
 def test_some_ranks_with_devices_and_some_without_are_refused() -> None:
-    said = [*reports([node()], [0]), RankReport(1, "n", None)]
+    said = [*reports([node()], [0]), RankReport(1, 2, "n", None)]
     with pytest.raises(TopologyError, match=r"ranks \[1\] of node n have no device"):
         places_of(said)
 
