@@ -2,8 +2,9 @@
 
 Every simulated rank writes its report to one real store (torch's TCPStore, served by this process as by rank 0) and
 reads the answer from it, through the code that ranks run; a few processes take turns in being them over a connection
-each, since one machine cannot hold as many. Rank 0 is real: it gathers, finds the packages of every node and the grid, and answers. Nodes are
-Frontier's, four MI250X each; ranks see one device each, and know the others by number, as under task cgroups.
+each, since one machine cannot hold as many. Rank 0 is real: it gathers, finds the packages of every node and the grid,
+and answers. Nodes are Frontier's, four MI250X each; ranks see one device each, and know the others by number, as under
+task cgroups.
 
     python benchmarks/discovery.py [--nodes 1,48,9408] [--processes 2] [--report benchmarks/reports]
 """
