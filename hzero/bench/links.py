@@ -139,7 +139,9 @@ def measure_as_rank(settings: LinksSettings) -> None:
             "GPUs; --device cpu measures between processors"
         )
     start = bootstrap(os.environ, visible=torch.cuda.device_count() if use_gpu else 0)
-    _interruptible(start.rank)
+    # Ctrl-C and SIGTERM end a rank at once, also while it waits inside torch, where Python's handlers do not run.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(start.environment())
     device = _device(start, use_gpu)
     if not use_gpu:
@@ -165,18 +167,6 @@ def _on_rank_0(rank: int, check: Callable[[], None]) -> None:
     dist.broadcast_object_list(refusal, 0)
     if refusal[0] is not None:
         raise ConfigError(refusal[0]) if rank == 0 else ConfigError.of_rank_0(refusal[0])
-
-
-def _interruptible(rank: int) -> None:
-    """Lets Ctrl-C and SIGTERM end this rank, also while it waits inside torch.
-
-    Rank 0 keeps Python's handling, so that a bar on a terminal is taken away: its wait ends when its peers are gone.
-    """
-    if rank == 0:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _device(start: Bootstrap, use_gpu: bool) -> torch.device:
@@ -274,9 +264,6 @@ def main() -> None:
     logs = Path(sys.argv[1])
     try:
         measure_as_rank(parse(sys.argv[2:]))
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)  # ended by the signal, as the other ranks
     except BaseException as error:
         from hzero.collectives import HopError
 

@@ -116,7 +116,8 @@ def examine(
             found = discover(environ=environ, timeout_s=timeout_s)
             if start.rank:
                 return None
-            ranks, grid, fabric = _ranks(found), str(found.grid), "+".join(found.clusters)
+            ranks, fabric = _ranks(found), "+".join(found.clusters)
+            grid = str(found.grid) if found.grid is not None else "no grid"
             if found.grid is None:
                 findings.add(UNUSABLE, found.refusal)
             for note in found.notes:

@@ -49,6 +49,12 @@ def show(found: dict[str, Any], console: Console) -> None:
         )
     if len(found["links"]) > 4:
         console.print(f"links of {len(found['links']) - 4} nodes more: see the remarks, or --json", highlight=False)
+    access = found.get("peer_access")
+    if access and access["devices"]:
+        told = (
+            access["why"] or f"{len(access['without'])} of the ordered pairs of {access['devices']} devices have none"
+        )
+        console.print(f"peer access: {told}")
     environment = found.get("environment", [])
     if environment:
         _show_environment(environment, console)
