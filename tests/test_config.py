@@ -147,6 +147,13 @@ def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
         resolve_grid(str(tmp_path / "none.yaml"), 8)
 
 
+def test_a_recording_is_discovered_from_whatever_its_name(tmp_path: Path) -> None:
+    """Several JSON objects in one file are what rocm-smi's options give; no YAML reader takes them."""
+    file = tmp_path / "node.json"
+    file.write_text('{"card0": {"PCI Bus": "0000:C1:00.0"}}\n{"system": {"Driver version": "6"}}\n')
+    assert resolve_grid(str(file), 1) == Grid(1, 1, 1)
+
+
 def test_auto_and_presets() -> None:
     assert resolve_grid("frontier", 16) == Grid(2, 4, 2)
     assert resolve_grid("mi300x", 8) == Grid(1, 8, 1)
@@ -155,7 +162,7 @@ def test_auto_and_presets() -> None:
     assert resolve_grid("auto", 1) == Grid(1, 1, 1)
     with pytest.raises(ConfigError, match="8 ranks were asked for, but 1 have been discovered"):
         resolve_grid("auto", 8)
-    with pytest.raises(ConfigError, match="'frontie', which is no file; possible: \"auto\", a file, a preset"):
+    with pytest.raises(ConfigError, match="cannot read the file 'frontie': there is none; possible: \"auto\", a file"):
         resolve_grid("frontie", 8)
 
 

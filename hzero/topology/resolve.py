@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from hzero.config import ConfigError, TopologyConfig, parse_topology
 from hzero.topology.discovery import discover, foresee
 from hzero.topology.exchange import release_store
 from hzero.topology.grid import Grid
+from hzero.topology.machine import TopologyError
 from hzero.topology.preset import PRESETS, preset
+from hzero.topology.readers.document import load
 from hzero.topology.tiers import packages_of
 
 logger = logging.getLogger("hzero")
@@ -100,21 +101,17 @@ def declared_grid(topology: str, where: str) -> TopologyConfig | None:
 
 
 def _content(path: Path, where: str) -> Any:
-    """What a YAML or JSON file holds, under ``topology`` where that is there; None for files of other kinds."""
-    if path.is_dir() or path.suffix not in (".yaml", ".yml", ".json"):
-        if not path.exists():
-            raise ConfigError(
-                f'{where}: found {str(path)!r}, which is no file; possible: "auto", a file, a preset ({", ".join(PRESETS)}), '
-                'or {"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
-            )
-        return None
+    """What a YAML or JSON file holds, under ``topology`` where that is there; None for other files, which the readers judge."""
+    if not os.path.exists(path):
+        raise ConfigError(
+            f'{where}: cannot read the file {str(path)[:80]!r}: there is none; possible: "auto", a file, a preset '
+            f"({', '.join(PRESETS)}), "
+            'or {"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
+        )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot read the file {str(path)!r}: {error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        place = " ".join(str(error).split())
-        raise ConfigError(f"{where}: {path} is neither YAML nor JSON: {place}") from None
+        content = load(path).plain()
+    except TopologyError:
+        return None
     return content["topology"] if isinstance(content, Mapping) and "topology" in content else content
 
 

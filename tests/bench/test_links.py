@@ -33,7 +33,7 @@ WRONG = {
     "--topology 0x2x2": "--topology.nodes: found 0",
     "--topology 1x1x1": "there is nothing to measure",
     "--topology 9999x99x9": "8,909,109 ranks cannot be started on one machine",
-    "--topology nope": "--topology: found 'nope', which is no file",
+    "--topology nope": "--topology: cannot read the file 'nope': there is none",
     "--topology 1x1x2 --out links.txt": "expected a name that ends in .json",
     "--topology 1x1x2 --out no/such/links.json": "--out: no folder 'no/such'",
     "--topology 1x1x2 --out here.json": "'here.json' is there; --overwrite replaces it",
