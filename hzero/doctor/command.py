@@ -23,9 +23,9 @@ from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.topology.bootstrap import bootstrap
 from hzero.topology.discovery import TIMEOUT_S, Discovery, discover
 from hzero.topology.local import host_identity, machine_of, this_machine
-from hzero.topology.machine import Machine
+from hzero.topology.machine import Device, Machine
 from hzero.topology.preset import PRESETS
-from hzero.topology.report import node_of
+from hzero.topology.report import by_host, node_of
 from hzero.topology.tiers import positions
 
 _PACKAGES = ("torch", "deepspeed", "cupy-rocm-7-0", "cupy-cuda13x", "mpi4py", "numpy")
@@ -164,54 +164,40 @@ def _result(findings: Findings, **sections: Any) -> dict[str, Any]:
 
 def _ranks(found: Discovery) -> list[dict[str, Any]]:
     """One row a rank of a world."""
-    rows = []
-    for report, place in zip(found.reports, found.places):
-        device = report.device
-        rows.append(
-            {
-                "rank": report.rank,
-                "host": report.host,
-                "device": device.number if device else None,
-                "kind": device.kind if device else "processor",
-                "bus": device.bus if device else "",
-                "package": place.package,
-                "numa": device.numa if device else None,
-                "nic": device.nic if device else "",
-            }
-        )
-    return rows
+    return [
+        _row(report.rank, report.host, report.device, place.package)
+        for report, place in zip(found.reports, found.places)
+    ]
 
 
 def _devices(machine: Machine, host: str) -> list[dict[str, Any]]:
     """One row a device of a node, without ranks."""
     try:
-        found = positions(machine)
-        order = sorted({(place.hive, place.package) for place in found.values()})
-        packages = {number: order.index((place.hive, place.package)) for number, place in found.items()}
+        packages = {number: place.node_package for number, place in positions(machine).items()}
     except ConfigError:
         packages = {}
-    return [
-        {
-            "rank": None,
-            "host": host,
-            "device": device.number,
-            "kind": "hidden" if device.hidden else device.kind,
-            "bus": device.bus,
-            "package": packages.get(device.number),
-            "numa": device.numa,
-            "nic": device.nic,
-        }
-        for device in machine.devices
-    ]
+    return [_row(None, host, device, packages.get(device.number)) for device in machine.devices]
+
+
+def _row(rank: int | None, host: str, device: Device | None, package: int | None) -> dict[str, Any]:
+    kind = "processor" if device is None else "hidden" if device.hidden else device.kind
+    return {
+        "rank": rank,
+        "host": host,
+        "device": device.number if device else None,
+        "kind": kind,
+        "bus": device.bus if device else "",
+        "package": package,
+        "numa": device.numa if device else None,
+        "nic": device.nic if device else "",
+    }
 
 
 def _links_of_nodes(found: Discovery, expected: Machine | None, findings: Findings) -> list[dict[str, Any] | None]:
-    by_host: dict[str, list[Any]] = {}
-    for report in found.reports:
-        if report.device is not None:
-            by_host.setdefault(report.host, []).append(report)
+    with_device = by_host(report for report in found.reports if report.device is not None)
     return [
-        examine_links(host, node_of(reports)[1], expected, findings, ranks=True) for host, reports in by_host.items()
+        examine_links(host, node_of(reports)[1], expected, findings, ranks=True)
+        for host, reports in with_device.items()
     ]
 
 

@@ -22,7 +22,7 @@ from hzero.topology.grid import Grid
 from hzero.topology.local import machine_of, own_report, visible_count
 from hzero.topology.machine import TopologyError
 from hzero.topology.placement import Place, grid_of
-from hzero.topology.report import RankReport, places_of
+from hzero.topology.report import RankReport, by_host, places_of
 from hzero.topology.visible import current_device
 
 #: Longest wait for all ranks to say where they sit, in seconds.
@@ -141,12 +141,10 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
                 f"topology: rank {rank} of {len(reports)} was told to be rank {report.rank} of {report.world_size}: ranks do not "
                 "have the same world size (WORLD_SIZE, or that of their launcher)"
             )
-    by_host: dict[str, list[RankReport]] = {}
-    for report in reports:
-        by_host.setdefault(report.host, []).append(report)
-    places = sorted((place for ranks in by_host.values() for place in places_of(ranks)), key=lambda place: place.rank)
+    hosts = by_host(reports)
+    places = sorted((place for ranks in hosts.values() for place in places_of(ranks)), key=lambda place: place.rank)
     clusters: dict[str, int] = {}
-    for ranks in by_host.values():
+    for ranks in hosts.values():
         clusters[ranks[0].fabric] = clusters.get(ranks[0].fabric, 0) + 1
     notes = []
     if len(clusters) > 1:

@@ -203,7 +203,7 @@ class StoreExchange(Exchange):
 
     def _free(self, *names: int | str) -> None:
         """Removes keys that are not needed any more, where the store can."""
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError):
             for name in names:
                 self._store.delete_key(self._key(name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, TopologyError
@@ -83,6 +83,14 @@ def report_of(rank: int, world_size: int, host: str, machine: Machine, device: D
     )
 
 
+def by_host(reports: Iterable[RankReport]) -> dict[str, list[RankReport]]:
+    """Reports of each node, nodes in the order of their first report."""
+    hosts: dict[str, list[RankReport]] = {}
+    for report in reports:
+        hosts.setdefault(report.host, []).append(report)
+    return hosts
+
+
 def places_of(reports: Sequence[RankReport]) -> list[Place]:
     """Where the ranks of one node sit, from what each says of its own device.
 
@@ -109,15 +117,11 @@ def places_of(reports: Sequence[RankReport]) -> list[Place]:
         )
     except AmbiguousTopologyError as error:
         raise AmbiguousTopologyError(f"topology: node {host}: {str(error).partition(': ')[2]}") from None
-    widths: dict[int, int] = {}
-    for position in found:
-        widths[position.hive] = max(widths.get(position.hive, 0), position.package + 1)
-    before = {hive: sum(widths[other] for other in widths if other < hive) for hive in widths}
     places = []
     for report in with_device:
         assert report.device is not None
         position = found[keys[report.device.identity]]
-        places.append(Place(report.rank, host, before[position.hive] + position.package, position.gcd))
+        places.append(Place(report.rank, host, position.node_package, position.gcd))
     return places
 
 

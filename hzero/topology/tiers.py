@@ -6,6 +6,7 @@ by adjacency of numbers. A machine that can be read in more than one way is an e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -54,11 +55,19 @@ class Tier:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a device sits in its node: indices that follow PCI bus ids, the same whatever numbers a process sees."""
+    """Where a device sits in its node: indices that follow PCI bus ids, the same whatever numbers a process sees.
+
+    Attributes:
+        hive: Of its hive in the node.
+        package: Of its package in the hive.
+        gcd: Of the device in the package.
+        node_package: Of its package in the node, hive after hive.
+    """
 
     hive: int
     package: int
     gcd: int
+    node_package: int
 
 
 def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Tier, ...]:
@@ -101,12 +110,14 @@ def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     hives = _components(range(len(packages)), joined)
     if max((len(hive) for hive in hives), default=0) < 2:  # no direct links at all: the node is one group of packages
         hives = [list(range(len(packages)))]
-    return {
-        number: Position(hive_index, package_index, gcd)
-        for hive_index, hive in enumerate(hives)
-        for package_index, package in enumerate(hive)
-        for gcd, number in enumerate(packages[package])
-    }
+    places: dict[int, Position] = {}
+    in_node = itertools.count()
+    for hive_index, hive in enumerate(hives):
+        for package_index, package in enumerate(hive):
+            node_package = next(in_node)
+            for gcd, number in enumerate(packages[package]):
+                places[number] = Position(hive_index, package_index, gcd, node_package)
+    return places
 
 
 def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
