@@ -1,4 +1,4 @@
-"""``hzero bench``: measures the machine that it runs on."""
+"""``hzero bench``: measures the machine that it runs on, and reports what was measured."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from hzero.config import one_of
 
-COMMANDS = {"links": "bandwidth and latency of every tier, and of each hop with and without codec"}
+COMMANDS = {
+    "links": "bandwidth and latency of every tier, and of each hop with and without codec",
+    "report": "the dated report of a comparison, from the rows that it left",
+}
 _HELP = """usage: hzero bench COMMAND ...
 
-Measures the machine that it runs on.
+Measures the machine that it runs on, and reports what was measured.
 
 commands:
 {commands}
@@ -26,4 +29,8 @@ def run_bench(arguments: Sequence[str]) -> int:
         from hzero.bench.links import run_links
 
         return run_links(arguments[1:])
+    if arguments[0] == "report":
+        from hzero.bench.report import run_report
+
+        return run_report(arguments[1:])
     raise one_of("hzero bench", arguments[0], COMMANDS, "command")

@@ -44,13 +44,13 @@ class _Tally:
         self._raw: dict[tuple[str, str], int] = {}
         self._crossings: dict[tuple[str, str], int] = {}
 
-    def add(self, role: str, hop: Hop, rows: int, itemsize: int, received: float, times: int) -> None:
+    def add(self, role: str, hop: Hop, rows: int, itemsize: int, received: float, times: float) -> None:
         key = (role, hop.tier)
         message = record_format(hop.codec).message_bytes(self._chunks, rows, itemsize)
-        self._wire[key] = self._wire.get(key, 0) + round(message * received) * times
+        self._wire[key] = self._wire.get(key, 0) + round(round(message * received) * times)
         raw = rows * sum(self._chunks) * itemsize * received
-        self._raw[key] = self._raw.get(key, 0) + round(raw) * times
-        self._crossings[key] = self._crossings.get(key, 0) + times
+        self._raw[key] = self._raw.get(key, 0) + round(round(raw) * times)
+        self._crossings[key] = self._crossings.get(key, 0) + round(times)
 
     def rows(self, plan: ShardPlan) -> list[TierTraffic]:
         return [
@@ -75,7 +75,7 @@ def plan_traffic(
     itemsize: int = 2,
     comm_itemsize: int | None = None,
     accumulation: int = 1,
-    fetches: int = 2,
+    fetches: float = 2,
 ) -> list[TierTraffic]:
     """Bytes of one optimizer step of the stage, exactly as its wire log counts them.
 
@@ -85,8 +85,8 @@ def plan_traffic(
         itemsize: Bytes of one weight (2 for bf16 and fp16).
         comm_itemsize: Bytes of one gradient on a hop with codec ``none``; as ``itemsize`` where not given.
         accumulation: Micro-steps a step.
-        fetches: Gathers of every parameter a micro-step: forward and backward. A parameter that is used again soon
-            is kept by DeepSpeed (``stage3_max_reuse_distance``), so small models fetch less.
+        fetches: Gathers of every parameter a micro-step, on average: forward and backward. A parameter that is used
+            again soon is kept by DeepSpeed (``stage3_max_reuse_distance``), so small models fetch less.
 
     Returns:
         One entry a role and tier, weights first, tiers innermost first.

@@ -68,10 +68,11 @@ class Progress:
         if first_or_last or now - self._shown >= EVERY_S:
             self._shown = now
             left = (now - self._began) / max(step - self._start, 1) * (self._total - step)
-            self.message(f"step {step}/{self._total}  {figures}  {_clock(left)} left")
+            self.message(f"step {step}/{self._total}  {figures}  {clock(left)} left")
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

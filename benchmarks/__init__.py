@@ -1,0 +1,1 @@
+"""Benchmarks: how the figures of the reports were made."""

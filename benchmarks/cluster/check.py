@@ -1,0 +1,146 @@
+"""Check: whether the links of an emulated cluster have their rates, and how counters compare with what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cluster import counters
+from benchmarks.cluster.shape import Cluster
+from benchmarks.cluster.stream import transfer
+from hzero.train.summary import size_text
+
+#: A shaped link is right when the payload's rate is in this range of the nominal one, which includes headers.
+LEAST, MOST = 0.9, 1.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        tier: Whose links.
+        what: Who sends to whom.
+        nominal_mbit: The rate set; None: not shaped.
+        mbit: Payload that arrived a second, in Mbit/s, all streams together.
+        payload: Bytes that were sent, without headers.
+        senders: Bytes that the senders' counters of the tier rose by.
+        receivers: Bytes that the receivers' counters of the tier rose by: acknowledgements.
+        stray: Bytes that counters of other tiers rose by.
+        trunk: Bytes that all trunks' counters of what goes out rose by; None on tiers inside a node.
+    """
+
+    tier: str
+    what: str
+    nominal_mbit: float | None
+    mbit: float
+    payload: int
+    senders: int
+    receivers: int
+    stray: int
+    trunk: int | None
+
+    @property
+    def held(self) -> bool:
+        """Whether the rate is that of the link; true where it is not shaped."""
+        return self.nominal_mbit is None or LEAST <= self.mbit / self.nominal_mbit <= MOST
+
+
+def patterns(cluster: Cluster) -> list[tuple[str, str, list[tuple[int, int]]]]:
+    """What is measured: tier, description, pairs of sender and receiver that are active at once.
+
+    On the tiers inside a node rank 0 sends to all ranks that it reaches there; between nodes all ranks of a node send to
+    their counterparts, and, where there are more than two nodes, all other nodes to the first one.
+    """
+    found = []
+    if "gcd" in cluster.tiers:
+        found.append(("gcd", "0 to its package", [(0, peer) for peer in cluster.peers(0, "gcd")]))
+    if "gpu" in cluster.tiers:
+        found.append(("gpu", "0 to its node", [(0, peer) for peer in cluster.peers(0, "gpu")]))
+    size = cluster.ranks_per_node
+    if "node" in cluster.tiers:
+        found.append(("node", "node 0 to node 1", [(rank, rank + size) for rank in range(size)]))
+    if cluster.nodes > 2:
+        pairs = [(rank, rank % size) for rank in range(size, cluster.world_size)]
+        found.append(("node", "others to node 0", pairs))
+    return found
+
+
+def check(cluster: Cluster, seconds: float = 2.0, say: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Measures every tier of a cluster that is set up.
+
+    Args:
+        cluster: As set up.
+        seconds: Time of one measurement.
+        say: Takes a line about what is measured now.
+
+    Raises:
+        ConfigError: Ranks cannot reach each other, or a counter cannot be read.
+    """
+    rows = []
+    for tier, what, pairs in patterns(cluster):
+        say(f"tier {tier}: {what}, {seconds:g} s")
+        rows.append(_measure(cluster, tier, what, pairs, seconds))
+    return rows
+
+
+def print_rows(cluster: Cluster, rows: Sequence[Row], console: Console | None = None) -> None:
+    """Shows measurements as a table, and below it what is wrong."""
+    console = console or Console(soft_wrap=True)
+    table = Table(title=f"emulated cluster: {cluster.grid}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("tier", "streams", "set", "measured", "of it", "payload", "headers", "acks", "trunk", "stray"):
+        table.add_column(name, justify="left" if name in ("tier", "streams") else "right")
+    for row in rows:
+        nominal = row.nominal_mbit
+        table.add_row(
+            row.tier,
+            row.what,
+            "none" if nominal is None else f"{nominal:g}",
+            f"{row.mbit:,.1f}",
+            "" if nominal is None else f"{row.mbit / nominal:.1%}",
+            size_text(row.payload),
+            f"{row.senders / row.payload - 1:+.2%}",
+            f"{row.receivers / row.payload:+.2%}",
+            "" if row.trunk is None else f"{row.trunk / row.payload - 1:+.2%}",
+            f"{row.stray:,} B",
+        )
+    console.print(table)
+    console.print(
+        "set, measured: Mbit/s, headers included and without; headers, acks: what counters of senders and of receivers\n"
+        "show beyond the payload, in % of it; trunk: the same of the trunks, both together; stray: bytes in other tiers",
+        highlight=False,
+    )
+    for row in rows:
+        if not row.held:
+            slow = row.mbit < (row.nominal_mbit or 0)
+            why = "the processors of this machine are too busy or too slow for it" if slow else "the link is not shaped"
+            console.print(
+                f"tier {row.tier}: {row.mbit:,.1f} Mbit/s instead of {row.nominal_mbit:g}: {why}", highlight=False
+            )
+
+
+def _measure(cluster: Cluster, tier: str, what: str, pairs: list[tuple[int, int]], seconds: float) -> Row:
+    before, trunks_before = _all_sent(cluster), counters.trunks(cluster)
+    done = transfer(cluster, pairs, seconds=seconds)
+    after, trunks_after = _all_sent(cluster), counters.trunks(cluster)
+    rise = [{name: new[name] - old[name] for name in new} for old, new in zip(before, after)]
+    senders = {source for source, _ in pairs}
+    return Row(
+        tier=tier,
+        what=what,
+        nominal_mbit=cluster.rates_mbit[tier],
+        mbit=done.mbit,
+        payload=sum(done.payload.values()),
+        senders=sum(rise[rank][tier] for rank in senders),
+        receivers=sum(by_tier[tier] for rank, by_tier in enumerate(rise) if rank not in senders),
+        stray=sum(count for by_tier in rise for name, count in by_tier.items() if name != tier),
+        trunk=sum(new[0] - old[0] for old, new in zip(trunks_before, trunks_after)) if tier == "node" else None,
+    )
+
+
+def _all_sent(cluster: Cluster) -> list[dict[str, int]]:
+    return [counters.sent(namespace=cluster.namespace(rank)) for rank in range(cluster.world_size)]

@@ -1,0 +1,98 @@
+"""``make bench``: takes all measurements of the chosen suites that are not there yet, with an estimate of the time left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import main as hydra_main
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from benchmarks.compare import launch
+from benchmarks.compare.machine import ROOT
+from benchmarks.compare.measurement import Measurement, read
+from benchmarks.compare.store import Store
+from benchmarks.compare.training import Training
+from hzero.config import ConfigError
+from hzero.train.conf import conf_dir, one_line
+from hzero.train.launch import INTERRUPTED
+from hzero.train.progress import clock
+
+#: Keys that change where results go and how long measuring takes, not what is measured.
+_HOW = ("suite", "results", "again", "rounds", "warmup", "peers", "threads", "timeout_s")
+
+
+def main(overrides: list[str]) -> int:
+    """Runs the application on Hydra's arguments.
+
+    Returns:
+        Exit status: 0, 1 where a measurement failed, 2 for input that cannot be used, 130 after Ctrl-C.
+    """
+    wanted: list[Measurement | Training] = []
+    configs: list[tuple[DictConfig, str]] = []
+
+    def collect(config: DictConfig) -> None:
+        # Measured once Hydra is done, so that a multirun has one list and one estimate.
+        given = HydraConfig.get().overrides.task
+        configs.append((config, ",".join(one for one in given if one.lstrip("+").partition("=")[0] not in _HOW)))
+
+    os.chdir(ROOT)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
+    quiet = ["hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
+    sys.argv = ["make bench", f"hydra.searchpath=[file://{conf_dir()}]", *quiet, *overrides]
+    try:
+        hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()
+        for config, changed in configs:
+            wanted += read(config, changed)
+        if not configs:  # --help, --cfg
+            return 0
+        first = configs[0][0]
+        return take(wanted, Store(Path(first.results)), again=bool(first.again))
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"bench: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as left:  # Hydra's --help
+        return left.code if isinstance(left.code, int) else 0
+
+
+def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool) -> int:
+    """Takes what is not in the store yet, or all of it again. Returns the exit status."""
+    waiting = [item for item in wanted if again or not store.has(item.id, item.rows)]
+    guesses = [item.estimated_s() for item in waiting]
+    there = f"; {len(wanted) - len(waiting)} are in {store.path} already" if len(waiting) < len(wanted) else ""
+    print(f"{len(waiting)} measurements to take, about {clock(sum(guesses))}{there}", flush=True)
+    failed = []
+    factor, took, guessed = 1.0, 0.0, 0.0
+    for index, item in enumerate(waiting):
+        after = sum(guesses[index + 1 :]) * factor
+        left = clock(guesses[index] * factor + after)
+        print(f"[{index + 1}/{len(waiting)}] {item.title}; about {left} of all left", flush=True)
+        began = time.monotonic()
+        status = item.take(store, again=again) if isinstance(item, Training) else launch.take(item, store, after)
+        if status == INTERRUPTED:
+            print(f"interrupted; what was measured is in {store.path}, and the same command goes on", flush=True)
+            return INTERRUPTED
+        if status:
+            failed.append(item.title)
+            continue
+        took, guessed = took + time.monotonic() - began, guessed + guesses[index]
+        factor = took / guessed
+    for title in failed:
+        print(f"bench: error: {title} failed; its messages are above", file=sys.stderr)
+    print(f"results: {store.path}\nreport:  hzero bench report {store.folder}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""What a result was measured on and with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import hzero
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def machine() -> dict[str, object]:
+    """Cores, processor, memory and system of this machine."""
+    try:
+        system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        system = platform.system()
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{system}, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part; ``commit`` is that of this checkout, with + where files have changed since."""
+    found = {"hzero": hzero.__version__, **{name: version(name) for name in ("torch", "deepspeed", "transformers")}}
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    if commit:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        found["commit"] = f"{commit}{'+' if changed else ''}"
+    return found
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,201 @@
+"""One rank of a measurement: ``python -m benchmarks.compare.worker FOLDER``, started by `benchmarks.compare.launch`.
+
+All peers live in the same ranks and take turns step by step, so that whatever else the machine does meets all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hzero.train.progress import clock
+from hzero.train.worker import PatientStream, die_with_parent, end_with, prepare_process
+
+#: Files of a measurement's folder.
+JOB, RESULT, STARTED = "job.json", "result.json", "started"
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    die_with_parent()
+    folder = Path(sys.argv[1])
+    try:
+        job = json.loads((folder / JOB).read_text())
+        prepare_process(job["config"]["threads"])
+        sys.stdout = PatientStream(sys.stdout)
+        _measure(job, folder)
+    except BaseException as error:
+        end_with(error, folder)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _measure(job: dict[str, Any], folder: Path) -> None:
+    import torch.distributed as dist
+
+    from benchmarks.compare import reduce_scatter
+    from hzero.train.loop import start_process_group
+
+    config = job["config"]
+    start_process_group(config["timeout_s"])
+    reduce_scatter.install(config["reduce_scatter"])
+    turns = _Turns(job, folder)
+    turns.build()
+    if dist.get_rank() == 0:
+        (folder / STARTED).touch()
+    turns.measure()
+    results = turns.results()
+    if dist.get_rank() == 0:
+        partial = folder / f"{RESULT}.partial"
+        partial.write_text(json.dumps(results))
+        partial.rename(folder / RESULT)
+    dist.barrier()
+
+
+class _Turns:
+    """All peers of one measurement on this rank."""
+
+    def __init__(self, job: dict[str, Any], folder: Path) -> None:
+        import torch.distributed as dist
+
+        from benchmarks.compare.peers import Job
+        from hzero.topology.grid import Grid
+        from hzero.train import data
+
+        self._config: dict[str, Any] = job["config"]
+        self._catalog: dict[str, Any] = job["catalog"]
+        self._after_s: float = job["after_s"]
+        self._traces = Path(job["traces"]) if job["traces"] else None
+        self._names: list[str] = self._config["peers"]
+        cluster = self._config["cluster"]
+        grid = Grid(cluster["nodes"], cluster["gpus_per_node"], cluster["gcds_per_gpu"])
+        hidden, inner = self._config["model"]["hidden_size"], self._config["model"]["intermediate_size"]
+        layer = 4 * hidden * (hidden + 1) + 2 * hidden * inner + hidden + inner + 4 * hidden
+        self._job = Job(self._config["model"], self._config["train"], grid, bucket_numel=layer)
+        self._tokens = data.load(Path(job["tokens"]), self._config["data"]["eval_share"], job["source"])
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._peers: dict[str, Any] = {}
+        self._losses: dict[str, list[Any]] = {name: [] for name in self._names}
+        self._times: dict[str, list[float]] = {name: [] for name in self._names}
+        self._sent: dict[str, dict[str, int]] = {name: {} for name in self._names}
+        self._measured: dict[str, dict[str, Any]] = {name: {} for name in self._names}
+
+    def build(self) -> None:
+        """Builds every peer and warms it up; notes its memory and traces one of its steps."""
+        from benchmarks.compare import meter, peers
+
+        for index, name in enumerate(self._names):
+            self._say(f"building {name} ({index + 1}/{len(self._names)})")
+            before = sum(meter.live_storages().values())
+            self._peers[name] = peers.build(self._catalog[name], self._job)
+            for step in range(self._config["warmup"]):
+                if step == 1 and self._rank == 0:
+                    path = self._traces / f"{name}.json.gz" if self._traces else None
+                    self._measured[name] |= meter.traced(functools.partial(self._step, name), path)
+                else:
+                    self._step(name)
+            kept = sum(meter.live_storages().values()) - before
+            self._measured[name]["memory"] = {**self._peers[name].memory(), "kept": kept}
+
+    def measure(self) -> None:
+        """Rounds of timed steps, in which all peers take their turn."""
+        for name in self._names:
+            self._peers[name].start_counting()
+        rounds, begun = self._config["rounds"], time.monotonic()
+        for index in range(rounds):
+            order = self._names if index % 2 == 0 else self._names[::-1]
+            for name in order:
+                self._timed_step(name)
+            done = time.monotonic() - begun
+            left = done / (index + 1) * (rounds - index - 1)
+            after = f", about {clock(left + self._after_s)} of all" if self._after_s else ""
+            self._say(f"round {index + 1}/{rounds}, {clock(left)} left{after}")
+
+    def _timed_step(self, name: str) -> None:
+        import torch.distributed as dist
+
+        from benchmarks.cluster.counters import sent
+
+        before = sent()
+        dist.barrier()
+        started = time.perf_counter()
+        self._step(name)
+        dist.barrier()
+        self._times[name].append(time.perf_counter() - started)
+        total = self._sent[name]
+        for tier, count in sent().items():
+            total[tier] = total.get(tier, 0) + count - before[tier]
+
+    def _step(self, name: str) -> None:
+        import torch
+
+        from hzero.train.loop import learning_rate
+
+        train, step = self._config["train"], len(self._losses[name]) + 1
+        batches = [
+            torch.from_numpy(
+                self._tokens.batch(
+                    seed=train["seed"],
+                    step=step,
+                    rank=self._rank,
+                    micro=micro,
+                    size=train["micro_batch"],
+                    length=self._config["model"]["seq_length"],
+                )
+            )
+            for micro in range(train["accumulation"])
+        ]
+        rate = learning_rate({**train, "steps": math.inf, "min_lr_ratio": 1.0}, step)
+        self._losses[name].append(self._peers[name].step(batches, rate))
+
+    def results(self) -> dict[str, Any]:
+        """By peer, what all ranks have measured; on rank 0."""
+        import torch
+        import torch.distributed as dist
+
+        losses = torch.stack([torch.stack(self._losses[name]) for name in self._names])
+        dist.all_reduce(losses)
+        mine = {
+            name: {
+                "sent": self._sent[name],
+                "memory": self._measured[name]["memory"],
+                "hops_s": self._peers[name].hops_s(),
+            }
+            for name in self._names
+        }
+        everyones: list[Any] = [None] * self._world
+        dist.all_gather_object(everyones, mine)
+        rounds = self._config["rounds"]
+        found = {}
+        for index, name in enumerate(self._names):
+            memory = {key: max(one[name]["memory"][key] for one in everyones) for key in mine[name]["memory"]}
+            hops = [one[name]["hops_s"] for one in everyones]
+            found[name] = {
+                "parameters": self._peers[name].parameters,
+                "step_s": self._times[name],
+                "losses": [value if math.isfinite(value) else None for value in (losses[index] / self._world).tolist()],
+                "measured": {
+                    tier: sum(one[name]["sent"][tier] for one in everyones) / rounds for tier in mine[name]["sent"]
+                },
+                "fetches": self._peers[name].fetches(),
+                "memory": {**memory, "peak": self._measured[name].get("peak")},
+                "breakdown": self._measured[name].get("breakdown"),
+                "hops_s": None
+                if hops[0] is None
+                else {tier: sum(hop[tier] for hop in hops) / self._world / rounds for tier in hops[0]},
+            }
+        return found
+
+    def _say(self, message: str) -> None:
+        if self._rank == 0:
+            print(f"  {message}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Rows of a comparison that was never run, with round figures that tests compute by hand."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MACHINE = {
+    "cores": 2,
+    "processor": "AMD EPYC",
+    "memory_bytes": 24_000_000_000,
+    "system": "Linux 6.18",
+    "python": "3.11.7",
+}
+VERSIONS = {"hzero": "0.1.0", "torch": "2.13.0", "commit": "abc1234"}
+#: Peer: engine, label, step time in seconds, megabytes a step by tier, optimizer bytes as a part of the world's.
+PEERS: dict[str, tuple[str, str, float, tuple[float, float, float], int]] = {
+    "ddp": ("ddp", "PyTorch DDP", 3.0, (20, 20, 20), 8),
+    "hsdp-node": ("fsdp", "HSDP, node mesh", 1.6, (40, 40, 8), 2),
+    "hsdp-package": ("fsdp", "HSDP, package mesh", 1.5, (40, 10, 9), 4),
+    "zero3-deepspeed": ("deepspeed", "DeepSpeed ZeRO-3", 4.0, (60, 60, 24), 1),
+    "hpz-deepspeed": ("deepspeed", "DeepSpeed ZeRO-3, hpZ", 2.5, (50, 50, 12), 1),
+    "zero3": ("hzero", "hzero zero3", 3.6, (60, 60, 24), 1),
+    "lossless": ("hzero", "hzero lossless", 2.0, (40, 20, 8), 1),
+    "topo": ("hzero", "hzero topo", 1.25, (20, 10, 4), 1),
+}
+Row = dict[str, Any]
+
+
+def config(nodes: int = 2, accumulation: int = 2, node_rate: float = 50, **more: Any) -> dict[str, Any]:
+    """Configuration of a measurement."""
+    return {
+        "cluster": {
+            "nodes": nodes,
+            "gpus_per_node": 2,
+            "gcds_per_gpu": 2,
+            "rates_mbit": {"gcd": 200, "gpu": 75, "node": node_rate},
+        },
+        "model": {"hidden_size": 256, "layers": 4},
+        "train": {"micro_batch": 1, "accumulation": accumulation, "dtype": "bf16", "seed": 0, "lr": 1e-3},
+        "rounds": 4,
+        "warmup": 2,
+        "reduce_scatter": "gloo",
+        "peers": list(PEERS),
+        **more,
+    }
+
+
+def steps(peer: str, suite: str = "main", name: str = "main", scale: float = 1.0, **more: Any) -> Row:
+    """A row of a peer: step times are 0.9, 1, 1 and 1.2 of its median, losses fall from 6 by a half a step."""
+    engine, label, median, megabytes, optimizer = PEERS[peer]
+    settings = more.pop("config", None) or config()
+    world = settings["cluster"]["nodes"] * 4
+    median *= scale
+    planned = {
+        tier: value * 1e6
+        for tier, value in zip(("gcd", "gpu", "node"), megabytes)
+        if tier != "node" or settings["cluster"]["nodes"] > 1
+    }
+    return {
+        "kind": "steps",
+        "format": 1,
+        "measurement": name,
+        "suite": suite,
+        "id": "9f0c",
+        "date": "2026-11-21T18:02:11+00:00",
+        "machine": MACHINE,
+        "versions": VERSIONS,
+        "config": settings,
+        "peer": peer,
+        "label": label,
+        "engine": engine,
+        "peer_config": {"hzero": {"preset": peer}} if engine == "hzero" else {"stage": 3},
+        "parameters": 1_000_000,
+        "world_size": world,
+        "tokens_per_step": 64 * world * settings["train"]["accumulation"],
+        "step_s": [round(median * part, 6) for part in (0.9, 1, 1, 1.2)],
+        "losses": [6.0, 5.5, 5.0, 4.5, 4.0, 3.5],
+        "bytes": {
+            "measured": {tier: value * 1.02 for tier, value in planned.items()},
+            "planned": planned,
+            "ideal": {tier: value * 0.75 for tier, value in planned.items()},
+        },
+        "fetches": 2.0,
+        "memory": {
+            "weights": 2_000_000,
+            "gradients": 1_000_000,
+            "optimizer": 1_500_000 * optimizer,
+            "kept": 0,
+            "peak": None,
+        },
+        "hops_s": {"gcd": 0.1, "gpu": 0.2, "node": 0.5} if engine == "hzero" else None,
+        "trace": None,
+        "breakdown": {"step": 1.2, "operators": 0.35, "collectives": 0.8} if engine == "hzero" else None,
+        **more,
+    }
+
+
+def main_rows(**more: Any) -> list[Row]:
+    """Every peer of the main measurement."""
+    return [steps(peer, **copy.deepcopy(more)) for peer in PEERS]
+
+
+def run(preset: str, seed: int, shift: float = 0.0, number: int = 100) -> Row:
+    """A training run whose loss falls to 4 + shift and stays there for the last 50 steps."""
+    losses = [4 + shift + 2 * math.exp(-step / 8) * (step < number - 50) for step in range(number)]
+    return {
+        "kind": "convergence",
+        "format": 1,
+        "suite": "convergence",
+        "measurement": f"{preset}-seed{seed}",
+        "id": f"c{seed}",
+        "date": "2026-11-21T10:00:00+00:00",
+        "machine": MACHINE,
+        "versions": VERSIONS,
+        "config": {"seed": seed, "zero": preset},
+        "preset": preset,
+        "seed": seed,
+        "parameters": 1_055_488,
+        "world_size": 8,
+        "losses": losses,
+        "evaluations": [{"step": number, "loss_decoded": 4.1 + shift, "loss_exact": 4.05 + shift}],
+    }
+
+
+def everything() -> list[Row]:
+    """Rows of every suite."""
+    rows = main_rows()
+    for kind in ("all_to_all", "ring"):
+        rows += main_rows(suite="reduce_scatter", name=kind, scale=0.8, config=config(reduce_scatter=kind))
+    for many in (1, 4, 8):
+        for peer, scale in (("zero3-deepspeed", many / 2), ("hsdp-node", many / 2), ("topo", 0.5 + many / 4)):
+            setting = config(accumulation=many, peers=["zero3-deepspeed", "hsdp-node", "topo"])
+            rows.append(steps(peer, "accumulation", f"accumulation-{many}", scale, config=setting))
+    for nodes in (1, 4):
+        for peer in ("zero3-deepspeed", "topo"):
+            setting = config(nodes=nodes, peers=["zero3-deepspeed", "topo"])
+            slow = {1: 0.5, 4: 2.0 if peer == "topo" else 4.0}[nodes]
+            rows.append(steps(peer, "nodes_weak", f"weak-{nodes}", slow, config=setting))
+    for nodes, accumulation in ((1, 4), (2, 2), (4, 1)):
+        for peer in ("zero3-deepspeed", "topo"):
+            setting = config(nodes=nodes, accumulation=accumulation, peers=["zero3-deepspeed", "topo"])
+            rows.append(steps(peer, "nodes_strong", f"strong-{nodes}", 1.0, config=setting))
+    for rate in (15, 150):
+        for peer in ("zero3-deepspeed", "hsdp-node", "topo"):
+            setting = config(node_rate=rate, peers=["zero3-deepspeed", "hsdp-node", "topo"])
+            scale = 50 / rate if peer != "topo" else {15: 1.5, 150: 0.9}[rate]
+            rows.append(steps(peer, "sweep", f"node-{rate}", scale, config=setting))
+    rows.append(steps("topo", "codecs", "weights-int4", 0.9, config=config(peers=["topo"])))
+    rows.append(steps("topo", "shards", "gradients-world", 1.8, config=config(peers=["topo"])))
+    for preset, shifts in (("stock", (0.0, 0.02)), ("topo", (0.03, 0.07)), ("lossless", (0.0, 0.021))):
+        rows += [run(preset, seed, shift) for seed, shift in enumerate(shifts, 1)]
+    return rows
+
+
+def write(folder: Path, rows: Iterable[Row], tail: str = "") -> Path:
+    """Writes a results folder with the traces that its rows name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return folder
+
+
+def write_trace(folder: Path, name: str, length: int = 10) -> None:
+    """Writes a trace that compresses little."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(b"{}" * length, compresslevel=0))

@@ -1,0 +1,437 @@
+"""The emulated cluster: its lines for ip and tc, its messages, and, as root, bytes that arrive in the right counters."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.cluster import check, counters, layout, namespace, network, owner, stream
+from benchmarks.cluster.__main__ import main
+from benchmarks.cluster.launch import command_inside, rank_environment_on
+from benchmarks.cluster.network import Network, check_kernel, check_tools, clear, ours
+from benchmarks.cluster.shape import Cluster
+from hzero.config import TIERS, ConfigError
+from tests.ranks import ROOT
+
+RATES: dict[str, float | None] = {"gcd": 200.0, "gpu": 75.0, "node": 50.0}
+BLOCK: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2, "rates_mbit": RATES}
+
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)).filter(lambda shape: math.prod(shape) > 1)
+rates = st.none() | st.floats(0.1, 100_000)
+clusters = st.builds(
+    lambda shape, values: Cluster(shape[0], shape[1], shape[2], dict(zip(TIERS, values))),
+    shapes,
+    st.tuples(rates, rates, rates),
+)
+few = settings(max_examples=30, deadline=None)
+
+
+def test_a_block_is_read_and_written() -> None:
+    cluster = Cluster.from_config("cluster", {**BLOCK, "rates_mbit": {"gcd": 200, "gpu": "none", "node": None}})
+    assert cluster.rates_mbit == {"gcd": 200.0, "gpu": None, "node": None}
+    assert Cluster.from_config("cluster", cluster.as_dict()) == cluster
+    assert Cluster.from_text("2x2x2", "200,none,none") == cluster
+    assert Cluster.from_text("4x1x1", "none").tiers == ("node",)
+    assert (cluster.world_size, cluster.namespace(3), cluster.address(3)) == (8, "hzero-r3", "198.18.0.4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"nodes": 0}, "c.nodes: found 0, expected a whole number of at least 1"),
+        ({"nodes": True}, "c.nodes: found True"),
+        ({"gpus_per_node": 2.0}, "c.gpus_per_node: found 2.0"),
+        ({"nodes": 17}, "c: found 17x2x2, 68 ranks, expected 2 to 64"),
+        ({"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}, "c: found 1x1x1, 1 ranks"),
+        ({"node": 2}, "c: unknown key 'node'; did you mean 'nodes'?"),
+        ({"rates_mbit": 50}, "c.rates_mbit: found 50, expected a block with keys gcd, gpu, node"),
+        ({"rates_mbit": {"gcd": 1, "gpu": 1}}, "c.rates_mbit.node: missing"),
+        ({"rates_mbit": {**RATES, "hive": 1}}, "c.rates_mbit: unknown key 'hive'"),
+        *[
+            (
+                {"rates_mbit": {**RATES, "gpu": rate}},
+                f"c.rates_mbit.gpu: found {rate!r}, expected 0.1 to 100,000 Mbit/s",
+            )
+            for rate in (0, -1, math.inf, math.nan, 1e6, True, "fast")
+        ],
+    ],
+)
+def test_a_wrong_block_is_one_line_that_names_the_key(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Cluster.from_config("c", {**BLOCK, **changes})
+    assert str(error.value).startswith(says) and "\n" not in str(error.value)
+
+
+def test_a_cluster_made_directly_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.rates_mbit\.gcd: found 0"):
+        Cluster(2, 2, 2, {**RATES, "gcd": 0})
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: missing"):
+        Cluster.from_config("cluster", {key: value for key, value in BLOCK.items() if key != "nodes"})
+
+
+@few
+@given(clusters, st.data())
+def test_the_tier_between_ranks_is_the_outermost_that_differs(cluster: Cluster, data: st.DataObject) -> None:
+    a, b = (data.draw(st.integers(0, cluster.world_size - 1)) for _ in range(2))
+    places = [cluster.grid.coordinates(rank) for rank in (a, b)]
+    if a == b:
+        with pytest.raises(ValueError, match="itself"):
+            cluster.tier_between(a, b)
+        return
+    tier = cluster.tier_between(a, b)
+    assert getattr(places[0], tier) != getattr(places[1], tier) and tier in cluster.tiers
+    assert all(getattr(places[0], outer) == getattr(places[1], outer) for outer in TIERS[TIERS.index(tier) + 1 :])
+    assert b in cluster.peers(a, tier)
+
+
+@few
+@given(clusters)
+def test_every_destination_has_one_class_of_the_right_tier(cluster: Cluster) -> None:
+    lines = layout.shaping(cluster)
+    for rank in range(cluster.world_size):
+        of_rank = lines[cluster.namespace(rank)]
+        classes = [line.split()[line.split().index("classid") + 1] for line in of_rank if line.startswith("class add")]
+        assert classes == [layout.CLASSES[tier][0] for tier in cluster.tiers]
+        assert sum(" bfifo " in line for line in of_rank) == len(classes)
+        found = [re.search(r"match ip dst (\S+)/32 flowid (\S+)$", line) for line in of_rank if "filter" in line]
+        flows = [(match[1], match[2]) for match in found if match]
+        others = [other for other in range(cluster.world_size) if other != rank]
+        expected = [(cluster.address(o), layout.CLASSES[cluster.tier_between(rank, o)][0]) for o in others]
+        assert sorted(flows) == sorted(expected)
+
+
+@few
+@given(clusters)
+def test_every_link_joins_two_namespaces_and_both_ends_are_set_up(cluster: Cluster) -> None:
+    names, lines = set(layout.namespaces(cluster)), layout.interfaces(cluster)
+    ends = []
+    for line in layout.links(cluster):
+        match = re.fullmatch(
+            r"link add name (\w+) (?:address \S+ )?netns (\S+) type veth peer name (\w+) netns (\S+)", line
+        )
+        assert match, line
+        ends += [(match[2], match[1]), (match[4], match[3])]
+    assert len(set(ends)) == len(ends) and {name for name, _ in ends} == names == set(lines)
+    for name, device in ends:
+        assert len(device) <= 15  # the kernel's limit
+        assert any(line.startswith(f"link set dev {device} mtu 9000") and line.endswith(" up") for line in lines[name])
+    trunks = [end for end in ends if end[1] == "trunk"]
+    assert len(trunks) == (cluster.nodes if cluster.nodes > 1 else 0)
+    addresses = {cluster.address(rank) for rank in range(cluster.world_size)}
+    assert len(addresses) == cluster.world_size
+
+
+@few
+@given(clusters)
+def test_trunks_are_shaped_at_both_ends_unless_they_have_no_rate(cluster: Cluster) -> None:
+    queues = [line for lines in layout.shaping(cluster).values() for line in lines if " tbf " in line]
+    rate = cluster.rates_mbit["node"]
+    shaped = cluster.nodes > 1 and rate is not None
+    assert len(queues) == (2 * cluster.nodes if shaped else 0)
+    assert all(f" rate {round((rate or 0) * 1e6)}bit " in line for line in queues)
+
+
+def test_rates_of_classes_and_their_changes() -> None:
+    cluster = Cluster.from_text("2x2x2", "200,none,50")
+    classes = [line for line in layout.shaping(cluster)["hzero-r0"] if line.startswith("class")]
+    assert ["rate 200000000bit burst 62500b" in line for line in classes] == [True, False, False]
+    assert ["rate 100000000000bit" in line for line in classes] == [False, True, True]
+    assert layout.burst(50) == 32 * 1024
+    assert set(layout.reshaping(cluster, "gcd", 100.0)) == {cluster.namespace(rank) for rank in range(8)}
+    assert set(layout.reshaping(cluster, "node", 100.0)) == {"hzero-n0", "hzero-n1", "hzero-spine"}
+    free = Cluster.from_text("2x2x2", "200,none,none")
+    assert layout.reshaping(free, "node", 50.0)["hzero-n1"] == ["qdisc del dev trunk root"]
+    assert layout.reshaping(free, "node", None) == {}
+
+
+def test_sent_bytes_are_those_of_the_queue_in_each_class() -> None:
+    listed = [
+        {"kind": "htb", "handle": "1:", "root": True, "bytes": 999},
+        {"kind": "bfifo", "handle": "30:", "parent": "1:3", "bytes": 7, "drops": 0},
+        {"kind": "bfifo", "handle": "10:", "parent": "1:1", "bytes": 5, "drops": 0},
+    ]
+    assert counters.parse_sent(listed) == {"gcd": 5, "node": 7}
+    assert counters.parse_sent([{"kind": "pfifo_fast", "handle": "0:", "root": True, "bytes": 3}]) == {}
+
+
+def test_what_a_rank_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    found = rank_environment_on(Cluster(4, 2, 2, RATES), 6, 1234, threads=3)
+    expected = {"RANK": "6", "WORLD_SIZE": "16", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "3"}
+    expected |= {"MASTER_ADDR": "198.18.0.1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "eth0"}
+    expected |= {"HZERO_CLUSTER_NAMESPACE": "hzero-r6"}
+    assert {key: found[key] for key in expected} == expected and "SLURM_PROCID" not in found
+
+
+def test_a_missing_namespace_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (namespace.enter, lambda name: namespace.inside(name, os.getpid)):
+        with pytest.raises(ConfigError, match="network namespace 'hzero-r99': there is none"):
+            call("hzero-r99")
+    environment = {**os.environ, "HZERO_CLUSTER_NAMESPACE": "hzero-r99"}
+    for environ, says in ((environment, "'hzero-r99': there is none"), (dict(os.environ), "NAMESPACE is not set")):
+        done = subprocess.run(command_inside(["true"]), env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_lock_names_who_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(owner, "path", lambda: tmp_path / "lock")
+    assert owner.read() is None
+    first, cluster = owner.Lock(), Cluster(2, 2, 2, RATES)
+    first.take()
+    first.write(cluster, kept=False)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} since .*2 nodes x 2 GPUs x 2 GCDs"):
+        owner.Lock().take()
+    found = owner.read()
+    assert found and (found.pid, found.kept, found.cluster, found.live) == (os.getpid(), False, cluster, True)
+    first.release()
+    found = owner.read()
+    assert found and not found.live
+    for text in ("", "{", "[]", '{"pid": 1}', '{"pid": 1, "since": "", "kept": true, "cluster": {}}'):
+        (tmp_path / "lock").write_text(text)
+        assert owner.read() is None
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
+    with pytest.raises(ConfigError, match="no command 'ip'; install iproute2"):
+        check_tools()
+    monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="needs root, and this is user 1000"):
+        check_tools()
+
+    def refuses(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, int("htb" in command), "", "Unknown qdisc 'htb'\n")
+
+    monkeypatch.setattr(network, "_call", refuses)
+    with pytest.raises(ConfigError, match=r"Unknown qdisc 'htb'; needs a kernel with CONFIG_NET_SCH_HTB"):
+        check_kernel()
+
+
+def test_a_failed_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "RTNETLINK answers: File exists\nCommand failed -:2\n"
+    monkeypatch.setattr(network, "_call", lambda command, text: subprocess.CompletedProcess(command, 1, "", said))
+    with pytest.raises(ConfigError, match=r"`ip -n a link set x` failed: RTNETLINK answers: File exists"):
+        network.run_batch("ip", ["link set y", "link set x"], "a")
+
+
+def test_a_rate_is_held_within_its_limits() -> None:
+    row = check.Row("node", "", 50.0, 49.6, 1, 1, 1, 0, 1)
+    assert row.held and check.Row("node", "", None, 9999.0, 1, 1, 1, 0, 1).held
+    assert not check.Row("node", "", 50.0, 40.0, 1, 1, 1, 0, 1).held
+    assert not check.Row("node", "", 50.0, 60.0, 1, 1, 1, 0, 1).held
+
+
+def test_what_is_measured_uses_the_links_of_its_tier() -> None:
+    for shape in ("2x2x2", "4x2x2", "1x2x1", "3x1x1"):
+        cluster = Cluster.from_text(shape, "none")
+        measured = check.patterns(cluster)
+        assert {tier for tier, _, _ in measured} == set(cluster.tiers)
+        for tier, _, pairs in measured:
+            assert pairs and {cluster.tier_between(*pair) for pair in pairs} == {tier}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("check --shape 2x2", "--shape: found '2x2', expected nodes x GPUs x GCDs"),
+        ("check --shape 0x2x2", "--shape.nodes: found 0"),
+        ("up --shape 9x9x9", "--shape: found 9x9x9, 729 ranks"),
+        ("up --rates 1,2", "--rates: found '1,2'"),
+        ("run --rates 1,2,fast -- true", "--rates.node: found 'fast'"),
+        ("run --rates nan,1,1 -- true", "--rates.gcd: found nan"),
+        ("run", "run: no COMMAND"),
+        ("check --seconds 0", "--seconds: found 0.0"),
+        ("up -- true", "up takes no --"),
+        ("start", "invalid choice: 'start'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: Any = main(arguments.split())
+    except SystemExit as left:  # argparse's own refusal
+        status = left.code
+    error = capsys.readouterr().err
+    assert status == 2 and says in error and "Traceback" not in error
+
+
+# --- with a real network ---
+
+
+@pytest.fixture
+def _root() -> None:
+    """Skips where no network can be set up, or where somebody has one."""
+    try:
+        check_tools()
+        lock = owner.Lock()
+        lock.take()
+        try:
+            if ours():
+                pytest.skip("an emulated network is up")
+            check_kernel()
+        finally:
+            lock.release()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def _sent(cluster: Cluster) -> list[dict[str, int]]:
+    return [counters.sent(namespace=cluster.namespace(rank)) for rank in range(cluster.world_size)]
+
+
+def _until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("_root")
+def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
+    cluster, size = Cluster.from_text("2x2x2", "400,400,200"), 1_000_000
+    with Network(cluster) as here:
+        for source, target, tier in ((0, 1, "gcd"), (5, 4, "gcd"), (0, 3, "gpu"), (2, 5, "node")):
+            before, trunks_before = _sent(cluster), counters.trunks(cluster)
+            done = stream.transfer(cluster, [(source, target)], size=size)
+            assert done.payload == {(source, target): size}
+            rise = [{name: new[name] - old[name] for name in TIERS} for new, old in zip(_sent(cluster), before)]
+            assert size < rise[source][tier] < 1.03 * size
+            assert 0 < rise[target][tier] < 0.03 * size  # acknowledgements
+            rise[source][tier] = rise[target][tier] = 0
+            assert all(not count for by_tier in rise for count in by_tier.values())
+            out = [new[0] - old[0] for new, old in zip(counters.trunks(cluster), trunks_before)]
+            if tier == "node":
+                assert size < out[0] < 1.03 * size and 0 < out[1] < 0.03 * size
+            else:
+                assert max(out) < 1000  # a bridge that does not know a rank yet asks everywhere
+        # Slower by order: the time has a lower bound whatever else the machine does.
+        here.set_rate("node", 10)
+        begun = time.monotonic()
+        stream.transfer(cluster, [(0, 4)], size=400_000)
+        assert time.monotonic() - begun > 0.8 * 400_000 * 8 / 10e6
+        here.set_rate("node", None)
+        here.set_rate("gcd", None)
+        stream.transfer(cluster, [(0, 4), (0, 1)], size=size)
+        assert here.cluster.rates_mbit == {"gcd": None, "gpu": 400.0, "node": None}
+        found = owner.read()
+        assert found and found.cluster == here.cluster
+        assert counters.dropped(cluster) == 0
+        with pytest.raises(ConfigError, match="unknown tier 'rack'"):
+            here.set_rate("rack", 1)
+        with pytest.raises(ConfigError, match="in use by process"), Network(cluster):
+            pass
+        assert len(ours()) == 11
+    assert ours() == [] and clear() == [] and owner.read() is None
+
+
+@pytest.mark.usefixtures("_root")
+def test_a_network_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = layout.shaping
+    monkeypatch.setattr(
+        layout, "shaping", lambda cluster: {**real(cluster), "hzero-r1": ["qdisc add dev eth9 root htb"]}
+    )
+    with (
+        pytest.raises(ConfigError, match=r"tc -n hzero-r1 qdisc add dev eth9 root htb` failed"),
+        Network(Cluster.from_text("1x1x2", "none")),
+    ):
+        pass
+    assert ours() == [] and owner.read() is None
+
+
+@pytest.mark.usefixtures("_root")
+def test_what_a_killed_owner_leaves_is_cleared_by_the_next() -> None:
+    code = (
+        "import subprocess, time\n"
+        "from benchmarks.cluster.network import Network\n"
+        "from benchmarks.cluster.shape import Cluster\n"
+        "with Network(Cluster.from_text('1x1x2', 'none')):\n"
+        "    print(subprocess.Popen(['nsenter', '--net=/run/netns/hzero-r1', 'sleep', '60']).pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert killed.stdout
+        left = int(killed.stdout.readline())
+        _until(lambda: namespace.occupants(ours()) == {left: "hzero-r1"}, "a process in the namespace")
+        with pytest.raises(ConfigError, match=f"in use by process {killed.pid}"), Network(Cluster(1, 1, 2, RATES)):
+            pass
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    assert "hzero-r1" in ours()
+    with Network(Cluster.from_text("1x1x2", "none")):
+        assert namespace.occupants(ours()) == {} and not _alive(left)
+    assert ours() == []
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.usefixtures("_root")
+def test_up_stays_until_down(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(["up", "--shape", "1x1x2", "--rates", "none"]) == 0
+        assert main(["status"]) == 0 and main(["counters"]) == 0
+        assert "up: 1 node x 1 GPU x 2 GCDs; gcd not shaped" in capsys.readouterr().out
+        assert main(["run", "--shape", "1x1x2", "--", "true"]) == 2
+        assert "one is up since" in capsys.readouterr().err
+        within = subprocess.Popen(command_inside(["sleep", "60"]), env=rank_environment_on(Cluster(1, 1, 2, RATES), 1))
+        _until(lambda: within.pid in namespace.occupants(ours()), "a process in the namespace")
+        assert main(["up", "--shape", "1x2x1", "--rates", "none"]) == 2
+        assert f"1 process(es) run in it, as {within.pid}" in capsys.readouterr().err
+    finally:
+        assert main(["down"]) == 0
+    assert within.wait(10) == -signal.SIGTERM
+    assert main(["down"]) == 0 and main(["status"]) == 1
+    assert "nothing was up\nnothing is up\n" in capsys.readouterr().out and ours() == []
+
+
+@pytest.mark.usefixtures("_root")
+def test_run_starts_every_rank_in_its_namespace_and_ends_all_with_one(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, socket, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "where = ('198.18.0.1', int(os.environ['MASTER_PORT']))\n"
+        "if rank == 0:\n"
+        "    server = socket.create_server(where)\n"
+        "    server.settimeout(20)\n"
+        "    print('rank 0 hears', server.accept()[1][0], flush=True)\n"
+        "    time.sleep(60)\n"
+        "for _ in range(200):\n"
+        "    try:\n"
+        "        socket.create_connection(where, timeout=5)\n"
+        "        break\n"
+        "    except OSError:\n"
+        "        time.sleep(0.05)\n"
+        "time.sleep(0.3)\n"
+        "sys.exit(7)\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.cluster", "run", "--shape", "1x1x2", "--rates", "none", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1 and "rank 1 died: exit status 7" in done.stderr
+    assert done.stdout == "rank 0 hears 198.18.0.2\n" and ours() == []
