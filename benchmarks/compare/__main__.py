@@ -45,7 +45,7 @@ def main(overrides: list[str]) -> int:
     os.chdir(ROOT)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     quiet = ["hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
-    sys.argv = ["make bench", f"hydra.searchpath=[file://{conf_dir()}]", *quiet, *overrides]
+    sys.argv = ["make bench", *overrides, f"hydra.searchpath=[file://{conf_dir()}]", *quiet]
     try:
         hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()
         for config, changed in configs:
