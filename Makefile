@@ -5,7 +5,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint
+.PHONY: help setup train test bench lint
 
 help: ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -18,6 +18,9 @@ train: setup ## train a GPT on eight ranks through three tiers (ARGS="zero=mild 
 
 test: setup ## run the tests (ARGS="tests/codecs -x")
 	@"$(BIN)/python" -m pytest $(ARGS)
+
+bench: setup ## compare hzero with its peers on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
+	@"$(BIN)/python" -m benchmarks.compare $(ARGS)
 
 lint: setup ## ruff, mypy, typos, clang-format
 	@scripts/lint "$(BIN)"

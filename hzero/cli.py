@@ -15,7 +15,7 @@ COMMANDS = {
     "train": "train a GPT on text through the stage (a Hydra application)",
     "doctor": "what this machine runs hzero on, and whether that is what it could",
     "topology": "packages, links and NICs of a node, drawn (topology show FILE|auto|PRESET)",
-    "bench": "measures this machine: bench links, every tier's bandwidth and latency, with and without codec",
+    "bench": "bench links: bandwidth and latency of every tier; bench report: tables and plots of `make bench`",
     "plan": "memory, bytes and times of a model on a machine, before anything runs",
     "report": "plots and one HTML page of one or more runs",
 }

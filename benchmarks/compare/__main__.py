@@ -14,18 +14,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from benchmarks.cluster.network import check_tools
 from benchmarks.compare import launch
 from benchmarks.compare.machine import ROOT
-from benchmarks.compare.measurement import Measurement, read
+from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
+from benchmarks.compare.suite import read
 from benchmarks.compare.training import Training
 from hzero.config import ConfigError
 from hzero.train.conf import conf_dir, one_line
 from hzero.train.launch import INTERRUPTED
 from hzero.train.progress import clock
-
-#: Keys that change where results go and how long measuring takes, not what is measured.
-_HOW = ("suite", "results", "again", "rounds", "warmup", "peers", "threads", "timeout_s")
 
 
 def main(overrides: list[str]) -> int:
@@ -35,12 +34,11 @@ def main(overrides: list[str]) -> int:
         Exit status: 0, 1 where a measurement failed, 2 for input that cannot be used, 130 after Ctrl-C.
     """
     wanted: list[Measurement | Training] = []
-    configs: list[tuple[DictConfig, str]] = []
+    configs: list[tuple[DictConfig, list[str]]] = []
 
     def collect(config: DictConfig) -> None:
         # Measured once Hydra is done, so that a multirun has one list and one estimate.
-        given = HydraConfig.get().overrides.task
-        configs.append((config, ",".join(one for one in given if one.lstrip("+").partition("=")[0] not in _HOW)))
+        configs.append((config, list(HydraConfig.get().overrides.task)))
 
     os.chdir(ROOT)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
@@ -48,8 +46,8 @@ def main(overrides: list[str]) -> int:
     sys.argv = ["make bench", *overrides, f"hydra.searchpath=[file://{conf_dir()}]", *quiet]
     try:
         hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()
-        for config, changed in configs:
-            wanted += read(config, changed)
+        for config, given in configs:
+            wanted += read(config, given)
         if not configs:  # --help, --cfg
             return 0
         first = configs[0][0]
@@ -68,6 +66,8 @@ def main(overrides: list[str]) -> int:
 
 def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool) -> int:
     """Takes what is not in the store yet, or all of it again. Returns the exit status."""
+    if any(isinstance(item, Measurement) for item in wanted):
+        check_tools()
     waiting = [item for item in wanted if again or not store.has(item.id, item.rows)]
     guesses = [item.estimated_s() for item in waiting]
     there = f"; {len(wanted) - len(waiting)} are in {store.path} already" if len(waiting) < len(wanted) else ""

@@ -111,6 +111,7 @@ def deepspeed_config(job: Job, hpz: str | None, block: dict[str, Any] | None) ->
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": train["micro_batch"],
         "gradient_accumulation_steps": train["accumulation"],
+        "gradient_clipping": 0.0,  # 1 by default, and nobody else clips
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,

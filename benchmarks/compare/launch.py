@@ -34,7 +34,7 @@ def take(measurement: Measurement, store: Store, after_s: float) -> int:
     model = config["model"]
     sequences = cluster.world_size * config["train"]["micro_batch"]
     tokens = data.prepare(config["data"], model["vocab_size"], model["seq_length"], sequences, print)
-    logs = store.logs(measurement.title)
+    logs = store.logs(measurement.folder)
     # Only the comparison that the claims are about is traced to files: a trace is of a megabyte.
     traced = measurement.suite in ("main", "one")
     job = {
@@ -42,7 +42,7 @@ def take(measurement: Measurement, store: Store, after_s: float) -> int:
         "catalog": measurement.catalog,
         "tokens": str(data.folder_of(config["data"], tokens)),
         "source": tokens.source,
-        "traces": str(store.folder / "traces" / measurement.title) if traced else None,
+        "traces": str(store.folder / "traces" / measurement.folder) if traced else None,
         "after_s": after_s,
     }
     (logs / worker.JOB).write_text(json.dumps(job))
@@ -91,5 +91,5 @@ def _row(measurement: Measurement, peer: str, result: dict[str, Any], traced: bo
         "memory": result["memory"],
         "hops_s": result["hops_s"],
         "breakdown": result["breakdown"],
-        "trace": f"traces/{measurement.title}/{peer}.json.gz" if traced else None,
+        "trace": f"traces/{measurement.folder}/{peer}.json.gz" if traced else None,
     }

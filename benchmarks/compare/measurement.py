@@ -5,21 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import peers, reduce_scatter
 from benchmarks.compare.traffic import step_bytes
-from benchmarks.compare.training import SUITE, Training
 from hzero.config import ConfigError, one_of
-from hzero.train.conf import compose, one_line, plain
-from hzero.train.settings import Settings, model_numels
+from hzero.train.settings import model_numels
 
 #: Blocks and keys of the configuration that say what is measured; the rest says how to go about it.
 PARTS = ("model", "data", "cluster", "train", "peers", "rounds", "warmup", "reduce_scatter", "timeout_s", "threads")
@@ -52,15 +47,24 @@ class Measurement:
         return f"{self.suite}/{self.name}"
 
     @property
+    def folder(self) -> str:
+        """Name of its folders for logs and traces."""
+        return re.sub(r"[^\w.,=+-]", "_", f"{self.suite}-{self.name}")[:120]
+
+    @property
     def rows(self) -> int:
         """Rows of results."""
         return len(self.config["peers"])
 
     @property
     def id(self) -> str:
-        """Digest of everything that is measured."""
-        text = json.dumps([self.suite, self.name, self.config, self.catalog], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Digest of the name and of everything that is measured."""
+        return hashlib.sha256(f"{self.suite} {self.name} {self.work}".encode()).hexdigest()[:16]
+
+    @property
+    def work(self) -> str:
+        """Everything that is measured, as text."""
+        return json.dumps([self.config, self.catalog], sort_keys=True)
 
     def bytes_of(self, peer: str, fetches: float = 2) -> dict[str, dict[str, float]]:
         """Bytes that all ranks send in a step of a peer by closed forms, ``planned`` and ``ideal``, by tier.
@@ -100,37 +104,17 @@ class Measurement:
         return {tier: size * 8e-6 / rate / links[tier] for tier, size in sent.items() if (rate := rates.get(tier))}
 
 
-def read(config: DictConfig, changed: str = "") -> list[Measurement | Training]:
-    """What a composed configuration asks for.
+def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
+    """A measurement from a composed configuration.
 
     Args:
-        config: As Hydra composed it.
-        changed: What the user has changed in it; becomes part of the measurements' names.
+        suite: Name of its suite.
+        name: Its name there.
+        whole: The configuration as plain dictionaries, changes of the suite applied.
 
     Raises:
         ConfigError: Naming the key, what was found, what is possible.
     """
-    OmegaConf.set_struct(config, True)
-    suites: dict[str, Any] = dict(OmegaConf.to_container(config.suite, resolve=True) or {})  # type: ignore[arg-type]
-    block = suites.pop(SUITE, None)
-    found: list[Measurement | Training] = []
-    for suite, measurements in suites.items():
-        if not isinstance(measurements, dict):
-            raise ConfigError(f"suite.{suite}: found {measurements!r}, expected measurements by name")
-        for name, change in measurements.items():
-            where = f"suite.{suite}.{name}"
-            try:
-                merged = OmegaConf.merge(config, change)
-                whole: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-            except OmegaConfBaseException as error:
-                raise ConfigError(f"{where}: {one_line(error)}") from None
-            found.append(_measurement(suite, f"{name},{changed}" if changed else name, whole))
-    if block is None:
-        return found
-    return found + _trainings(block, OmegaConf.to_container(config.data, resolve=True))  # type: ignore[arg-type]
-
-
-def _measurement(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     config = {part: whole[part] for part in PARTS}
     names, catalog = config["peers"], whole["catalog"]
     if not isinstance(names, list) or not names:
@@ -141,12 +125,12 @@ def _measurement(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
         if names.count(peer) > 1:
             raise ConfigError(f"peers: {peer} is named {names.count(peer)} times")
     for key, least in (("rounds", 1), ("warmup", 2), ("timeout_s", 1), ("threads", 1)):
-        _at_least(key, config[key], least)
+        at_least(key, config[key], least)
     if config["reduce_scatter"] not in reduce_scatter.KINDS:
         raise one_of("reduce_scatter", config["reduce_scatter"], reduce_scatter.KINDS)
     train = config["train"]
     for key, least in _TRAIN_AT_LEAST.items():
-        _at_least(f"train.{key}", train[key], least, whole=key not in ("lr", "weight_decay"))
+        at_least(f"train.{key}", train[key], least, whole=key not in ("lr", "weight_decay"))
     if train["dtype"] not in ("bf16", "fp32"):
         raise one_of("train.dtype", train["dtype"], ("bf16", "fp32"), "type")
     cluster = Cluster.from_config("cluster", config["cluster"])
@@ -156,30 +140,12 @@ def _measurement(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     return measurement
 
 
-def _trainings(block: Any, data: dict[str, Any]) -> list[Measurement | Training]:
-    where = f"suite.{SUITE}"
-    keys = {"presets", "seeds", "model", "steps", "eval_every"}
-    if not isinstance(block, dict) or set(block) != keys:
-        raise ConfigError(f"{where}: found {block!r}, expected the keys {', '.join(sorted(keys))}")
-    for key in ("presets", "seeds"):
-        if not isinstance(block[key], list) or not block[key]:
-            raise ConfigError(f"{where}.{key}: found {block[key]!r}, expected a list")
-    for key, least in (("steps", 1), ("eval_every", 0)):
-        _at_least(f"{where}.{key}", block[key], least)
-    for seed in block["seeds"]:
-        _at_least(f"{where}.seeds", seed, 0)
-    found: list[Measurement | Training] = [
-        Training(preset, seed, block["model"], block["steps"], block["eval_every"], data)
-        for seed in block["seeds"]  # an interrupted comparison has whole comparisons of fewer seeds
-        for preset in block["presets"]
-    ]
-    for training in found:
-        assert isinstance(training, Training)
-        Settings(plain(compose(training.overrides(Path("unused")))))  # refuses what the trainer would
-    return found
+def at_least(key: str, value: Any, least: int, *, whole: bool = True) -> None:
+    """Refuses what is not a number of at least ``least``, or not a whole one.
 
-
-def _at_least(key: str, value: Any, least: int, *, whole: bool = True) -> None:
+    Raises:
+        ConfigError: Naming ``key``.
+    """
     number = isinstance(value, int) if whole else isinstance(value, (int, float)) and math.isfinite(value)
     if isinstance(value, bool) or not number or value < least:
         kind = "whole number" if whole else "number"

@@ -66,9 +66,9 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
 
-    def logs(self, title: str) -> Path:
+    def logs(self, name: str) -> Path:
         """An empty folder for the logs of a measurement."""
-        folder = self.folder / "logs" / title.replace("/", "-")
+        folder = self.folder / "logs" / name
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.iterdir():
             left.unlink()

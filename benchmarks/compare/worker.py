@@ -67,6 +67,7 @@ class _Turns:
         from benchmarks.compare.peers import Job
         from hzero.topology.grid import Grid
         from hzero.train import data
+        from hzero.train.settings import model_numels
 
         self._config: dict[str, Any] = job["config"]
         self._catalog: dict[str, Any] = job["catalog"]
@@ -75,9 +76,9 @@ class _Turns:
         self._names: list[str] = self._config["peers"]
         cluster = self._config["cluster"]
         grid = Grid(cluster["nodes"], cluster["gpus_per_node"], cluster["gcds_per_gpu"])
-        hidden, inner = self._config["model"]["hidden_size"], self._config["model"]["intermediate_size"]
-        layer = 4 * hidden * (hidden + 1) + 2 * hidden * inner + hidden + inner + 4 * hidden
-        self._job = Job(self._config["model"], self._config["train"], grid, bucket_numel=layer)
+        model = self._config["model"]
+        layer = sum(model_numels({**model, "num_layers": 1})) - sum(model_numels({**model, "num_layers": 0}))
+        self._job = Job(model, self._config["train"], grid, bucket_numel=layer)
         self._tokens = data.load(Path(job["tokens"]), self._config["data"]["eval_share"], job["source"])
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._peers: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from hzero.bench.curves import STOCK, by_preset, groups
 from hzero.bench.measured import Chosen, Measurement, elapsed
 from hzero.bench.rows import ConvergenceRow, StepsRow
 from hzero.bench.series import Series, all_series, efficiency
-from hzero.train.report import COLOURS, _number, _smooth
+from hzero.train.report import COLOURS, number, smooth
 
 _BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = COLOURS
 #: Peers with the same idea share a colour: hzero's zero3 and DeepSpeed's, the two hpZ.
@@ -175,7 +175,7 @@ def loss_time(measurement: Measurement) -> Any:
     """Training loss against elapsed time by peer."""
     figure, axes = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
     for row in measurement.rows:
-        axes.plot(elapsed(row), [_number(loss) for loss in row.losses], label=row.label, **Style.of(row).line)
+        axes.plot(elapsed(row), [number(loss) for loss in row.losses], label=row.label, **Style.of(row).line)
     axes.set(xlabel="time since the first step, s (warm-up steps at the median)", ylabel="training loss, nats a token")
     axes.set_title(f"Loss against time, {measurement.title}", fontsize=11)
     axes.grid(alpha=0.3)
@@ -236,7 +236,7 @@ def _curves(axes: Any, group: Sequence[ConvergenceRow], *, last_half: bool) -> d
     """Draws the curves of runs that compare. Returns their lines by preset."""
     handles: dict[str, Any] = {}
     for name, runs in by_preset(group).items():
-        curves = [_smooth([_number(loss) for loss in row.losses]) for row in runs]
+        curves = [smooth([number(loss) for loss in row.losses]) for row in runs]
         first = len(curves[0]) // 2 if last_half else 0
         at = list(zip(*curves))[first:]
         steps = range(first + 1, first + len(at) + 1)

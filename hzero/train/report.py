@@ -106,7 +106,7 @@ def write_report(runs: Sequence[Run], output: Path) -> None:
     (output / "report.html").write_text(_page(runs, output, shown), encoding="utf-8")
 
 
-def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """Exponential mean, corrected for its start."""
     smoothed, mean, norm = [], 0.0, 0.0
     for value in values:
@@ -115,7 +115,7 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return smoothed
 
 
-def _number(loss: float | None) -> float:
+def number(loss: float | None) -> float:
     """A loss as metrics have it: null where it was not finite."""
     return math.nan if loss is None else loss
 
@@ -124,13 +124,13 @@ def _loss_figure(runs: Sequence[Run]) -> Any:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for index, run in enumerate(runs):
         colour = COLOURS[index % len(COLOURS)]
-        steps, losses = [row["step"] for row in run.steps], [_number(row["loss"]) for row in run.steps]
+        steps, losses = [row["step"] for row in run.steps], [number(row["loss"]) for row in run.steps]
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), color=colour, linewidth=1.8, label=run.name)
+        axes.plot(steps, smooth(losses), color=colour, linewidth=1.8, label=run.name)
         if run.evaluations:
             at, exact = (
                 [row["step"] for row in run.evaluations],
-                [_number(row["loss_exact"]) for row in run.evaluations],
+                [number(row["loss_exact"]) for row in run.evaluations],
             )
             axes.scatter(at, exact, color=colour, marker="D", s=28, zorder=3)
     axes.set(xlabel="optimizer step", ylabel="loss, nats a token", title="Training loss (diamonds: evaluation)")
@@ -217,10 +217,10 @@ def _runs_table(runs: Sequence[Run]) -> str:
                 str(run.summary.get("preset", "")),
                 run.summary.get("status", "no summary"),
                 f"{run.steps[-1]['step']:,}",
-                f"{_number(run.steps[0]['loss']):.4f}",
-                f"{_number(run.steps[-1]['loss']):.4f}",
-                f"{_number(evaluation['loss_decoded']):.4f}" if evaluation else "",
-                f"{_number(evaluation['loss_exact']):.4f}" if evaluation else "",
+                f"{number(run.steps[0]['loss']):.4f}",
+                f"{number(run.steps[-1]['loss']):.4f}",
+                f"{number(evaluation['loss_decoded']):.4f}" if evaluation else "",
+                f"{number(evaluation['loss_exact']):.4f}" if evaluation else "",
                 f"{rate:,.0f}" if rate else "",
             ]
         )

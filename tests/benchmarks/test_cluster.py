@@ -271,23 +271,6 @@ def test_wrong_arguments_are_one_line(arguments: str, says: str, capsys: pytest.
 # --- with a real network ---
 
 
-@pytest.fixture
-def _root() -> None:
-    """Skips where no network can be set up, or where somebody has one."""
-    try:
-        check_tools()
-        lock = owner.Lock()
-        lock.take()
-        try:
-            if ours():
-                pytest.skip("an emulated network is up")
-            check_kernel()
-        finally:
-            lock.release()
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
 def _sent(cluster: Cluster) -> list[dict[str, int]]:
     return [counters.sent(namespace=cluster.namespace(rank)) for rank in range(cluster.world_size)]
 
@@ -299,7 +282,7 @@ def _until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> N
         time.sleep(0.02)
 
 
-@pytest.mark.usefixtures("_root")
+@pytest.mark.usefixtures("emulated_network")
 def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
     cluster, size = Cluster.from_text("2x2x2", "400,400,200"), 1_000_000
     with Network(cluster) as here:
@@ -337,7 +320,7 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
     assert ours() == [] and clear() == [] and owner.read() is None
 
 
-@pytest.mark.usefixtures("_root")
+@pytest.mark.usefixtures("emulated_network")
 def test_a_network_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     real = layout.shaping
     monkeypatch.setattr(
@@ -351,7 +334,7 @@ def test_a_network_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.Monke
     assert ours() == [] and owner.read() is None
 
 
-@pytest.mark.usefixtures("_root")
+@pytest.mark.usefixtures("emulated_network")
 def test_what_a_killed_owner_leaves_is_cleared_by_the_next() -> None:
     code = (
         "import subprocess, time\n"
@@ -383,7 +366,7 @@ def _alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.usefixtures("_root")
+@pytest.mark.usefixtures("emulated_network")
 def test_up_stays_until_down(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main(["up", "--shape", "1x1x2", "--rates", "none"]) == 0
@@ -402,7 +385,7 @@ def test_up_stays_until_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing was up\nnothing is up\n" in capsys.readouterr().out and ours() == []
 
 
-@pytest.mark.usefixtures("_root")
+@pytest.mark.usefixtures("emulated_network")
 def test_run_starts_every_rank_in_its_namespace_and_ends_all_with_one(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(

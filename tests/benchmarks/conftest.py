@@ -1,0 +1,26 @@
+"""What tests of the benchmarks share."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cluster import owner
+from benchmarks.cluster.network import check_kernel, check_tools, ours
+from hzero.config import ConfigError
+
+
+@pytest.fixture
+def emulated_network() -> None:
+    """Skips where no network can be set up, or where somebody has one."""
+    try:
+        check_tools()
+        lock = owner.Lock()
+        lock.take()
+        try:
+            if ours():
+                pytest.skip("an emulated network is up")
+            check_kernel()
+        finally:
+            lock.release()
+    except ConfigError as error:
+        pytest.skip(str(error))

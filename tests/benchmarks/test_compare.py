@@ -1,0 +1,295 @@
+"""The comparison without its ranks: what a configuration asks for, closed forms of bytes, the store, one run from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.cluster import network
+from benchmarks.cluster.shape import Cluster
+from benchmarks.compare import __main__ as compare
+from benchmarks.compare.store import Store
+from benchmarks.compare.traffic import step_bytes
+from benchmarks.compare.training import Training
+from hzero.bench.results import read_results
+from hzero.config import TIERS, ConfigError
+from tests.ranks import ROOT
+
+CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog" / "all.yaml").read_text())
+NONE = {"gcd": None, "gpu": None, "node": None}
+DATA = {"path": None, "max_bytes": 0, "eval_share": 0.05, "cache_dir": None}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the command would measure, in place of measuring it."""
+    found: list[Any] = []
+    monkeypatch.setattr(compare, "take", lambda wanted, store, *, again: found.extend(wanted) or 0)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    return found
+
+
+def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
+    assert compare.main([f"results={tmp_path}"]) == 0
+    titles = [item.title for item in asked]
+    assert len(set(titles)) == len(titles) and len({item.id for item in asked}) == len(titles)
+    suites = {title.partition("/")[0] for title in titles}
+    assert suites >= {"main", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", "convergence"}
+    main = next(item for item in asked if item.title == "main/main")
+    assert main.config["train"]["accumulation"] == 2
+    assert main.config["cluster"]["rates_mbit"] == {"gcd": 200, "gpu": 75, "node": 50}
+    assert [item.config["train"]["accumulation"] for item in asked if item.suite == "accumulation"] == [1, 4, 8]
+    assert {item.seed for item in asked if isinstance(item, Training)} == {0, 1}
+    assert all(item.estimated_s() > 0 for item in asked)
+
+
+def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) -> None:
+    arguments = ["-m", "suite=main,sweep", "rounds=1", "peers=[ddp,topo]", "train.seed=4", f"results={tmp_path}"]
+    assert compare.main(arguments) == 0
+    assert [item.title for item in asked] == [
+        *("main/main,train.seed=4", "sweep/node-16,train.seed=4", "sweep/node-160,train.seed=4")
+    ]
+    for item in asked:
+        assert (
+            item.config["rounds"] == 1 and item.config["peers"] == ["ddp", "topo"] and item.config["train"]["seed"] == 4
+        )
+        assert re.fullmatch(r"[\w.,=+-]+", item.folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("suite=mian", "suite: unknown option 'mian'; did you mean 'main'"),
+        ("suite=one peers=[topo,tpoo]", "peers: unknown peer 'tpoo'; did you mean 'topo'"),
+        ("suite=one peers=[]", "peers: found []"),
+        ("suite=one peers=[topo,topo]", "peers: topo is named 2 times"),
+        ("suite=one rounds=0", "rounds: found 0, expected a whole number of at least 1"),
+        ("suite=one warmup=1", "warmup: found 1, expected a whole number of at least 2"),
+        ("suite=one train.dtype=fp16", "train.dtype: unknown type 'fp16'"),
+        ("suite=one train.lr=nan", "train.lr: found nan"),
+        ("suite=one train.accumulation=1.5", "train.accumulation: found 1.5"),
+        ("suite=one reduce_scatter=nccl", "reduce_scatter: unknown value 'nccl'"),
+        ("suite=one cluster.nodes=0", "cluster.nodes: found 0"),
+        ("suite=one cluster.rates_mbit.node=fast", "cluster.rates_mbit.node: found 'fast'"),
+        ("suite=one cluster.nodes=40", "160 ranks, expected 2 to 64"),
+        ("suite=one catalog.topo.block.preset=mlid", "did you mean 'mild'"),
+        ("suite=one catalog.topo.engine=hzreo", "catalog.topo.engine: unknown engine 'hzreo'; did you mean 'hzero'"),
+        ("suite=one catalog.fsdp2.shard=rack", "catalog.fsdp2.shard: unknown scope 'rack'"),
+        ("suite=one +catalog.ddp.hpz=node", "catalog.ddp: unknown key of engine ddp 'hpz'"),
+        ("suite=one speed=3", "speed"),
+        ("suite=accumulation train.accumulation=2", "suite accumulation varies it"),
+        ("suite=convergence suite.convergence.steps=0", "suite.convergence.steps: found 0"),
+        ("suite=convergence suite.convergence.presets=[mlid]", "zero: unknown option 'mlid'; did you mean 'mild'"),
+        ("suite=one data.path=missing.txt", "data.path: no file or folder 'missing.txt'"),
+        ("results=/dev/null/x", "results: cannot write"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(compare, "check_tools", lambda: None)
+    results = [] if "results=" in arguments else [f"results={tmp_path / 'results'}"]
+    assert compare.main([*arguments.split(), *results]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1, error
+    assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "results" / "results.jsonl").read_text() == ""
+
+
+def test_without_root_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
+    assert compare.main(["suite=main", f"results={tmp_path}"]) == 2
+    assert "needs root" in capsys.readouterr().err
+
+
+# --- bytes ---
+
+
+def _brute_force(cluster: Cluster, ranks: list[int], kind: str, way: str, size: float) -> dict[str, float]:
+    """Bytes by tier of one collective, message by message."""
+    total = dict.fromkeys(TIERS, 0.0)
+    count = len(ranks)
+
+    def send(a: int, b: int) -> None:
+        total[cluster.tier_between(ranks[a], ranks[b])] += size / count
+
+    if kind == "reduce_scatter" and way == "all_to_all":
+        for a in range(count):
+            for b in range(count):
+                if a != b:
+                    send(a, b)
+        return total
+    for _ in range(2 if kind == "all_reduce" or (kind == "reduce_scatter" and way == "gloo") else 1):
+        for _hop in range(count - 1):
+            for a in range(count):
+                send(a, (a + 1) % count)
+    return total
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)).filter(
+        lambda shape: shape[0] * shape[1] * shape[2] >= 2
+    ),
+    st.sampled_from(["gloo", "all_to_all", "ring"]),
+    st.integers(1, 3),
+    st.integers(1, 5000),
+)
+@settings(max_examples=60, deadline=None)
+def test_bytes_of_peers_are_those_of_their_messages(
+    shape: tuple[int, int, int], way: str, accumulation: int, numel: int
+) -> None:
+    cluster = Cluster(*shape, NONE)
+    world, node = cluster.world_size, cluster.ranks_per_node
+    everyone = [list(range(world))]
+    nodes = [list(cluster.ranks_of(n)) for n in range(cluster.nodes)]
+    columns = [list(range(first, world, node)) for first in range(node)]
+    m, a = numel * 2.0, accumulation
+    expected: dict[str, list[tuple[list[list[int]], str, float, float]]] = {
+        "ddp": [(everyone, "all_reduce", m, 1)],
+        "fsdp2": [(everyone, "all_gather", m, 2 * a), (everyone, "reduce_scatter", m, a)],
+        "fsdp2-node": [
+            *((everyone, "all_gather", m, a), (nodes, "all_gather", m, a), (everyone, "reduce_scatter", m, a)),
+        ],
+        "hsdp-node": [
+            *((nodes, "all_gather", m, 2 * a), (nodes, "reduce_scatter", m, a), (columns, "all_reduce", m / node, 1)),
+        ],
+        "zero3-deepspeed": [(everyone, "all_gather", m, 2 * a), (everyone, "reduce_scatter", m, a)],
+        "hpz-deepspeed": [
+            *((everyone, "all_gather", m, 1), (nodes, "all_gather", m, 2 * a - 1), (everyone, "reduce_scatter", m, a)),
+        ],
+    }
+    for name, collectives in expected.items():
+        total = dict.fromkeys(TIERS, 0.0)
+        for groups, kind, size, times in collectives:
+            for ranks in groups:
+                for tier, count in _brute_force(cluster, ranks, kind, way, size).items():
+                    total[tier] += times * count
+        found = step_bytes(CATALOG[name], cluster, [numel], itemsize=2, accumulation=a, reduce_scatter=way)
+        assert set(found) == set(cluster.tiers)
+        assert all(found[tier] == pytest.approx(total[tier]) for tier in found), name
+
+
+def test_bytes_of_hzero_are_the_plans() -> None:
+    cluster, numels = Cluster(2, 2, 2, NONE), [1 << 20]
+    keywords: dict[str, Any] = {"itemsize": 2, "accumulation": 2}
+    found = {
+        (name, way): step_bytes(CATALOG[name], cluster, numels, reduce_scatter=way, **keywords)
+        for name in ("topo", "lossless")
+        for way in ("gloo", "ring")
+    }
+    m = float(2 * numels[0])
+    # Between nodes, all ranks: weights once in int8 (M/2 and scales of 2 bytes in 128), gradients once in int4 (M/4), half each.
+    assert found["topo", "gloo"]["node"] == pytest.approx(2 * m / 2 * (0.5 + 0.25) * (1 + 2 / 128), rel=0.02)
+    assert found["topo", "gloo"] == found["topo", "ring"]  # nothing is reduced by a reduce-scatter
+    # Without codec gradients go by reduce-scatter, which gloo moves twice: in the package the whole of M, twice a step.
+    assert found["lossless", "ring"]["gcd"] == 8 * m / 2 * (4 + 2)
+    assert found["lossless", "gloo"]["gcd"] == 8 * m / 2 * (4 + 2 * 2)
+    fewer = step_bytes(CATALOG["lossless"], cluster, numels, reduce_scatter="ring", fetches=1.5, **keywords)
+    assert fewer["gcd"] == 8 * m / 2 * (3 + 2) and fewer["node"] == found["lossless", "ring"]["node"]
+
+
+# --- store and trainings ---
+
+
+def test_store_keeps_whole_measurements(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results")
+    store.add([{"peer": "a"}, {"peer": "b"}], "first")
+    with open(store.path, "a") as file:
+        file.write(json.dumps({"peer": "a", "id": "second"}) + "\n" + '{"peer": "b", "id": "sec')
+    again = Store(tmp_path / "results")
+    assert again.has("first", 2) and not again.has("second", 2) and not again.has("third", 1)
+    again.add([{"peer": "c"}], "third")
+    assert Store(tmp_path / "results").has("third", 1)
+    rows = [line for line in store.path.read_text().splitlines() if line.endswith("}")]
+    assert [json.loads(row)["peer"] for row in rows] == ["a", "b", "a", "c"]
+    first = json.loads(rows[0])
+    assert first["machine"]["cores"] >= 1 and first["machine"]["memory_bytes"] > 1e8 and "torch" in first["versions"]
+
+
+def _finished_run(folder: Path, seed: int = 0) -> None:
+    folder.mkdir(parents=True)
+    config = {"train": {"seed": seed, "steps": 3}, "model": {"name": "gpt_neox_1m"}, "zero": {"preset": "topo"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    steps = [{"kind": "step", "step": step, "loss": 7.0 - step} for step in (1, 2, 3)]
+    evaluation = {"kind": "eval", "step": 3, "loss_decoded": 4.5, "loss_exact": 4.4}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*steps, evaluation]))
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", "parameters": 10, "world_size": 8}))
+
+
+def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, training = Store(tmp_path), Training("topo", 0, "gpt_neox_1m", 3, 0, DATA)
+    _finished_run(tmp_path / training.title)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    assert training.take(store, again=False) == 0 and store.has(training.id, 1)
+    line = read_results([tmp_path])[0][0]
+    assert line.row.losses == [6.0, 5.0, 4.0] and line.row.evaluations[0].loss_exact == 4.4  # type: ignore[union-attr]
+    other = Training("topo", 1, "gpt_neox_1m", 3, 0, DATA)
+    assert other.id != training.id
+    _finished_run(tmp_path / other.title, seed=7)
+    with pytest.raises(ConfigError, match="holds a run of seed, steps, model and preset"):
+        other.take(store, again=False)
+
+
+# --- from end to end ---
+
+
+@pytest.mark.usefixtures("emulated_network")
+def test_a_measurement_from_end_to_end(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the train extra is not installed")
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"{i} tiers of links, {i * i} bytes\n" for i in range(8000)))
+    command = [
+        *(sys.executable, "-m", "benchmarks.compare", "suite=one", f"results={tmp_path / 'results'}", "rounds=2"),
+        *("peers=[hsdp-package,zero3-deepspeed,topo]", "cluster.gpus_per_node=1", "model=gpt_neox_1m"),
+        *("model.seq_length=32", "model.vocab_size=300", f"data.path={book}", f"data.cache_dir={tmp_path / 'cache'}"),
+        *("cluster.rates_mbit={gcd: 400, gpu: 150, node: 200}",),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(what: list[str]) -> str:
+        done = subprocess.run(what, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "1 measurements to take" in run(command)
+    lines = read_results([tmp_path / "results"])[0]
+    assert [line.row.peer for line in lines] == ["hsdp-package", "zero3-deepspeed", "topo"]  # type: ignore[union-attr]
+    for line in lines:
+        row: Any = line.row
+        assert len(row.step_s) == 2 and len(row.losses) == 4 and row.world_size == 4
+        assert (tmp_path / "results" / row.trace).stat().st_size > 1000
+        for tier in ("gcd", "node"):
+            # Of messages this small headers and acknowledgements are a larger share.
+            assert 1 <= row.bytes.measured[tier] / row.bytes.planned[tier] < 1.25, (row.peer, tier, row.bytes)
+    by_peer: dict[str, Any] = {line.row.peer: line.row for line in lines}  # type: ignore[union-attr]
+    assert by_peer["topo"].bytes.measured["node"] < by_peer["zero3-deepspeed"].bytes.measured["node"] / 4
+    assert "0 measurements to take" in run(command)
+    report = [
+        sys.executable,
+        "-m",
+        "hzero",
+        "bench",
+        "report",
+        str(tmp_path / "results"),
+        "-o",
+        str(tmp_path / "report"),
+    ]
+    run(report)
+    assert "hzero topo" in next((tmp_path / "report").glob("*-comparison.md")).read_text()
