@@ -83,25 +83,6 @@ def shaping(cluster: Cluster) -> dict[str, list[str]]:
     return lines
 
 
-def reshaping(cluster: Cluster, tier: str, was: float | None) -> dict[str, list[str]]:
-    """Lines for ``tc`` that bring the links of one tier to the cluster's rate.
-
-    Args:
-        cluster: With the new rate.
-        tier: Whose links.
-        was: The rate before.
-    """
-    if tier != "node":
-        return {cluster.namespace(rank): [_class("replace", cluster, tier)] for rank in range(cluster.world_size)}
-    lines: dict[str, list[str]] = {}
-    for name, device, rate in _trunk_ends(cluster):
-        if rate is not None:
-            lines.setdefault(name, []).append(_trunk_queue(device, rate))
-        elif was is not None:
-            lines.setdefault(name, []).append(f"qdisc del dev {device} root")
-    return lines
-
-
 def burst(mbit: float) -> int:
     """Bytes that may pass at once at a rate."""
     return max(LEAST_BURST, round(mbit * 1e6 / 8 * BURST_S))
@@ -145,7 +126,7 @@ def _classes(cluster: Cluster, rank: int) -> list[str]:
     lines = [f"qdisc add dev {INTERFACE} root handle 1: htb"]
     for tier in cluster.tiers:
         class_id, queue = CLASSES[tier]
-        lines.append(_class("add", cluster, tier))
+        lines.append(_class(cluster, tier))
         lines.append(f"qdisc add dev {INTERFACE} parent {class_id} handle {queue} bfifo limit {QUEUE_BYTES}")
     for tier in cluster.tiers:
         lines += [
@@ -156,11 +137,11 @@ def _classes(cluster: Cluster, rank: int) -> list[str]:
     return lines
 
 
-def _class(verb: str, cluster: Cluster, tier: str) -> str:
+def _class(cluster: Cluster, tier: str) -> str:
     mbit = cluster.rates_mbit[tier] if tier != "node" else None
     bits, size = (UNSHAPED_BITS, UNSHAPED_BURST) if mbit is None else (round(mbit * 1e6), burst(mbit))
     return (
-        f"class {verb} dev {INTERFACE} parent 1: classid {CLASSES[tier][0]} "
+        f"class add dev {INTERFACE} parent 1: classid {CLASSES[tier][0]} "
         f"htb rate {bits}bit burst {size}b cburst {size}b quantum 60000"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.cluster import layout, owner
 from benchmarks.cluster.namespace import NAMES, end_occupants, inside, occupants
-from benchmarks.cluster.shape import PREFIX, Cluster, check_rate
-from hzero.config import TIERS, ConfigError, one_of
+from benchmarks.cluster.shape import PREFIX, Cluster
+from hzero.config import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,28 +88,6 @@ class Network:
         else:
             self._tear_down()
 
-    def set_rate(self, tier: str, mbit: float | None) -> None:
-        """Changes the rate of a tier's links; counters go on.
-
-        Args:
-            tier: One of `hzero.config.TIERS`.
-            mbit: Mbit/s, or None: not shaped.
-
-        Raises:
-            ConfigError: An unknown tier, one without links here, or a rate that cannot be set.
-        """
-        if tier not in TIERS:
-            raise one_of("tier", tier, TIERS, "tier")
-        if tier not in self.cluster.tiers:
-            raise ConfigError(f"tier {tier}: has no links in {self.cluster.grid}")
-        check_rate(f"rate of tier {tier}", mbit)
-        was = self.cluster.rates_mbit[tier]
-        changed = dataclasses.replace(self.cluster, rates_mbit={**self.cluster.rates_mbit, tier: mbit})
-        for name, lines in layout.reshaping(changed, tier, was).items():
-            run_batch("tc", lines, name)
-        self.cluster = changed
-        self._lock.write(changed, kept=self._kept)
-
     def keep(self) -> None:
         """Lets the network stay when the context is left, until `clear`."""
         self._kept = True
@@ -148,9 +125,11 @@ class Network:
         if not self._lock.held:
             return
         with _undisturbed():
-            clear()
-            self._lock.erase()
-            self._lock.release()
+            try:
+                clear()
+                self._lock.erase()
+            finally:
+                self._lock.release()
 
 
 def ours() -> list[str]:
@@ -285,6 +264,8 @@ def _wait_for_links(namespace: str) -> None:
     deadline = time.monotonic() + LINKS_TIMEOUT_S
     while True:
         done = _call(["ip", "-n", namespace, "-j", "link", "show"])
+        if done.returncode != 0:
+            raise ConfigError(f"emulated network: links of {namespace} cannot be read: {done.stderr.strip()}")
         states = {link["ifname"]: link["operstate"] for link in json.loads(done.stdout or "[]")}
         down = [name for name, state in states.items() if name != "lo" and state != "UP"]
         if not down:

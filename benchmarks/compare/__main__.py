@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
@@ -40,8 +42,10 @@ def main(overrides: list[str]) -> int:
         # Measured once Hydra is done, so that a multirun has one list and one estimate.
         configs.append((config, list(HydraConfig.get().overrides.task)))
 
-    os.chdir(ROOT)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            signal.signal(number, _leave)
     quiet = ["hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
     sys.argv = ["make bench", *overrides, f"hydra.searchpath=[file://{conf_dir()}]", *quiet]
     try:
@@ -50,8 +54,8 @@ def main(overrides: list[str]) -> int:
             wanted += read(config, given)
         if not configs:  # --help, --cfg
             return 0
-        first = configs[0][0]
-        return take(wanted, Store(Path(first.results)), again=bool(first.again))
+        results, again = _same(configs, "results", str), _same(configs, "again", bool)
+        return take(list({item.id: item for item in wanted}.values()), Store(Path(results)), again=again)
     except (HydraException, OmegaConfBaseException) as error:
         print(f"bench: error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -62,6 +66,22 @@ def main(overrides: list[str]) -> int:
         return INTERRUPTED
     except SystemExit as left:  # Hydra's --help
         return left.code if isinstance(left.code, int) else 0
+
+
+def _same(configs: Sequence[tuple[DictConfig, list[str]]], key: str, kind: type) -> Any:
+    """A key that is one for all jobs of a multirun."""
+    values = [config.get(key) for config, _ in configs]
+    if any(not isinstance(value, kind) or value == "" or value != values[0] for value in values):
+        expected = "true or false" if kind is bool else "a folder"
+        raise ConfigError(
+            f"{key}: found {', '.join(map(repr, dict.fromkeys(values)))}, expected {expected}, one for all"
+        )
+    return values[0]
+
+
+def _leave(number: int, frame: object) -> None:
+    """SIGTERM and SIGHUP as Ctrl-C: the cluster is torn down, and ranks end."""
+    raise KeyboardInterrupt
 
 
 def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool) -> int:

@@ -11,7 +11,6 @@ from deepspeed.utils import groups
 
 import hzero
 from benchmarks.compare.peers import Job, Peer, tensor_bytes
-from hzero.config import TIERS
 
 
 class DeepSpeedPeer(Peer):
@@ -92,17 +91,6 @@ class DeepSpeedPeer(Peer):
     def start_counting(self) -> None:
         """As in `Peer`."""
         self._gathered = self._micro_steps = 0
-        if self._state is not None:
-            self._state.wire_log.reset()
-
-    def hops_s(self) -> dict[str, float] | None:
-        """As in `Peer`, by the wire log."""
-        if self._state is None:
-            return None
-        seconds = dict.fromkeys(TIERS, 0.0)
-        for entry in self._state.wire_log.entries():
-            seconds[entry.tier] += entry.seconds
-        return {tier: value for tier, value in seconds.items() if value}
 
 
 def deepspeed_config(job: Job, hpz: str | None, block: dict[str, Any] | None) -> dict[str, Any]:

@@ -86,10 +86,11 @@ def _row(measurement: Measurement, peer: str, result: dict[str, Any], traced: bo
         * config["model"]["seq_length"],
         "step_s": result["step_s"],
         "losses": result["losses"],
-        "bytes": {"measured": result["measured"], **measurement.bytes_of(peer, result["fetches"])},
+        "bytes": {"measured": result["measured"], **measurement.bytes_of(peer, result["fetches"] or 2)},
         "fetches": result["fetches"],
         "memory": result["memory"],
-        "hops_s": result["hops_s"],
+        "busiest": result["busiest"],
+        "cpu_s": result["cpu_s"],
         "breakdown": result["breakdown"],
         "trace": f"traces/{measurement.folder}/{peer}.json.gz" if traced else None,
     }

@@ -19,6 +19,7 @@ from hzero.train.settings import model_numels
 #: Blocks and keys of the configuration that say what is measured; the rest says how to go about it.
 PARTS = ("model", "data", "cluster", "train", "peers", "rounds", "warmup", "reduce_scatter", "timeout_s", "threads")
 _TRAIN_AT_LEAST = {"accumulation": 1, "micro_batch": 1, "seed": 0, "warmup_steps": 0, "lr": 0, "weight_decay": 0}
+_TRAIN_KEYS = {*_TRAIN_AT_LEAST, "dtype", "betas"}
 #: Seconds for which a rank's own work lasts beside the wires, roughly, for estimates of time left.
 _START_S, _BUILD_S, _STEP_S = 3.0, 0.6, 0.12
 
@@ -49,7 +50,7 @@ class Measurement:
     @property
     def folder(self) -> str:
         """Name of its folders for logs and traces."""
-        return re.sub(r"[^\w.,=+-]", "_", f"{self.suite}-{self.name}")[:120]
+        return re.sub(r"[^\w.,=+-]", "_", f"{self.suite}-{self.name}")[:80] + f"-{self.id[:8]}"
 
     @property
     def rows(self) -> int:
@@ -67,11 +68,15 @@ class Measurement:
         return json.dumps([self.config, self.catalog], sort_keys=True)
 
     def bytes_of(self, peer: str, fetches: float = 2) -> dict[str, dict[str, float]]:
-        """Bytes that all ranks send in a step of a peer by closed forms, ``planned`` and ``ideal``, by tier.
+        """Bytes that all ranks send in a step of a peer by closed forms, by tier.
 
         Args:
             peer: Its name.
-            fetches: Gathers of every weight a micro-step, on average.
+            fetches: Gathers of every weight a micro-step that took place, on average.
+
+        Returns:
+            ``planned``; ``planned_twice``, had every weight been gathered twice a micro-step; ``ideal``, with a
+            reduce-scatter that sends nothing twice.
         """
         train = self.config["train"]
         return {
@@ -82,9 +87,13 @@ class Measurement:
                 itemsize=4 if train["dtype"] == "fp32" else 2,
                 accumulation=train["accumulation"],
                 reduce_scatter=way,
-                fetches=fetches,
+                fetches=gathers,
             )
-            for kind, way in (("planned", self.config["reduce_scatter"]), ("ideal", "ring"))
+            for kind, way, gathers in (
+                ("planned", self.config["reduce_scatter"], fetches),
+                ("planned_twice", self.config["reduce_scatter"], 2),
+                ("ideal", "ring", fetches),
+            )
         }
 
     def estimated_s(self) -> float:
@@ -94,14 +103,14 @@ class Measurement:
         seconds = world * _START_S
         for peer in self.config["peers"]:
             seconds += world * _BUILD_S + steps * world * _STEP_S * self.config["train"]["accumulation"] ** 0.5
-            seconds += steps * sum(self.wire_s(self.bytes_of(peer)["planned"]).values())
+            seconds += steps * sum(self._wire_s(self.bytes_of(peer)["planned"]))
         return seconds
 
-    def wire_s(self, sent: Mapping[str, float]) -> dict[str, float]:
-        """Least seconds of every shaped tier for bytes that all ranks send in a step."""
+    def _wire_s(self, sent: Mapping[str, float]) -> list[float]:
+        """Seconds of every shaped tier for bytes that all ranks send in a step, spread evenly."""
         links = {"gcd": self.cluster.world_size, "gpu": self.cluster.world_size, "node": self.cluster.nodes}
         rates = self.cluster.rates_mbit
-        return {tier: size * 8e-6 / rate / links[tier] for tier, size in sent.items() if (rate := rates.get(tier))}
+        return [size * 8e-6 / rate / links[tier] for tier, size in sent.items() if (rate := rates.get(tier))]
 
 
 def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
@@ -129,11 +138,22 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     if config["reduce_scatter"] not in reduce_scatter.KINDS:
         raise one_of("reduce_scatter", config["reduce_scatter"], reduce_scatter.KINDS)
     train = config["train"]
+    if not isinstance(train, dict) or set(train) != _TRAIN_KEYS:
+        raise ConfigError(f"train: found {train!r}, expected the keys {', '.join(sorted(_TRAIN_KEYS))}")
+    betas = train["betas"]
+    if not (
+        isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
+    ):
+        raise ConfigError(f"train.betas: found {betas!r}, expected two numbers from 0 to below 1")
+    model = config["model"]
+    if model["hidden_size"] % model["num_heads"]:
+        raise ConfigError(f"model.num_heads: found {model['num_heads']}, which does not divide model.hidden_size")
     for key, least in _TRAIN_AT_LEAST.items():
         at_least(f"train.{key}", train[key], least, whole=key not in ("lr", "weight_decay"))
     if train["dtype"] not in ("bf16", "fp32"):
         raise one_of("train.dtype", train["dtype"], ("bf16", "fp32"), "type")
     cluster = Cluster.from_config("cluster", config["cluster"])
+    config["cluster"] = cluster.as_dict()
     measurement = Measurement(suite, name, config, {peer: peers.check(peer, catalog[peer]) for peer in names}, cluster)
     for peer in names:
         measurement.bytes_of(peer)  # a block that cannot be used is refused before anything runs

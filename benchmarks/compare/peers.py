@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hzero.config import ConfigError, one_of
+from hzero.config import SCOPES, ConfigError, one_of
 from hzero.topology.grid import Grid
 from hzero.train import model
 
@@ -88,16 +88,12 @@ class Peer(ABC):
             ``weights``, ``gradients``, ``optimizer`` (float32 masters and moments).
         """
 
-    def fetches(self) -> float:
-        """Gathers of every weight a micro-step since `start_counting`, on average; 2 where forward and backward each gather."""
-        return 2.0
+    @abstractmethod
+    def fetches(self) -> float | None:
+        """Gathers of every weight a micro-step since `start_counting`, on average; None where nothing is gathered."""
 
     def start_counting(self) -> None:  # noqa: B027 - most count nothing
         """Forgets what has been counted so far, where the peer counts."""
-
-    def hops_s(self) -> dict[str, float] | None:
-        """Seconds for which hops of each tier were under way since `start_counting`; None where nothing logs that."""
-        return None
 
 
 def check(name: str, peer: Any) -> dict[str, Any]:
@@ -109,19 +105,24 @@ def check(name: str, peer: Any) -> dict[str, Any]:
     where = f"catalog.{name}"
     if not isinstance(peer, dict):
         raise ConfigError(f"{where}: found {peer!r}, expected a block with the key engine")
-    if peer.get("engine") not in ENGINES:
+    if not isinstance(peer.get("engine"), str) or peer["engine"] not in ENGINES:
         raise one_of(f"{where}.engine", peer.get("engine"), ENGINES, "engine")
     for key in peer:
         if key not in ("engine", "label", *ENGINES[peer["engine"]]):
             possible = ("label", *ENGINES[peer["engine"]])
             raise one_of(where, key, possible, f"key of engine {peer['engine']}")
     for key, possible in (
-        ("shard", ("package", "node", "world")),
-        ("reshard_after_forward", ("package", "node", "world")),
-        ("hpz", ("package", "node")),
+        ("shard", SCOPES),
+        ("reshard_after_forward", SCOPES),
+        ("hpz", SCOPES[:2]),
     ):
         if key in peer and peer[key] not in possible:
             raise one_of(f"{where}.{key}", peer[key], possible, "scope")
+    if peer["engine"] == "hzero" and not isinstance(peer.get("block"), dict):
+        raise ConfigError(f'{where}.block: found {peer.get("block")!r}, expected the keys of the "hzero" block')
+    shard, between = peer.get("shard", "world"), peer.get("reshard_after_forward")
+    if between is not None and SCOPES.index(between) > SCOPES.index(shard):
+        raise ConfigError(f"{where}.reshard_after_forward: {between!r} is wider than shard {shard!r}")
     return peer
 
 

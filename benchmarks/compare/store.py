@@ -36,6 +36,7 @@ class Store:
         except OSError as error:
             raise ConfigError(f"results: cannot write below {str(folder)!r}: {error.strerror}") from None
         self._rows: Counter[str] = Counter()
+        self._versions = versions()  # of what is measured; files may change while it is
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 self._rows[json.loads(line)["id"]] += 1
@@ -53,9 +54,10 @@ class Store:
             "id": identity,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(),
-            "versions": versions(),
+            "versions": self._versions,
         }
-        text = "".join(json.dumps({**row, **common}) + "\n" for row in rows)
+        lines = [json.dumps({**row, **common}) + "\n" for row in rows]
+        text = "".join(lines)
         with open(self.path, "r+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell():
@@ -65,6 +67,7 @@ class Store:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
+        self._rows[identity] += len(lines)
 
     def logs(self, name: str) -> Path:
         """An empty folder for the logs of a measurement."""

@@ -9,12 +9,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from benchmarks.compare.measurement import Measurement, at_least, check
+from benchmarks.compare.measurement import PARTS, Measurement, at_least, check
 from benchmarks.compare.training import SUITE, Training
-from hzero.config import ConfigError
+from hzero.config import ConfigError, one_of
 from hzero.train.conf import compose, one_line, plain
 from hzero.train.settings import Settings
 
+_KEYS = (*PARTS, "catalog", "suite", "results", "again")
 #: Keys that say what to measure of what, where results go and how long measuring takes: no part of a measurement's name.
 _HOW = ("suite", "results", "again", "rounds", "warmup", "peers", "threads", "timeout_s")
 
@@ -31,14 +32,17 @@ def read(config: DictConfig, given: Sequence[str] = ()) -> list[Measurement | Tr
     """
     OmegaConf.set_struct(config, True)
     keys = [override.lstrip("+~").partition("=")[0] for override in given]
-    changed = ",".join(override for key, override in zip(keys, given) if key not in _HOW)
+    changed = ",".join(override for key, override in zip(keys, given) if key.partition(".")[0] not in _HOW)
     suites: dict[str, Any] = dict(OmegaConf.to_container(config.suite, resolve=True) or {})  # type: ignore[arg-type]
     block = suites.pop(SUITE, None)
+    for key in config:
+        if key not in _KEYS:
+            raise one_of("configuration", key, _KEYS, "key")
     found: list[Measurement | Training] = []
     seen: dict[str, str] = {}
     for suite, measurements in suites.items():
-        if not isinstance(measurements, dict):
-            raise ConfigError(f"suite.{suite}: found {measurements!r}, expected measurements by name")
+        if not isinstance(measurements, dict) or not all(isinstance(change, dict) for change in measurements.values()):
+            raise ConfigError(f"suite.{suite}: found {measurements!r}, expected by name what each measurement changes")
         for name, change in measurements.items():
             try:
                 merged = OmegaConf.merge(config, change)

@@ -23,12 +23,19 @@ class _TorchPeer(Peer):
         self._module = job.build()
         self.parameters = sum(param.numel() for param in self._module.parameters())
         self._optimizer: torch.optim.Optimizer
+        self._gradient_bytes = 0
 
-    def _finish_step(self, rate: float) -> None:
+    def _finish_step(self, rate: float, keep_gradients: bool = False) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        self._gradient_bytes = tensor_bytes(param.grad for param in self._module.parameters())
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=not keep_gradients)
+
+    def memory(self) -> dict[str, int]:
+        """As in `Peer`: the float32 parameters are the masters, and no narrow copy outlives its use."""
+        optimizer = tensor_bytes(self._module.parameters()) + self._optimizer_bytes()
+        return {"weights": 0, "gradients": self._gradient_bytes, "optimizer": optimizer}
 
     def _optimizer_bytes(self) -> int:
         states = self._optimizer.state.values()
@@ -49,8 +56,6 @@ class DdpPeer(_TorchPeer):
         if job.dtype == torch.bfloat16:
             self._ddp.register_comm_hook(None, lambda _, bucket: _narrow_all_reduce(bucket))
         self._optimizer = job.adamw(self._ddp.parameters())
-        # Gradients are views of DDP's buckets, which stay: zeroed, not freed, as its documentation advises.
-        self._gradient_bytes = self.parameters * 4
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
         """As in `Peer`; micro-steps but the last are not synchronised."""
@@ -63,13 +68,11 @@ class DdpPeer(_TorchPeer):
                     loss = self._ddp(input_ids=ids, labels=ids).loss
                 total += loss.detach().float()
                 (loss / len(batches)).backward()
-        self._finish_step(rate)
+        self._finish_step(rate, keep_gradients=True)  # views of the buckets, which DDP keeps
         return total / len(batches)
 
-    def memory(self) -> dict[str, int]:
-        """As in `Peer`: the float32 parameters are the masters, and no narrow copy outlives a step."""
-        masters = tensor_bytes(self._module.parameters())
-        return {"weights": 0, "gradients": self._gradient_bytes, "optimizer": masters + self._optimizer_bytes()}
+    def fetches(self) -> None:
+        """As in `Peer`: nothing is sharded."""
 
 
 class FsdpPeer(_TorchPeer):
@@ -114,10 +117,9 @@ class FsdpPeer(_TorchPeer):
         self._finish_step(rate)
         return total / len(batches)
 
-    def memory(self) -> dict[str, int]:
-        """As in `Peer`: the sharded float32 parameters are the masters; gradients are freed by the step."""
-        masters = tensor_bytes(self._module.parameters())
-        return {"weights": 0, "gradients": 0, "optimizer": masters + self._optimizer_bytes()}
+    def fetches(self) -> float:
+        """As in `Peer`: forward and backward each gather, with `reshard_after_forward`."""
+        return 2.0
 
 
 def _narrow_all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -16,10 +17,12 @@ from benchmarks.compare.machine import ROOT
 from benchmarks.compare.store import Store
 from hzero.config import ConfigError
 from hzero.train.folder import CONFIG, SUMMARY, read_metrics
-from hzero.train.launch import INTERRUPTED
+from hzero.train.launch import GRACE_S, INTERRUPTED
 from hzero.train.settings import without_nulls
 
 SUITE = "convergence"
+#: Steps after which an interrupted run can go on.
+CHECKPOINT_EVERY = 250
 #: Seconds of one step of the main job, roughly, for estimates of time left.
 _STEP_S = 0.4
 
@@ -48,13 +51,19 @@ class Training:
 
     @property
     def title(self) -> str:
-        """Name of the run and of its folder."""
-        return f"{SUITE}/{self.preset}-seed{self.seed}-{self.model}-{self.steps}"
+        """Suite and name."""
+        return f"{SUITE}/{self.preset}-seed{self.seed}"
+
+    @property
+    def folder(self) -> str:
+        """Name of the run's folder."""
+        return f"{SUITE}/{self.preset}-seed{self.seed}-{self.id[:8]}"
 
     @property
     def id(self) -> str:
         """Digest of what is trained."""
-        text = json.dumps([self.title, self.eval_every, without_nulls(self.data)], sort_keys=True)
+        what = [self.preset, self.seed, self.model, self.steps, self.eval_every, without_nulls(self.data)]
+        text = json.dumps(what, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def estimated_s(self) -> float:
@@ -69,7 +78,8 @@ class Training:
             "train.seed": self.seed,
             "train.steps": self.steps,
             "train.eval_every": self.eval_every,
-            "checkpoint.every": 0,
+            "checkpoint.every": CHECKPOINT_EVERY,
+            "checkpoint.keep": 1,
             **{f"data.{key}": value for key, value in without_nulls(self.data).items()},
         }
         quoted = [f"{key}={_quoted(value)}" for key, value in keys.items()]
@@ -81,14 +91,11 @@ class Training:
         Returns:
             Exit status, as of `hzero train`.
         """
-        folder = store.folder / self.title
+        folder = store.folder / self.folder
         if again or not _finished(folder):
             resume = ["run.overwrite=true"] if again else ["resume=auto"] if folder.exists() else []
             command = [sys.executable, "-m", "hzero", "train", *self.overrides(folder), *resume]
-            try:
-                status = subprocess.run(command, cwd=ROOT, check=False).returncode
-            except KeyboardInterrupt:  # the trainer has had it too
-                return INTERRUPTED
+            status = _run(command)
             if status:
                 return status
         store.add([self._row(folder)], self.id)
@@ -119,6 +126,24 @@ class Training:
                 if row["kind"] == "eval"
             ],
         }
+
+
+def _run(command: list[str]) -> int:
+    """Runs the trainer to its end; what interrupts us interrupts it as well, and it saves before it leaves."""
+    trainer = subprocess.Popen(command, cwd=ROOT)
+    interrupted = False
+    while True:
+        try:
+            status = trainer.wait()
+            return INTERRUPTED if interrupted else status
+        except KeyboardInterrupt:
+            interrupted = True
+        except BaseException:
+            trainer.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(GRACE_S)
+            trainer.kill()
+            raise
 
 
 def _finished(folder: Path) -> bool:

@@ -85,6 +85,7 @@ class _Turns:
         self._losses: dict[str, list[Any]] = {name: [] for name in self._names}
         self._times: dict[str, list[float]] = {name: [] for name in self._names}
         self._sent: dict[str, dict[str, int]] = {name: {} for name in self._names}
+        self._cpu_s: dict[str, float] = dict.fromkeys(self._names, 0.0)
         self._measured: dict[str, dict[str, Any]] = {name: {} for name in self._names}
 
     def build(self) -> None:
@@ -125,10 +126,11 @@ class _Turns:
 
         before = sent()
         dist.barrier()
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         self._step(name)
         dist.barrier()
         self._times[name].append(time.perf_counter() - started)
+        self._cpu_s[name] += time.process_time() - worked
         total = self._sent[name]
         for tier, count in sent().items():
             total[tier] = total.get(tier, 0) + count - before[tier]
@@ -166,7 +168,7 @@ class _Turns:
             name: {
                 "sent": self._sent[name],
                 "memory": self._measured[name]["memory"],
-                "hops_s": self._peers[name].hops_s(),
+                "cpu_s": self._cpu_s[name],
             }
             for name in self._names
         }
@@ -176,22 +178,24 @@ class _Turns:
         found = {}
         for index, name in enumerate(self._names):
             memory = {key: max(one[name]["memory"][key] for one in everyones) for key in mine[name]["memory"]}
-            hops = [one[name]["hops_s"] for one in everyones]
+            sent = [one[name]["sent"] for one in everyones]
             found[name] = {
                 "parameters": self._peers[name].parameters,
                 "step_s": self._times[name],
                 "losses": [value if math.isfinite(value) else None for value in (losses[index] / self._world).tolist()],
-                "measured": {
-                    tier: sum(one[name]["sent"][tier] for one in everyones) / rounds for tier in mine[name]["sent"]
-                },
+                "measured": {tier: sum(one[tier] for one in sent) / rounds for tier in sent[0]},
+                "busiest": {tier: self._busiest(tier, [one[tier] for one in sent]) / rounds for tier in sent[0]},
+                "cpu_s": sum(one[name]["cpu_s"] for one in everyones) / rounds,
                 "fetches": self._peers[name].fetches(),
                 "memory": {**memory, "peak": self._measured[name].get("peak")},
                 "breakdown": self._measured[name].get("breakdown"),
-                "hops_s": None
-                if hops[0] is None
-                else {tier: sum(hop[tier] for hop in hops) / self._world / rounds for tier in hops[0]},
             }
         return found
+
+    def _busiest(self, tier: str, sent: list[int]) -> int:
+        """Bytes over the link of a tier that carries most: a rank's own in gcd and gpu, a node's trunk in node."""
+        share = self._job.grid.scope_size("node") if tier == "node" else 1
+        return max(sum(sent[first : first + share]) for first in range(0, self._world, share))
 
     def _say(self, message: str) -> None:
         if self._rank == 0:

@@ -85,7 +85,8 @@ def check_peers_without_codec_have_the_losses_of_ddp() -> None:
         assert all(math.isclose(a, b, rel_tol=2e-5) for a, b in zip(losses, expected)), (name, losses, expected)
         optimizer = peer.memory()["optimizer"] / (12 * parameters / shards.get(name, 4))
         assert 0.98 < optimizer < 1.1, (name, optimizer)  # FSDP cuts rows: the last rank may have fewer
-        assert 1 <= peer.fetches() <= 2, (name, peer.fetches())
+        fetches = peer.fetches()
+        assert fetches is not None and 1 <= fetches <= 2, (name, fetches)
 
 
 def check_peers_in_bfloat16_stay_close_to_ddp() -> None:
@@ -93,9 +94,9 @@ def check_peers_in_bfloat16_stay_close_to_ddp() -> None:
     for name in ("hsdp-package", "zero3-deepspeed", "topo", "mild", "topo-feedback", "topo-weights-node"):
         peer, losses = _one(name, "bf16")
         assert all(math.isclose(a, b, rel_tol=1e-2) for a, b in zip(losses, expected)), (name, losses, expected)
-        hops = peer.hops_s()
-        assert (hops is None) == (name in ("hsdp-package", "zero3-deepspeed")), name
-        assert hops is None or set(hops) == {"gcd", "node"}, hops
+        gradients = peer.memory()["gradients"] / (4 * sum(model_numels(MODEL)))
+        # Of HSDP over two ranks a half; of ZeRO-3 a quarter in bfloat16; of hzero over the node a half and that.
+        assert 0.1 < gradients < 0.9, (name, gradients)
 
 
 def check_memory_and_traces_are_those_of_a_step() -> None:

@@ -144,17 +144,12 @@ def test_trunks_are_shaped_at_both_ends_unless_they_have_no_rate(cluster: Cluste
     assert all(f" rate {round((rate or 0) * 1e6)}bit " in line for line in queues)
 
 
-def test_rates_of_classes_and_their_changes() -> None:
+def test_rates_of_classes() -> None:
     cluster = Cluster.from_text("2x2x2", "200,none,50")
     classes = [line for line in layout.shaping(cluster)["hzero-r0"] if line.startswith("class")]
     assert ["rate 200000000bit burst 62500b" in line for line in classes] == [True, False, False]
     assert ["rate 100000000000bit" in line for line in classes] == [False, True, True]
     assert layout.burst(50) == 32 * 1024
-    assert set(layout.reshaping(cluster, "gcd", 100.0)) == {cluster.namespace(rank) for rank in range(8)}
-    assert set(layout.reshaping(cluster, "node", 100.0)) == {"hzero-n0", "hzero-n1", "hzero-spine"}
-    free = Cluster.from_text("2x2x2", "200,none,none")
-    assert layout.reshaping(free, "node", 50.0)["hzero-n1"] == ["qdisc del dev trunk root"]
-    assert layout.reshaping(free, "node", None) == {}
 
 
 def test_sent_bytes_are_those_of_the_queue_in_each_class() -> None:
@@ -285,7 +280,7 @@ def _until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> N
 @pytest.mark.usefixtures("emulated_network")
 def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
     cluster, size = Cluster.from_text("2x2x2", "400,400,200"), 1_000_000
-    with Network(cluster) as here:
+    with Network(cluster):
         for source, target, tier in ((0, 1, "gcd"), (5, 4, "gcd"), (0, 3, "gpu"), (2, 5, "node")):
             before, trunks_before = _sent(cluster), counters.trunks(cluster)
             done = stream.transfer(cluster, [(source, target)], size=size)
@@ -300,20 +295,13 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
                 assert size < out[0] < 1.03 * size and 0 < out[1] < 0.03 * size
             else:
                 assert max(out) < 1000  # a bridge that does not know a rank yet asks everywhere
-        # Slower by order: the time has a lower bound whatever else the machine does.
-        here.set_rate("node", 10)
+        # The time has a lower bound whatever else the machine does.
         begun = time.monotonic()
-        stream.transfer(cluster, [(0, 4)], size=400_000)
-        assert time.monotonic() - begun > 0.8 * 400_000 * 8 / 10e6
-        here.set_rate("node", None)
-        here.set_rate("gcd", None)
-        stream.transfer(cluster, [(0, 4), (0, 1)], size=size)
-        assert here.cluster.rates_mbit == {"gcd": None, "gpu": 400.0, "node": None}
+        stream.transfer(cluster, [(0, 4)], size=4 * size)
+        assert time.monotonic() - begun > 0.8 * 4 * size * 8 / 200e6
         found = owner.read()
-        assert found and found.cluster == here.cluster
+        assert found and found.cluster == cluster
         assert counters.dropped(cluster) == 0
-        with pytest.raises(ConfigError, match="unknown tier 'rack'"):
-            here.set_rate("rack", 1)
         with pytest.raises(ConfigError, match="in use by process"), Network(cluster):
             pass
         assert len(ours()) == 11

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.cluster import network
 from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import __main__ as compare
+from benchmarks.compare import training as training_module
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.compare.training import Training
@@ -49,7 +50,11 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     main = next(item for item in asked if item.title == "main/main")
     assert main.config["train"]["accumulation"] == 2
     assert main.config["cluster"]["rates_mbit"] == {"gcd": 200, "gpu": 75, "node": 50}
-    assert [item.config["train"]["accumulation"] for item in asked if item.suite == "accumulation"] == [1, 4, 8]
+    assert [item.config["train"]["accumulation"] for item in asked if item.title.startswith("accumulation/")] == [
+        1,
+        4,
+        8,
+    ]
     assert {item.seed for item in asked if isinstance(item, Training)} == {0, 1}
     assert all(item.estimated_s() > 0 for item in asked)
 
@@ -235,14 +240,14 @@ def _finished_run(folder: Path, seed: int = 0) -> None:
 
 def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, training = Store(tmp_path), Training("topo", 0, "gpt_neox_1m", 3, 0, DATA)
-    _finished_run(tmp_path / training.title)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    _finished_run(tmp_path / training.folder)
+    monkeypatch.setattr(training_module, "_run", lambda command: pytest.fail(f"trained again: {command}"))
     assert training.take(store, again=False) == 0 and store.has(training.id, 1)
     line = read_results([tmp_path])[0][0]
     assert line.row.losses == [6.0, 5.0, 4.0] and line.row.evaluations[0].loss_exact == 4.4  # type: ignore[union-attr]
     other = Training("topo", 1, "gpt_neox_1m", 3, 0, DATA)
     assert other.id != training.id
-    _finished_run(tmp_path / other.title, seed=7)
+    _finished_run(tmp_path / other.folder, seed=7)
     with pytest.raises(ConfigError, match="holds a run of seed, steps, model and preset"):
         other.take(store, again=False)
 
