@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import yaml
 
 from hzero.bench.curves import convergence_part
-from hzero.bench.markdown import as_yaml, folded, size, table
-from hzero.bench.measured import Chosen, Measurement, run_of
+from hzero.bench.markdown import cell, size, table
+from hzero.bench.measured import Chosen, Measurement
+from hzero.bench.reach import reach, reach_part
 from hzero.bench.rows import StepsRow
-from hzero.bench.series import Series, ablation_part, accumulation_part, all_series, nodes_part, sweep_part
+from hzero.bench.series import ablation_part, series_of, series_part
+from hzero.bench.suites import SUITES
 from hzero.bench.tables import Traces, measurement_part, targets
+from hzero.bench.targets import SUBJECT, variants
 
-#: Suites in the report's order, and what they are.
-SUITES = {
-    "main": "the main measurement, which the targets are about",
-    "reduce_scatter": "other reduce-scatters for the peers",
-    "accumulation": "accumulation of gradients over micro-steps",
-    "nodes_weak": "numbers of nodes, the same work a rank",
-    "nodes_strong": "numbers of nodes, the same work in all",
-    "sweep": "rates between nodes",
-    "codecs": "codecs of `topo`",
-    "shards": "shard degrees of `topo`",
-    "convergence": "convergence over many steps and seeds",
-}
-_PARTS: Mapping[str, Callable[[Series], str]] = {
-    "accumulation": accumulation_part,
-    "nodes_weak": nodes_part,
-    "nodes_strong": nodes_part,
-    "sweep": sweep_part,
-}
+#: Figures of series.
+_FIGURES = {"accumulation": "accumulation", "nodes_weak": "scaling", "nodes_strong": "scaling", "sweep": "sweep"}
 _WORDS = """A *rank* is one process on one emulated device (GCD: half of an MI250X). Devices of a GPU talk over tier `gcd`,
 GPUs of a node over tier `gpu`, nodes over tier `node`. *Planned* bytes are hzero's own count; of other peers they follow from
 the closed form of their collectives. gloo's reduce-scatter sends more than it has to, so the bytes with an *ideal* reduce-scatter
@@ -54,66 +44,69 @@ def document(
         return [f"![{text}]({prefix}-{end}.png)"] if end in drawn else []
 
     parts = [f"# Comparison on an emulated cluster, {date}", *_head(chosen, date, name, notes)]
-    main = chosen.of("main")
-    if main:
+    compared = variants(chosen)
+    if compared:
         parts.append("## What it must show")
         parts.append(
             "Quotients of medians of the timed steps, computed from the rows; the paper's figures were not repeated here."
         )
-        for measurement in main:
-            parts += [f"### Targets, {measurement.title}"] if len(main) > 1 else []
-            parts.append(targets(measurement))
-    detailed = main + chosen.of("reduce_scatter")
-    detailed += [m for m in chosen.measurements if m.suite not in SUITES]
+        for measurements in compared:
+            parts += [f"### Targets, {measurements[0].title}"] if len(compared) > 1 else []
+            parts.append(targets(measurements))
+    detailed = chosen.detailed()
     if detailed:
         parts += ["## By peer", *image("step-time", "step time by peer"), *image("bytes", "bytes by tier")]
-        parts += image("loss-time", "loss against time")
-        for measurement in detailed:
-            parts.append(measurement_part(measurement, traces))
-            if measurement.suite == "reduce_scatter":
-                parts += ["The targets beside this variant:", targets(measurement)]
-    figure_of = {"accumulation": "accumulation", "nodes_weak": "scaling", "nodes_strong": "scaling", "sweep": "sweep"}
-    series = all_series(chosen)
-    for suite, one in series.items():
-        parts.append(f"## {one.title}")
-        if not (suite == "nodes_strong" and "nodes_weak" in series):
-            parts += image(figure_of[suite], one.title)
-        parts.append(_PARTS[suite](one))
-        if one.left_out:
-            parts.append(f"Not in this series, since more differs than its axis: {', '.join(one.left_out)}.")
-    for suite, title in (("codecs", "Codecs"), ("shards", "Shard degrees")):
-        if chosen.of(suite):
-            parts += [f"## {title}, one changed at a time", ablation_part(chosen.of(suite))]
-    if chosen.runs:
-        parts += ["## Convergence", *image("convergence", "training loss by preset")]
-        parts.append(convergence_part([run_of(line) for line in chosen.runs]))
+        parts += [] if chosen.of("training") else image("loss-time", "loss against time")
+        parts += [measurement_part(measurement, traces) for measurement in detailed]
+    shown: set[str] = set()
+    for suite, kind in SUITES.items():
+        if kind.shown == "series" and (series := series_of(chosen, suite)):
+            parts.append(f"## {kind.title}")
+            parts += [] if _FIGURES[suite] in shown else image(_FIGURES[suite], kind.title)
+            parts.append(series_part(series))
+            shown.add(_FIGURES[suite])
+        elif kind.shown == "ablation" and chosen.of(suite):
+            peers = {row.peer for measurement in chosen.of(suite) for row in measurement.rows}
+            own = any(peer.startswith(f"{SUBJECT}-") for peer in peers)
+            parts += [f"## {kind.title}" + (f" of {SUBJECT}" if own else ""), ablation_part(chosen.of(suite))]
+    parts += _losses(chosen, traces, image)
     parts += ["## Full configuration", *_configurations(chosen)]
     return "\n\n".join(parts) + "\n"
 
 
+def _losses(chosen: Chosen, traces: Traces, image: Callable[[str, str], list[str]]) -> list[str]:
+    """Convergence, and the time to a loss on emulated links."""
+    joined, note = reach(chosen)
+    if not chosen.runs and not chosen.of("training"):
+        return []
+    parts = ["## Convergence", *image("convergence", "training loss by preset")]
+    parts += [convergence_part(chosen.runs)] if chosen.runs else []
+    parts += [reach_part(joined), *image("loss-time", "loss against time")] if joined else [note]
+    return parts + [measurement_part(measurement, traces) for measurement in chosen.of("training")]
+
+
 def _head(chosen: Chosen, date: str, name: str, notes: Sequence[str]) -> list[str]:
     prefix = f"{date}-{name}"
-    rows = [line.row for line in chosen.lines]
+    rows = chosen.rows
+    steps = [row for row in rows if isinstance(row, StepsRow)]
     machines = _distinct(
         f"{row.machine.processor}, {row.machine.cores} cores, {size(row.machine.memory_bytes)} of memory; "
         f"{row.machine.system}; Python {row.machine.python}"
         for row in rows
     )
     versions = _distinct(", ".join(f"{key} {value}" for key, value in row.versions.items()) for row in rows)
-    clusters = _distinct(_cluster(row) for row in rows if isinstance(row, StepsRow))
+    clusters = _distinct(_cluster(row) for row in steps)
     days = sorted({f"{row.date:%Y-%m-%d}" for row in rows})
     lines = [("measured", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")]
     lines += [("machine", text) for text in machines] + [("versions", text) for text in versions]
     lines += [("emulated", text) for text in clusters]
     there = {measurement.suite for measurement in chosen.measurements} | ({"convergence"} if chosen.runs else set())
-    absent = [text for suite, text in SUITES.items() if suite not in there]
-    inside = [text for suite, text in SUITES.items() if suite in there]
+    absent = [suite.what for name, suite in SUITES.items() if name not in there]
+    inside = [suite.what for name, suite in SUITES.items() if name in there]
     inside += [f"suite `{suite}`" for suite in sorted(there - set(SUITES))]
     parts = [
         table(("what", "found"), lines, left=2),
-        "Every rank ran on this machine's processor cores, which all ranks share; the links between them are emulated "
-        "network interfaces with limited rates. **None of this ran on AMD GPUs.** It shows what the schemes send and how "
-        "long slow wires take for it, not how fast a model trains on Frontier.",
+        _ran(steps, bool(chosen.runs)),
         f"In this report: {'; '.join(inside)}.",
     ]
     if absent:
@@ -125,7 +118,26 @@ def _head(chosen: Chosen, date: str, name: str, notes: Sequence[str]) -> list[st
         f"Repeat with `make bench` (Linux and root). The rows of this report are in [{prefix}.jsonl]({prefix}.jsonl); "
         f"`hzero bench report {prefix}.jsonl -o . --name {name} --date {date}` writes it again."
     )
-    return [*parts, _WORDS]
+    return [*parts, _WORDS] if steps else parts
+
+
+def _ran(steps: Sequence[StepsRow], trained: bool) -> str:
+    """On what the ranks ran, and how they were linked."""
+    text = "Every rank ran on this machine's processor cores, which all ranks share"
+    limited = any(rate is not None for row in steps for rate in row.config.cluster.rates_mbit.values())
+    if steps:
+        text += f"; the links between them are emulated network interfaces{' with limited rates' if limited else ''}"
+        text += " (those of the convergence runs are not)" if trained else ""
+    text += ". **None of this ran on AMD GPUs.**"
+    if steps:
+        text += (
+            " It shows what the schemes send"
+            + (" and how long slow wires take for it" if limited else "")
+            + ", not how fast a model trains on Frontier. Headers of packets (66 bytes of 9,000) and acknowledgements make 1 to "
+            "2.5 % of measured bytes, more where messages are small; what makes the comparison fair is written down in "
+            "[docs/benchmarks.md](../../docs/benchmarks.md)."
+        )
+    return text
 
 
 def _cluster(row: StepsRow) -> str:
@@ -139,15 +151,21 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 
 
 def _configurations(chosen: Chosen) -> list[str]:
-    parts = [folded(measurement.title, as_yaml(_configuration(measurement))) for measurement in chosen.measurements]
-    for line in chosen.runs:
-        run = run_of(line)
-        title = f"convergence {run.measurement}: preset {run.preset}, seed {run.seed}"
-        parts.append(folded(title, as_yaml({"id": run.id, "configuration": line.content["config"]})))
+    parts = [_folded(measurement.title, _configuration(measurement)) for measurement in chosen.measurements]
+    for run in chosen.runs:
+        title = f"{run.title}: preset {run.preset}, seed {run.seed}"
+        parts.append(_folded(title, {"id": run.id, "configuration": run.content["config"]}))
     return parts
 
 
-def _configuration(measurement: Measurement) -> dict[str, object]:
-    first = measurement.lines[0].content
-    peers = {line.content["peer"]: line.content["peer_config"] for line in measurement.lines}
-    return {"id": first["id"], "date": first["date"], "configuration": first["config"], "peers": peers}
+def _configuration(measurement: Measurement) -> dict[str, Any]:
+    first = measurement.rows[0].content
+    peers = {row.peer: row.content["peer_config"] for row in measurement.rows}
+    head = {key: first[key] for key in ("id", "date", "machine", "versions")}
+    return {**head, "configuration": first["config"], "peers": peers}
+
+
+def _folded(title: str, content: dict[str, Any]) -> str:
+    """A part that unfolds, as YAML."""
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return f"<details>\n<summary>{cell(title)}</summary>\n\n````yaml\n{text}````\n\n</details>"

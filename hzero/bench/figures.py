@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -14,33 +13,16 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from hzero.bench.curves import STOCK, by_preset, groups
-from hzero.bench.measured import Chosen, Measurement, elapsed
+from hzero.bench.curves import by_preset, smoothed
+from hzero.bench.measured import STOCK_PRESET, Chosen, Measurement, elapsed
+from hzero.bench.reach import Reach, reach
 from hzero.bench.rows import ConvergenceRow, StepsRow
-from hzero.bench.series import Series, all_series, efficiency
-from hzero.train.report import COLOURS, number, smooth
+from hzero.bench.series import Series, efficiency, series_of
+from hzero.bench.styles import HATCH, colours, styles
+from hzero.bench.suites import SUITES
+from hzero.train.report import number
 
-_BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = COLOURS
-#: Peers with the same idea share a colour: hzero's zero3 and DeepSpeed's, the two hpZ.
-_OF_PEER = {
-    "zero3": _BLUE,
-    "hpz": _SKY,
-    "zeropp": _PINK,
-    "lossless": _GREEN,
-    "mild": _ORANGE,
-    "topo": _RED,
-    "zero3-deepspeed": _BLUE,
-    "hpz-deepspeed": _SKY,
-    "hsdp-node": _GREEN,
-    "hsdp-package": _PINK,
-    "ddp": _BLACK,
-    "fsdp2": _ORANGE,
-    "fsdp2-node": _RED,
-    STOCK: _BLACK,
-}
-_MARKERS = "osD^vPX*<>hpd"
-_HATCH = "///"
-#: Most panels in one figure.
+#: Most panels beside each other.
 _PANELS = 3
 #: Pixels an inch.
 DPI = 110
@@ -48,59 +30,19 @@ DPI = 110
 ENDS = ("step-time", "bytes", "loss-time", "accumulation", "scaling", "sweep", "convergence")
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a peer is drawn.
-
-    Attributes:
-        colour: The same in all figures.
-        own: Whether it is one of hzero's.
-        marker: Of lines.
-    """
-
-    colour: str
-    own: bool
-    marker: str
-
-    @classmethod
-    def of(cls, row: StepsRow) -> Style:
-        """The style of a peer; unknown ones take theirs by name, so that it is the same everywhere."""
-        names = list(_OF_PEER)
-        place = names.index(row.peer) if row.peer in names else sum(map(ord, row.peer))
-        colour = _OF_PEER.get(row.peer, COLOURS[place % len(COLOURS)])
-        return cls(colour, row.engine == "hzero", _MARKERS[place % len(_MARKERS)])
-
-    @property
-    def bar(self) -> dict[str, Any]:
-        """Arguments of a bar."""
-        if self.own:
-            return {"color": self.colour, "edgecolor": "black", "linewidth": 1.0, "hatch": _HATCH}
-        return {"color": self.colour, "alpha": 0.45, "edgecolor": self.colour, "linewidth": 0.8}
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Arguments of a line."""
-        width, dashes = (2.0, "-") if self.own else (1.2, "--")
-        face = self.colour if self.own else "white"
-        return {
-            "color": self.colour,
-            "linewidth": width,
-            "linestyle": dashes,
-            "marker": self.marker,
-            "markersize": 5,
-            "markerfacecolor": face,
-        }
-
-
 def figures(chosen: Chosen) -> dict[str, Any]:
     """The figures of what was measured, by the end of their file's name. The caller closes them."""
     found: dict[str, Any] = {}
-    detailed = chosen.of("main", "reduce_scatter") or [m for m in chosen.measurements if m.suite == "one"]
+    detailed = chosen.detailed()
     if detailed:
-        found["step-time"] = step_time(detailed[:_PANELS])
+        found["step-time"] = step_time(detailed)
         found["bytes"] = traffic(detailed[0])
+    joined, _ = reach(chosen)
+    if joined:
+        found["loss-time"] = loss_reach(joined)
+    elif detailed:
         found["loss-time"] = loss_time(detailed[0])
-    series = all_series(chosen)
+    series = {suite: one for suite in SUITES if SUITES[suite].shown == "series" and (one := series_of(chosen, suite))}
     if "accumulation" in series:
         found["accumulation"] = accumulation(series["accumulation"])
     nodes = [series[suite] for suite in ("nodes_weak", "nodes_strong") if suite in series]
@@ -109,20 +51,24 @@ def figures(chosen: Chosen) -> dict[str, Any]:
     if "sweep" in series:
         found["sweep"] = sweep(series["sweep"])
     if chosen.runs:
-        found["convergence"] = convergence([line.row for line in chosen.runs if isinstance(line.row, ConvergenceRow)])
+        found["convergence"] = convergence(chosen.runs)
     return found
 
 
 def step_time(measurements: Sequence[Measurement]) -> Any:
-    """Median step time by peer with the range of the timed steps, a panel a measurement."""
+    """Median step time by peer with the range of the timed steps, a panel a measurement, three beside each other."""
     most = max(len(measurement.rows) for measurement in measurements)
-    size = (4.6 + 3.4 * (len(measurements) - 1) + 1.6, 1.5 + 0.36 * most)
+    down, across = -(-len(measurements) // _PANELS), min(len(measurements), _PANELS)
+    size = (6.2 + 3.4 * (across - 1), 0.6 + (0.9 + 0.36 * most) * down)
     alike = len({tuple(row.label for row in measurement.rows) for measurement in measurements}) == 1
-    figure, panels = plt.subplots(1, len(measurements), figsize=size, squeeze=False, sharey=alike, layout="constrained")
-    for axes, measurement in zip(panels[0], measurements):
+    figure, panels = plt.subplots(down, across, figsize=size, squeeze=False, sharey=alike, layout="constrained")
+    for axes in panels.flat[len(measurements) :]:
+        axes.set_visible(False)
+    style = styles([row for measurement in measurements for row in measurement.rows])
+    for axes, measurement in zip(panels.flat, measurements):
         rows = measurement.rows
         for place, row in enumerate(rows):
-            axes.barh(place, row.median_s, 0.72, **Style.of(row).bar)
+            axes.barh(place, row.median_s, 0.72, **style[row.peer].bar)
             low, high = row.median_s - min(row.step_s), max(row.step_s) - row.median_s
             axes.errorbar(row.median_s, place, xerr=[[low], [high]], color="black", capsize=2.5, linewidth=1)
             axes.annotate(
@@ -148,10 +94,11 @@ def traffic(measurement: Measurement) -> Any:
     rows = measurement.rows
     tiers = rows[0].tiers or ("gcd",)
     size = (2.6 + 2.9 * len(tiers), 1.7 + 0.36 * len(rows))
+    style = styles(rows)
     figure, panels = plt.subplots(1, len(tiers), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axes, tier in zip(panels[0], tiers):
         for place, row in enumerate(rows):
-            axes.barh(place, row.bytes.measured.get(tier, 0) / 1e6, 0.72, **Style.of(row).bar)
+            axes.barh(place, row.bytes.measured.get(tier, 0) / 1e6, 0.72, **style[row.peer].bar)
             planned, ideal = (values.get(tier, 0) / 1e6 for values in (row.bytes.planned, row.bytes.ideal))
             axes.plot(planned, place, marker="|", markersize=15, markeredgewidth=2.2, color="black", linestyle="")
             axes.plot(
@@ -162,7 +109,7 @@ def traffic(measurement: Measurement) -> Any:
     _peers_down(panels[0][0], rows)
     for axes in panels[0][1:]:
         axes.grid(axis="x", alpha=0.3)
-    figure.suptitle("Bytes by tier", fontsize=11)
+    figure.suptitle(f"Bytes by tier, {measurement.title}", fontsize=11)
     signs = [
         Line2D([], [], color="black", marker="|", markersize=12, markeredgewidth=2.2, linestyle="", label="planned"),
         Line2D([], [], color="black", marker="o", markerfacecolor="white", linestyle="", label="ideal reduce-scatter"),
@@ -172,12 +119,40 @@ def traffic(measurement: Measurement) -> Any:
 
 
 def loss_time(measurement: Measurement) -> Any:
-    """Training loss against elapsed time by peer."""
+    """Training loss against elapsed time by peer, of the few steps of a measurement."""
+    steps = max(len(row.losses) for row in measurement.rows)
+    curves = {row.peer: (elapsed(row), [number(loss) for loss in row.losses]) for row in measurement.rows}
+    figure = _loss_curves(
+        measurement.rows, curves, f"Loss of the first {steps} steps against time, {measurement.title}"
+    )
+    figure.axes[0].set(xlabel="time since the first step, s (warm-up steps at the median)")
+    return figure
+
+
+def loss_reach(found: Reach) -> Any:
+    """Smoothed training loss of the convergence runs against the time that their steps take on emulated links."""
+    curves = {
+        row.peer: ([step * row.median_s for step in range(1, len(found.curves[row.peer]) + 1)], found.curves[row.peer])
+        for row in found.rows()
+    }
+    figure = _loss_curves(
+        found.rows(), curves, "Loss of the convergence runs against time on emulated links", marks=False
+    )
+    axes = figure.axes[0]
+    axes.set(xlabel=f"steps x median step time of {found.measurement.title}, s", ylabel="training loss (smoothed)")
+    for loss in found.losses:
+        axes.axhline(loss, color="#999999", linewidth=0.8, linestyle=":", zorder=1)
+    return figure
+
+
+def _loss_curves(rows: Sequence[StepsRow], curves: Mapping[str, Any], title: str, *, marks: bool = True) -> Any:
     figure, axes = plt.subplots(figsize=(8.6, 4.4), layout="constrained")
-    for row in measurement.rows:
-        axes.plot(elapsed(row), [number(loss) for loss in row.losses], label=row.label, **Style.of(row).line)
-    axes.set(xlabel="time since the first step, s (warm-up steps at the median)", ylabel="training loss, nats a token")
-    axes.set_title(f"Loss against time, {measurement.title}", fontsize=11)
+    style = styles(rows)
+    for row in rows:
+        line = style[row.peer].line if marks else {**style[row.peer].line, "marker": ""}
+        axes.plot(*curves[row.peer], label=row.label, **line)
+    axes.set(ylabel="training loss, nats a token")
+    axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
     return figure
@@ -215,44 +190,50 @@ def sweep(series: Series) -> Any:
 
 
 def convergence(rows: Sequence[ConvergenceRow]) -> Any:
-    """Smoothed training loss by preset, mean over the seeds with the band between them: all steps, and the last half."""
-    shown = list(groups(rows).items())[:_PANELS]
-    size = (11.0, 0.6 + 3.8 * len(shown))
-    figure, panels = plt.subplots(len(shown), 2, figsize=size, squeeze=False, layout="constrained")
-    handles: dict[str, Any] = {}
-    for pair, (title, group) in zip(panels, shown):
-        for axes, half in zip(pair, (False, True)):
-            handles |= _curves(axes, group, last_half=half)
-            axes.set(xlabel="optimizer step")
-            axes.set_title("the last half of the steps" if half else title, fontsize=9.5)
-            axes.grid(alpha=0.3)
-        pair[0].set_ylabel("training loss, nats a token (smoothed)")
-    figure.suptitle("Convergence: mean of the seeds, and the band between them", fontsize=11)
-    figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8.5)
+    """Smoothed training loss by preset, mean over the seeds with the band between them; and the same less stock's.
+
+    Only seeds that all presets have are drawn, where there are such.
+    """
+    presets = by_preset(rows)
+    common = set.intersection(*({row.seed for row in runs} for runs in presets.values()))
+    if common:
+        presets = {name: [row for row in runs if row.seed in common] for name, runs in presets.items()}
+    stock = {row.seed: smoothed(row) for row in presets.get(STOCK_PRESET, []) if common}
+    figure, panels = plt.subplots(
+        1, 2 if stock else 1, figsize=(11.0 if stock else 7.0, 4.4), squeeze=False, layout="constrained"
+    )
+    colour = colours(list(presets))
+    for name, runs in presets.items():
+        curves = [smoothed(row) for row in runs]
+        _band(panels[0][0], name, curves, colour[name])
+        if stock:
+            bases = [stock[row.seed] for row in runs]
+            _band(panels[0][1], name, [[x - y for x, y in zip(*pair)] for pair in zip(curves, bases)], colour[name])
+    panels[0][0].set_ylabel("training loss, nats a token (smoothed)")
+    for axes, text in zip(panels[0], ("training loss", "difference to stock with the same seed")):
+        axes.set(xlabel="optimizer step")
+        axes.set_title(text, fontsize=9.5)
+        axes.grid(alpha=0.3)
+    seeds = ", ".join(str(seed) for seed in sorted(common)) if common else "of each preset its own"
+    figure.suptitle(f"Convergence: mean of the seeds ({seeds}), and the band between them", fontsize=11)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
     return figure
 
 
-def _curves(axes: Any, group: Sequence[ConvergenceRow], *, last_half: bool) -> dict[str, Any]:
-    """Draws the curves of runs that compare. Returns their lines by preset."""
-    handles: dict[str, Any] = {}
-    for name, runs in by_preset(group).items():
-        curves = [smooth([number(loss) for loss in row.losses]) for row in runs]
-        first = len(curves[0]) // 2 if last_half else 0
-        at = list(zip(*curves))[first:]
-        steps = range(first + 1, first + len(at) + 1)
-        colour = _OF_PEER.get(name, COLOURS[sum(map(ord, name)) % len(COLOURS)])
-        stock = name == STOCK
-        (line,) = axes.plot(
-            steps,
-            [math.fsum(values) / len(values) for values in at],
-            color=colour,
-            linewidth=1.6,
-            linestyle="--" if stock else "-",
-            zorder=4 if stock else 3,
-        )
-        axes.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0)
-        handles["stock (DeepSpeed ZeRO-3)" if stock else name] = line
-    return handles
+def _band(axes: Any, name: str, curves: Sequence[Sequence[float]], colour: str) -> None:
+    """The mean of curves, and the band between the least and the most of them."""
+    at = list(zip(*curves))
+    steps, stock = range(1, len(at) + 1), name == STOCK_PRESET
+    axes.plot(
+        *(steps, [math.fsum(values) / len(values) for values in at]),
+        color=colour,
+        linewidth=1.6,
+        linestyle="--" if stock else "-",
+        zorder=4 if stock else 3,
+        label="stock (DeepSpeed ZeRO-3)" if stock else name,
+    )
+    axes.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0)
 
 
 def _lines(series: Sequence[Series], values: Any, ylabel: str, title: str) -> Any:
@@ -260,20 +241,23 @@ def _lines(series: Sequence[Series], values: Any, ylabel: str, title: str) -> An
     size = (3.2 + 4.4 * len(series), 4.4)
     figure, panels = plt.subplots(1, len(series), figsize=size, squeeze=False, sharey=True, layout="constrained")
     handles: dict[str, Any] = {}
+    style = styles([row for one in series for row in one.peers()])
     for axes, one in zip(panels[0], series):
+        ticks = [value for value, _ in one.points]
+        limited = [value for value in ticks if math.isfinite(value)]
+        last = 2 * max(limited, default=0.5)  # where a rate that is not limited stands: right of all others
         for row in one.peers():
             pairs = values(one, row.peer)
             if pairs:
-                (line,) = axes.plot([x for x, _ in pairs], [y for _, y in pairs], **Style.of(row).line)
+                (line,) = axes.plot([min(x, last) for x, _ in pairs], [y for _, y in pairs], **style[row.peer].line)
                 handles.setdefault(row.label, line)
-        ticks = [value for value, _ in one.points]
-        if min(ticks) > 0:
-            axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
+        axes.set_xscale("log", base=2)
+        names = [f"{value:g}" if math.isfinite(value) else "not\nlimited" for value in ticks]
+        axes.set_xticks([min(value, last) for value in ticks], names)
         axes.minorticks_off()
-        axes.set(xlabel=one.axis)
+        axes.set(xlabel=SUITES[one.suite].axis)
         if len(series) > 1:
-            axes.set_title(one.title, fontsize=10)
+            axes.set_title(SUITES[one.suite].title, fontsize=10)
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel(ylabel)
     figure.suptitle(title, fontsize=11)
@@ -291,7 +275,7 @@ def _peers_down(axes: Any, rows: Sequence[StepsRow]) -> None:
 def _families(figure: Any, rows: Sequence[StepsRow], more: Sequence[Any] = ()) -> None:
     """A legend below that tells hzero's bars from others."""
     kinds: Mapping[bool, Any] = {
-        True: Patch(facecolor="#dddddd", edgecolor="black", hatch=_HATCH, label="hzero"),
+        True: Patch(facecolor="#dddddd", edgecolor="black", hatch=HATCH, label="hzero"),
         False: Patch(facecolor="#dddddd", edgecolor="#dddddd", label="others"),
     }
     there = {row.engine == "hzero" for row in rows}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from hzero.config import TIERS
 from hzero.train.summary import size_text
 
@@ -57,28 +55,11 @@ def size(value: float | None) -> str:
     return NONE if value is None else size_text(value)
 
 
+def names(labels: Sequence[str]) -> str:
+    """Names in a sentence."""
+    return " and ".join([", ".join(labels[:-1]), labels[-1]] if len(labels) > 1 else labels)
+
+
 def by_tier(values: Mapping[Any, float] | None, form: Callable[[float], str]) -> str:
     """A value a tier, innermost first, in one cell."""
     return ", ".join(f"{tier} {form(values[tier])}" for tier in TIERS if tier in values) if values else NONE
-
-
-def folded(title: str, text: str) -> str:
-    """A part that unfolds."""
-    return f"<details>\n<summary>{cell(title)}</summary>\n\n{text}\n\n</details>"
-
-
-def as_yaml(content: Any) -> str:
-    """A block of YAML."""
-    return f"````yaml\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)}````"
-
-
-def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested block with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found.update(flat(value, f"{name}."))
-        else:
-            found[name] = value
-    return found

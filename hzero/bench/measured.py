@@ -1,23 +1,29 @@
-"""Measurements as the report counts them: the rows that were chosen, and what follows from them by arithmetic."""
+"""Measurements as the report counts them: which rows count, and what follows from them by arithmetic."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hzero.bench.results import Line
-from hzero.bench.rows import ConvergenceRow, StepsRow
+from hzero.bench.results import Row
+from hzero.bench.rows import ConvergenceRow, StepsConfig, StepsRow
+from hzero.bench.suites import shown_as
 
+#: DeepSpeed's own ZeRO-3: what ratios of measurements are taken to, and the preset of its runs of training.
+STOCK, STOCK_PRESET = "zero3-deepspeed", "stock"
 #: Stable order of the peers in tables and plots; others come after these.
 PEERS = (
-    *("ddp", "fsdp2", "fsdp2-node", "hsdp-node", "hsdp-package", "zero3-deepspeed", "hpz-deepspeed"),
+    *("ddp", "fsdp2", "fsdp2-node", "hsdp-node", "hsdp-package", STOCK, "hpz-deepspeed"),
     *("zero3", "hpz", "zeropp", "lossless", "mild", "topo"),
 )
+#: hzero's presets without codecs.
+_LOSSLESS = ("zero3", "hpz", "lossless")
 _ENGINES = ("ddp", "fsdp", "deepspeed", "hzero")
-#: Blocks of the configuration in which measurements have to be alike to stand in one series.
-_WORK = ("cluster", "model", "data", "train", "reduce_scatter")
+#: Parts of a trainer's configuration that say what is trained. The preset of ``zero`` is what runs compare.
+_TRAINED = ("model", "data", "topology", "train", "zero", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -28,18 +34,16 @@ class Measurement:
         suite: What it belongs to.
         name: Unique in the suite.
         rows: One a peer, in the stable order.
-        lines: The same rows as they were read.
         missing: Peers of its configuration without a row.
     """
 
     suite: str
     name: str
     rows: tuple[StepsRow, ...]
-    lines: tuple[Line, ...]
     missing: tuple[str, ...]
 
     @property
-    def config(self) -> Any:
+    def config(self) -> StepsConfig:
         """The configuration that all peers share."""
         return self.rows[0].config
 
@@ -52,13 +56,24 @@ class Measurement:
         """The row of a peer, None where it has none."""
         return next((row for row in self.rows if row.peer == peer), None)
 
-    def key(self, row: StepsRow) -> tuple[str, str, str]:
-        """What tells one row of the report from all others."""
-        return self.suite, self.name, row.peer
-
     def fastest(self) -> list[StepsRow]:
         """Rows by median step time, the fastest first."""
         return sorted(self.rows, key=lambda row: row.median_s)
+
+    def work(self, free: Sequence[str] = ()) -> dict[str, Any]:
+        """What peers did, less some keys: those in which measurements may differ and still compare.
+
+        Args:
+            free: ``rate`` (between nodes), ``reduce_scatter``, or keys of the blocks cluster and train.
+        """
+        config = self.config.model_dump()
+        work: dict[str, Any] = {key: config.get(key) for key in ("model", "data", "reduce_scatter") if key not in free}
+        work["rates"] = {tier: rate for tier, rate in config["cluster"].pop("rates_mbit").items() if rate is not None}
+        if "rate" in free:
+            work["rates"].pop("node", None)
+        for block in ("cluster", "train"):
+            work[block] = {key: value for key, value in config[block].items() if key not in free}
+        return work
 
 
 @dataclass(frozen=True)
@@ -67,125 +82,161 @@ class Chosen:
 
     Attributes:
         measurements: In the order of their first rows.
-        runs: Runs of training, with the lines they were read from.
+        runs: Runs of training that compare.
         notes: What was found and is not in it.
     """
 
     measurements: tuple[Measurement, ...]
-    runs: tuple[Line, ...]
+    runs: tuple[ConvergenceRow, ...]
     notes: tuple[str, ...]
 
     def of(self, *suites: str) -> list[Measurement]:
-        """Measurements of some suites."""
-        return [measurement for measurement in self.measurements if measurement.suite in suites]
+        """Measurements of some suites, in the suites' order."""
+        return [one for suite in suites for one in self.measurements if one.suite == suite]
+
+    def detailed(self) -> list[Measurement]:
+        """Measurements that are shown each by itself: main, other reduce-scatters, and suites that this release does not know."""
+        others = [one for one in self.measurements if one.suite not in ("main", "reduce_scatter")]
+        return self.of("main", "reduce_scatter") + [one for one in others if shown_as(one.suite) == "detail"]
 
     @property
-    def lines(self) -> list[Line]:
+    def rows(self) -> list[Row]:
         """Every row that counts."""
-        return [line for measurement in self.measurements for line in measurement.lines] + list(self.runs)
+        return [*(row for measurement in self.measurements for row in measurement.rows), *self.runs]
 
 
-def rank_of_peer(peer: str, engine: str = "hzero") -> tuple[int, int, str]:
+def rank_of_peer(row: StepsRow) -> tuple[int, int, str]:
     """Sorts peers in the stable order."""
-    if peer in PEERS:
-        return 0, PEERS.index(peer), peer
-    return 1, _ENGINES.index(engine), peer
+    if row.peer in PEERS:
+        return 0, PEERS.index(row.peer), row.peer
+    return 1, _ENGINES.index(row.engine), row.peer
 
 
-def choose(lines: Sequence[Line]) -> Chosen:
-    """Groups rows by measurement, and of different runs of a measurement takes the newest whole one.
+def choose(rows: Sequence[Row]) -> Chosen:
+    """Which rows count.
 
-    Rows of one run share configuration, machine and versions. A run is whole that has a row of every peer.
+    Rows of one run of a measurement share configuration, machine and versions. Of several runs, one counts: a whole one,
+    with a row of every peer, before others; then one of more peers, of more rounds, a newer one. Runs of training count
+    that differ in preset and seed alone: of several such groups the one of most steps.
     """
     notes: list[str] = []
-    groups: dict[tuple[str, str], list[Line]] = {}
-    runs: dict[str, list[Line]] = {}
-    for line in lines:
-        if isinstance(line.row, StepsRow):
-            groups.setdefault((line.row.suite, line.row.measurement), []).append(line)
-        else:
-            runs.setdefault(line.row.measurement, []).append(line)
+    groups: dict[tuple[str, str], list[StepsRow]] = {}
+    for row in rows:
+        if isinstance(row, StepsRow):
+            groups.setdefault((row.suite, row.measurement), []).append(row)
     measurements = [_measurement(suite, name, group, notes) for (suite, name), group in groups.items()]
-    newest = []
-    for name, group in runs.items():
-        newest.append(_newest(group))
-        if len(group) > 1:
-            notes.append(f"convergence {name}: {len(group)} runs were found; the one of {_when(newest[-1])} counts.")
-    return Chosen(tuple(measurements), tuple(newest), tuple(notes))
+    runs = _trainings([row for row in rows if isinstance(row, ConvergenceRow)], notes)
+    return Chosen(tuple(measurements), tuple(runs), tuple(notes))
 
 
-def _measurement(suite: str, name: str, group: Sequence[Line], notes: list[str]) -> Measurement:
-    runs: dict[str, dict[str, list[Line]]] = {}
-    for line in group:
-        row = _steps(line)
+def _measurement(suite: str, name: str, group: Sequence[StepsRow], notes: list[str]) -> Measurement:
+    runs: dict[str, dict[str, list[StepsRow]]] = {}
+    for row in group:
         key = json.dumps([row.id, row.machine.model_dump(), row.versions], sort_keys=True)
-        runs.setdefault(key, {}).setdefault(row.peer, []).append(line)
+        runs.setdefault(key, {}).setdefault(row.peer, []).append(row)
 
-    def worth(run: dict[str, list[Line]]) -> tuple[bool, Any]:
-        newest = [_newest(lines) for lines in run.values()]
-        return not _missing(newest), max(line.row.date for line in newest)
+    def worth(run: Mapping[str, Sequence[StepsRow]]) -> tuple[bool, int, int, Any]:
+        newest = [_newest(rows) for rows in run.values()]
+        return not _missing(newest), len(newest), newest[0].config.rounds, max(row.date for row in newest)
 
     best = max(runs.values(), key=worth)
-    kept = [_newest(lines) for lines in best.values()]
-    kept.sort(key=lambda line: rank_of_peer(_steps(line).peer, _steps(line).engine))
-    rows = tuple(_steps(line) for line in kept)
-    found = Measurement(suite, name, rows, tuple(kept), _missing(kept))
+    kept = tuple(sorted((_newest(rows) for rows in best.values()), key=rank_of_peer))
+    found = Measurement(suite, name, kept, _missing(kept))
     if len(runs) > 1:
-        latest = max(kept, key=lambda line: line.row.date)
+        latest = _newest(kept)
         notes.append(
-            f"{found.title}: runs of {len(runs)} different configurations, machines or versions were found; the newest "
-            f"whole one counts, of {_when(latest)} (id {latest.row.id})."
-            if not found.missing
-            else f"{found.title}: runs of {len(runs)} different configurations, machines or versions were found, none of "
-            f"them whole; the newest counts, of {_when(latest)} (id {latest.row.id})."
+            f"{found.title}: runs of {len(runs)} different configurations, machines or versions were found"
+            + (", none of them whole" if found.missing else "")
+            + f"; of those with most peers and then most rounds the newest{'' if found.missing else ' whole one'} counts, of "
+            f"{latest.date:%Y-%m-%d %H:%M} (id {latest.id})."
         )
-    again = [peer for peer, lines in best.items() if len(lines) > 1]
+    again = [peer for peer, rows in best.items() if len(rows) > 1]
     if again:
         notes.append(f"{found.title}: several rows of {', '.join(again)}; the newest of each counts.")
     if found.missing:
         notes.append(f"{found.title}: no rows of {', '.join(found.missing)}.")
-    if len({row.tokens_per_step for row in rows}) > 1:
+    if len({row.tokens_per_step for row in kept}) > 1:
         notes.append(f"{found.title}: the peers differ in tokens a step, so that their times do not compare.")
     return found
 
 
-def _steps(line: Line) -> StepsRow:
-    assert isinstance(line.row, StepsRow)
-    return line.row
+def _missing(kept: Sequence[StepsRow]) -> tuple[str, ...]:
+    there = {row.peer for row in kept}
+    return tuple(peer for peer in kept[0].config.peers if peer not in there)
 
 
-def _missing(kept: Sequence[Line]) -> tuple[str, ...]:
-    there = {_steps(line).peer for line in kept}
-    return tuple(peer for peer in _steps(kept[0]).config.peers if peer not in there)
+def _newest(rows: Sequence[StepsRow]) -> StepsRow:
+    return max(enumerate(rows), key=lambda pair: (pair[1].date, pair[0]))[1]
 
 
-def _newest(group: Sequence[Line]) -> Line:
-    return max(enumerate(group), key=lambda pair: (pair[1].row.date, pair[0]))[1]
+def _trainings(rows: Sequence[ConvergenceRow], notes: list[str]) -> list[ConvergenceRow]:
+    groups: dict[Hashable, dict[tuple[str, int], list[ConvergenceRow]]] = {}
+    for row in rows:
+        of_group = groups.setdefault((_trained(row), len(row.losses)), {})
+        of_group.setdefault((row.preset, row.seed), []).append(row)
+    if not groups:
+        return []
+
+    def worth(group: Mapping[Any, Sequence[ConvergenceRow]]) -> tuple[int, int, Any]:
+        runs = [run for runs in group.values() for run in runs]
+        return len(runs[0].losses), len(group), max(run.date for run in runs)
+
+    best = max(groups.values(), key=worth)
+    for group in groups.values():
+        if group is not best:
+            names = ", ".join(runs[0].measurement for runs in group.values())
+            steps = len(next(iter(group.values()))[0].losses)
+            notes.append(
+                f"convergence: {names}, of {steps:,} steps, are of another configuration than those that count, which are "
+                "of most steps."
+            )
+    counting = []
+    for runs in best.values():
+        counting.append(max(enumerate(runs), key=lambda pair: (pair[1].date, pair[0]))[1])
+        if len(runs) > 1:
+            notes.append(
+                f"{counting[-1].title}: {len(runs)} runs were found; the one of {counting[-1].date:%Y-%m-%d %H:%M} counts."
+            )
+    return counting
 
 
-def _when(line: Line) -> str:
-    return f"{line.row.date:%Y-%m-%d %H:%M}"
-
-
-def run_of(line: Line) -> ConvergenceRow:
-    """The training run of a line that holds one."""
-    assert isinstance(line.row, ConvergenceRow)
-    return line.row
+def _trained(row: ConvergenceRow) -> str:
+    """What a run trained, less preset and seed."""
+    config: dict[str, Any] = {key: row.config.get(key) for key in _TRAINED}
+    for block, key in (("zero", "preset"), ("train", "seed")):
+        if isinstance(config[block], Mapping):
+            config[block] = {name: value for name, value in config[block].items() if name != key}
+    return json.dumps([config, row.parameters, row.world_size], sort_keys=True, default=str)
 
 
 def wire_seconds(row: StepsRow) -> dict[str, float]:
     """Least seconds that the measured bytes take on the wires of each shaped tier, in tier order.
 
-    Bytes are taken as spread evenly: over the ranks in gcd and gpu, where each rank has its own link, and over the
-    nodes in node, where the ranks of a node share a trunk.
+    They are those of the tier's busiest link: a rank's own in gcd and gpu, a node's trunk in node. Where that was not
+    measured, bytes are taken as spread evenly over the links.
     """
     cluster = row.config.cluster
     links = {"gcd": row.world_size, "gpu": row.world_size, "node": cluster.nodes}
-    return {
-        tier: 8 * row.bytes.measured.get(tier, 0) / links[tier] / (rate * 1e6)
-        for tier in row.tiers
-        if (rate := cluster.rates_mbit.get(tier)) is not None
-    }
+    found: dict[str, float] = {}
+    for tier in row.tiers:
+        rate = cluster.rates_mbit.get(tier)
+        if rate is not None:
+            even = row.bytes.measured.get(tier, 0.0) / links[tier]
+            found[tier] = 8 * (even if row.busiest is None else row.busiest.get(tier, 0.0)) / (rate * 1e6)
+    return found
+
+
+def processor_seconds(row: StepsRow) -> float | None:
+    """Seconds for which a step keeps all cores busy; None where it was not measured."""
+    return None if row.cpu_s is None else row.cpu_s / row.machine.cores
+
+
+def sends_what_it_has(row: StepsRow) -> bool:
+    """Whether a peer trains without codecs, so that losses should be those of its like but for rounding."""
+    if row.engine != "hzero":
+        return True
+    block = row.peer_config.get("block", {})
+    return block.get("preset") in _LOSSLESS and not block.get("codecs")
 
 
 def elapsed(row: StepsRow) -> list[float]:
@@ -199,7 +250,8 @@ def elapsed(row: StepsRow) -> list[float]:
 
 def common_loss(rows: Iterable[StepsRow]) -> float | None:
     """The least loss that every peer with a finite loss reaches; None where no peer has one."""
-    return max((min(known) for row in rows if (known := _known(row))), default=None)
+    known = ([loss for loss in row.losses if loss is not None] for row in rows)
+    return max((min(losses) for losses in known if losses), default=None)
 
 
 def time_to(row: StepsRow, loss: float) -> float | None:
@@ -210,47 +262,12 @@ def time_to(row: StepsRow, loss: float) -> float | None:
     return None
 
 
-def _known(row: StepsRow) -> list[float]:
-    return [loss for loss in row.losses if loss is not None]
+def overlap(first: StepsRow, second: StepsRow) -> bool:
+    """Whether the ranges of the timed steps of two peers overlap."""
+    return min(first.step_s) <= max(second.step_s) and min(second.step_s) <= max(first.step_s)
 
 
-def points(chosen: Chosen, suite: str, key: str) -> list[tuple[float, Measurement]]:
-    """Measurements of a suite along one axis, with those of main that differ in nothing else.
-
-    Args:
-        chosen: All measurements.
-        suite: Of the series.
-        key: ``accumulation``, ``nodes`` or ``rate``: what changes along the axis.
-
-    Returns:
-        Pairs of a value and a measurement, by value. A value is there once, and all differ from the suite's first
-        measurement along the axis alone.
-    """
-    first = chosen.of(suite)[0]
-    free = ("nodes", "micro_batch", "accumulation") if suite == "nodes_strong" else (key,)
-    along: dict[float, Measurement] = {}
-    for measurement in chosen.of(suite) + chosen.of("main"):
-        alike = _work(measurement, free) == _work(first, free)
-        if suite == "nodes_strong":
-            alike &= measurement.rows[0].tokens_per_step == first.rows[0].tokens_per_step
-        if alike:
-            along.setdefault(_value(measurement, key), measurement)
-    return sorted(along.items(), key=lambda pair: pair[0])
-
-
-def _value(measurement: Measurement, key: str) -> float:
-    config = measurement.config
-    if key == "accumulation":
-        return config.train.accumulation
-    return config.cluster.nodes if key == "nodes" else config.cluster.rates_mbit.get("node") or 0
-
-
-def _work(measurement: Measurement, free: Sequence[str]) -> dict[str, Any]:
-    config = measurement.config.model_dump()
-    work = {name: config.get(name) for name in _WORK}
-    for block, key in (("train", "accumulation"), ("train", "micro_batch"), ("cluster", "nodes")):
-        if key in free:
-            work[block].pop(key, None)
-    if "rate" in free:
-        work["cluster"]["rates_mbit"].pop("node", None)
-    return work
+def mean(values: Iterable[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    known = list(values)
+    return statistics.fmean(known) if known else None

@@ -20,17 +20,15 @@ from rich.table import Table
 
 from hzero.bench.document import document
 from hzero.bench.markdown import count, ratio, seconds, size
-from hzero.bench.measured import Chosen, choose
-from hzero.bench.results import Line, read_results
-from hzero.bench.rows import StepsRow
-from hzero.bench.tables import STOCK
-from hzero.bench.targets import outcomes
+from hzero.bench.measured import STOCK, Chosen, choose
+from hzero.bench.results import read_results
+from hzero.bench.targets import SUBJECT, outcomes, variants
 from hzero.config import ConfigError, one_of
 
 #: Where reports go by default.
 REPORTS = Path("benchmarks/reports")
 #: Largest trace that is copied without having been asked for, in bytes.
-LARGEST_TRACE = 1_000_000
+LARGEST_TRACE = 5_000_000
 _EXAMPLES = """written to the folder of --output, DATE and NAME in front:
   DATE-NAME.md                 tables; what was not measured is left out, and said
   DATE-NAME.jsonl              the rows that count
@@ -48,7 +46,7 @@ class Written:
 
     Attributes:
         copies: Traces to copy: where from, and the name to have.
-        said: What the report says of a row's trace, by `Measurement.key`.
+        said: What the report says of a row's trace, by suite, measurement and peer.
         lines: Objects of the copy of the rows.
     """
 
@@ -65,12 +63,12 @@ def run_report(arguments: Sequence[str]) -> int:
             be written.
     """
     parsed = _parse(arguments)
-    lines, notes = read_results(parsed.results)
-    chosen = choose(lines)
+    rows, notes = read_results(parsed.results)
+    chosen = choose(rows)
     notes = [*notes, *chosen.notes]
-    date = parsed.date or max(line.row.date for line in chosen.lines).strftime("%Y-%m-%d")
+    date = parsed.date or max(row.date for row in chosen.rows).strftime("%Y-%m-%d")
     prefix = f"{date}-{parsed.name}"
-    written = _traces(chosen, parsed.traces, prefix)
+    written = _traces(chosen, parsed.traces, parsed.output, prefix)
     try:
         paths = _write(chosen, written, parsed.output, date, parsed.name, notes)
     except OSError as error:
@@ -96,7 +94,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--traces",
         metavar="PEER,..",
         default="auto",
-        help="peers whose traces are copied, or none (default: those of the main measurement, each below 1 MB)",
+        help=f"peers whose traces are copied, or none (default: {SUBJECT}, {STOCK} and peers whose target is missed, "
+        "traces of at most 5 MB)",
     )
     parsed = parser.parse_args(list(arguments))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parsed.name):
@@ -109,49 +108,46 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def _traces(chosen: Chosen, asked: str, prefix: str) -> Written:
+def _traces(chosen: Chosen, asked: str, output: Path, prefix: str) -> Written:
     """Which traces go beside the report.
 
     Args:
         chosen: What the report is made of.
         asked: Value of ``--traces``.
+        output: Folder of the report. Traces that rows name there are those of an earlier report, and stay.
         prefix: Of the names of all files.
 
     Raises:
         ConfigError: A peer was asked for that no row with a trace has.
     """
     named = set() if asked in ("auto", "none") else set(asked.split(","))
-    traced = [(m, line) for m in chosen.measurements for line in m.lines if _row(line).trace]
-    for peer in sorted(named):
-        if all(_row(line).peer != peer for _, line in traced):
-            raise one_of("--traces", peer, sorted({_row(line).peer for _, line in traced}) or ["none"], "peer")
+    traced = {row.peer for measurement in chosen.measurements for row in measurement.rows if row.trace}
+    for peer in sorted(named - traced):
+        raise one_of("--traces", peer, sorted(traced) or ["none"], "peer")
+    if asked == "auto":
+        named = {SUBJECT, STOCK}
+        for measurements in variants(chosen):
+            named.update(*(one.found[0].peers for one in outcomes(measurements)))
     written = Written({}, {}, [])
+    shown = chosen.detailed()
     for measurement in chosen.measurements:
-        for line in measurement.lines:
-            row, content = _row(line), line.content
-            source = line.folder / row.trace if row.trace else None
-            if source is not None:
-                there = source.stat().st_size if source.is_file() else None
-                wanted = row.peer in named or (
-                    asked == "auto" and measurement.suite in ("main", "one") and (there or 0) <= LARGEST_TRACE
-                )
-                if there is None:
-                    said = "not there"
-                elif wanted:
-                    name = f"{prefix}-trace-{_plain(measurement.title)}-{_plain(row.peer)}.json.gz"
+        for row in measurement.rows:
+            content = row.content
+            if row.trace:
+                source = row.folder / row.trace
+                name = f"{prefix}-trace-{_plain(measurement.title)}-{_plain(row.peer)}.json.gz"
+                said = "not copied"
+                if source.is_file() and (
+                    source.parent.resolve() == output.resolve()
+                    or (asked != "auto" and row.peer in named)
+                    or (row.peer in named and measurement in shown and source.stat().st_size <= LARGEST_TRACE)
+                ):
                     written.copies[name] = source
-                    said, content = f"[{size(there)}]({name})", {**content, "trace": name}
-                else:
-                    said = f"left out, {size(there)}"
-                written.said[measurement.key(row)] = said
+                    said, content = f"[{size(source.stat().st_size)}]({name})", {**content, "trace": name}
+                written.said[row.suite, row.measurement, row.peer] = said
             written.lines.append(content)
-    written.lines.extend(line.content for line in chosen.runs)
+    written.lines.extend(run.content for run in chosen.runs)
     return written
-
-
-def _row(line: Line) -> StepsRow:
-    assert isinstance(line.row, StepsRow)
-    return line.row
 
 
 def _plain(text: str) -> str:
@@ -216,11 +212,9 @@ def _show(chosen: Chosen, notes: Sequence[str]) -> None:
             times = [seconds(value) for value in (row.median_s, min(row.step_s), max(row.step_s))]
             shown.add_row(escape(row.label), *times, to_stock, count(row.tokens_per_s))
         console.print(shown)
-        for one in outcomes(measurement):
-            verdict = one.verdict.strip("*")
-            console.print(
-                f"{one.what} against {one.against}: {one.found} ({one.limit}): {verdict}", markup=False, highlight=False
-            )
+        for one in outcomes([measurement]):
+            found = ": ".join(filter(None, (f"{one.found[0].text} ({one.limit})", one.found[0].verdict)))
+            console.print(f"{one.what} against {one.against}: {found}", markup=False, highlight=False)
     others = [measurement for measurement in chosen.measurements if measurement.suite != "main"]
     if others or chosen.runs:
         shown = Table("measurement", "peers", "fastest", "step, s (median)", title="other measurements")

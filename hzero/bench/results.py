@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,11 @@ from hzero.config import ConfigError, one_of
 
 #: File of a results folder that holds the rows.
 RESULTS = "results.jsonl"
+Row = StepsRow | ConvergenceRow
 _KINDS: dict[str, type[StepsRow] | type[ConvergenceRow]] = {"steps": StepsRow, "convergence": ConvergenceRow}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row as it was read.
-
-    Attributes:
-        row: The row, checked.
-        content: All of it, keys unknown to this release among them.
-        folder: What its trace is relative to.
-    """
-
-    row: StepsRow | ConvergenceRow
-    content: dict[str, Any]
-    folder: Path
-
-
-def read_results(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
+def read_results(paths: Sequence[Path]) -> tuple[list[Row], list[str]]:
     """Reads results, rows that are there twice only once.
 
     Args:
@@ -46,19 +31,19 @@ def read_results(paths: Sequence[Path]) -> tuple[list[Line], list[str]]:
     Raises:
         ConfigError: There is no such file, a line is no row, or there are no rows at all.
     """
-    lines: list[Line] = []
+    rows: list[Row] = []
     notes: list[str] = []
     for path in paths:
         file = path / RESULTS if path.is_dir() else path
         found, torn = _read_file(file)
         notes += [f"Line {number} of {file.name} is torn, as of a run that was ended, and left out." for number in torn]
-        lines += [line for line in found if all(line.content != other.content for other in lines)]
-    if not lines:
+        rows += [row for row in found if all(row.content != other.content for other in rows)]
+    if not rows:
         raise ConfigError(f"RESULTS: no rows in {', '.join(repr(str(path)) for path in paths)}")
-    return lines, notes
+    return rows, notes
 
 
-def _read_file(file: Path) -> tuple[list[Line], list[int]]:
+def _read_file(file: Path) -> tuple[list[Row], list[int]]:
     """Rows of a file, and the numbers of its torn lines: the last of a run, or of one that was taken up again."""
     try:
         data = file.read_bytes()
@@ -69,7 +54,7 @@ def _read_file(file: Path) -> tuple[list[Line], list[int]]:
     except OSError as error:
         raise ConfigError(f"RESULTS: cannot read {str(file)!r}: {error.strerror}") from None
     texts = data.split(b"\n")
-    found: list[Line] = []
+    found: list[Row] = []
     torn: list[int] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():
@@ -81,7 +66,7 @@ def _read_file(file: Path) -> tuple[list[Line], list[int]]:
                 torn.append(number)
                 continue
             raise ConfigError(f"{file}:{number}: is no JSON: {' '.join(str(error).split())}") from None
-        found.append(Line(parse_row(content, f"{file}:{number}"), content, file.parent))
+        found.append(parse_row(content, file.parent, f"{file}:{number}"))
     return found, torn
 
 
@@ -91,11 +76,12 @@ def _is_torn(text: bytes, error: Exception) -> bool:
     return text.startswith(b"{") and (at_end or not text.rstrip().endswith(b"}"))
 
 
-def parse_row(content: Any, where: str) -> StepsRow | ConvergenceRow:
+def parse_row(content: Any, folder: Path, where: str) -> Row:
     """Checks a row.
 
     Args:
         content: The object of a line.
+        folder: What the trace that it names is relative to.
         where: File and line, for messages.
 
     Raises:
@@ -107,7 +93,7 @@ def parse_row(content: Any, where: str) -> StepsRow | ConvergenceRow:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise one_of(f"{where}: kind", kind, _KINDS)
     try:
-        return _KINDS[kind].model_validate(content)
+        return _KINDS[kind].model_validate({**content, "content": content, "folder": folder})
     except (ValidationError, OverflowError) as error:
         raise ConfigError(f"{where}: {_first_of(error)}") from None
 

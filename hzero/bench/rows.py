@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import PurePosixPath
-from typing import Any, Literal, get_args
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AwareDatetime,
@@ -107,11 +107,21 @@ class Bytes(_Part):
         measured: By the counters of the emulated interfaces, headers included.
         planned: That the collectives in use move, by the plan or the collectives' closed form.
         ideal: The same with a reduce-scatter that sends nothing twice.
+        planned_twice: As planned, with two gathers of every weight a micro-step instead of those that took place; None in
+            rows of older releases.
     """
 
     measured: dict[Tier, FiniteFloat]
     planned: dict[Tier, FiniteFloat]
     ideal: dict[Tier, FiniteFloat]
+    planned_twice: dict[Tier, FiniteFloat] | None = None
+
+    @model_validator(mode="after")
+    def _not_below_0(self) -> Bytes:
+        for name, values in self:
+            if min((values or {}).values(), default=0) < 0:
+                raise ValueError(f"bytes.{name}: found {values}, expected no number below 0")
+        return self
 
 
 class Memory(_Part):
@@ -119,7 +129,7 @@ class Memory(_Part):
 
     Attributes:
         weights: Most that a step holds of them beside passing buffers, copies in other scopes among them.
-        gradients: The same of gradients, accumulators and residuals among them.
+        gradients: The same of gradients, accumulators and residuals among them; of PyTorch's peers at the end of backward.
         optimizer: Float32 masters and moments.
         kept: Of all tensors that live between two steps.
         peak: Most bytes of tensors that one step adds to that, on rank 0; None where not measured.
@@ -147,6 +157,15 @@ class Breakdown(_Part):
 
 
 class _Row(_Part):
+    """What all rows have.
+
+    Attributes:
+        content: The row as it was read, keys unknown to this release among them.
+        folder: Where it was read, which its trace is relative to.
+    """
+
+    content: dict[str, Any]
+    folder: Path
     format: Literal[1]
     suite: str = Field(min_length=1)
     measurement: str = Field(min_length=1)
@@ -172,9 +191,11 @@ class StepsRow(_Row):
         step_s: Seconds of the timed optimizer steps, in order.
         losses: Of every optimizer step, warm-up steps first; None where one was not finite.
         bytes: Of one optimizer step.
-        fetches: Gathers of every weight a micro-step, on average.
+        busiest: Of these, what the busiest link of each tier carries one way: in gcd and gpu that of the rank that sends
+            most, in node the trunk of the node that sends most. None in rows of older releases.
+        cpu_s: Processor seconds of all ranks together a step; None in rows of older releases.
+        fetches: Gathers of every weight a micro-step, on average; None where the engine gathers nothing.
         memory: Of a rank.
-        hops_s: Seconds a step that hops of a tier were under way, mean over the ranks.
         trace: Chrome trace of one step, relative to the results' folder.
         breakdown: Of the traced step.
     """
@@ -188,9 +209,10 @@ class StepsRow(_Row):
     tokens_per_step: int = Field(ge=1)
     step_s: list[FiniteFloat] = Field(min_length=1)
     bytes: Bytes
-    fetches: FiniteFloat = _Least0
+    busiest: dict[Tier, Annotated[FiniteFloat, _Least0]] | None = None
+    cpu_s: FiniteFloat | None = Field(default=None, ge=0)
+    fetches: FiniteFloat | None = Field(ge=0)
     memory: Memory
-    hops_s: dict[Tier, FiniteFloat] | None
     trace: str | None
     breakdown: Breakdown | None
 
@@ -209,9 +231,6 @@ class StepsRow(_Row):
             raise ValueError(f"losses: found {len(self.losses)}, fewer than the {len(self.step_s)} timed steps")
         if self.world_size != self.config.cluster.world_size:
             raise ValueError(f"world_size: found {self.world_size}, but the cluster is {self.config.cluster.text()}")
-        for name in ("measured", "planned", "ideal"):
-            if min(getattr(self.bytes, name).values(), default=0) < 0:
-                raise ValueError(f"bytes.{name}: found {getattr(self.bytes, name)}, expected no number below 0")
         return self
 
     @property
@@ -256,3 +275,8 @@ class ConvergenceRow(_Row):
     preset: str
     seed: int
     evaluations: list[Evaluation]
+
+    @property
+    def title(self) -> str:
+        """Name for a reader."""
+        return f"convergence {self.measurement}"

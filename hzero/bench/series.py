@@ -1,13 +1,27 @@
-"""Series of measurements: accumulation, numbers of nodes, rates between nodes, and ablations."""
+"""Series of measurements along an axis: accumulation, numbers of nodes, rates between nodes; and ablations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hzero.bench.markdown import NONE, by_tier, count, flat, loss, ratio, seconds, size, table
-from hzero.bench.measured import Chosen, Measurement, points, rank_of_peer
+from hzero.bench.markdown import NONE, by_tier, count, loss, names, ratio, seconds, size, table
+from hzero.bench.measured import Chosen, Measurement, overlap, rank_of_peer
 from hzero.bench.rows import StepsRow
+from hzero.bench.suites import SUITES
+from hzero.bench.targets import SUBJECT
+
+#: In what the measurements of a series may differ: its axis first.
+_FREE = {
+    "accumulation": ("accumulation",),
+    "nodes_weak": ("nodes",),
+    "nodes_strong": ("nodes", "micro_batch", "accumulation"),
+    "sweep": ("rate",),
+}
+#: Keys of a peer's configuration that its label and the text say.
+_SAID = ("engine", "label")
 
 
 @dataclass(frozen=True)
@@ -15,17 +29,11 @@ class Series:
     """Measurements along one axis.
 
     Attributes:
-        title: Heading of its part.
-        axis: What changes, with its unit.
-        column: Head of a value's column.
         suite: That it is of; main may have given a point.
-        points: Pairs of a value and a measurement, by value.
+        points: Pairs of a value and a measurement, by value; infinite where a tier's rate is not limited.
         left_out: Titles of the suite's measurements that differ in more than the axis.
     """
 
-    title: str
-    axis: str
-    column: str
     suite: str
     points: tuple[tuple[float, Measurement], ...]
     left_out: tuple[str, ...]
@@ -36,56 +44,98 @@ class Series:
         for measurement in (measurement for _, measurement in self.points if measurement.suite == self.suite):
             for row in measurement.rows:
                 rows.setdefault(row.peer, row)
-        return sorted(rows.values(), key=lambda row: rank_of_peer(row.peer, row.engine))
+        return sorted(rows.values(), key=rank_of_peer)
 
     def of(self, peer: str) -> list[tuple[float, StepsRow]]:
         """Values and rows of a peer."""
         found = ((value, measurement.row(peer)) for value, measurement in self.points)
         return [(value, row) for value, row in found if row is not None]
 
-
-#: Suite, title, what changes in the configuration, the axis, and the head of a column.
-_SERIES = (
-    ("accumulation", "Accumulation", "accumulation", "micro-steps a step", "accumulation {:g}"),
-    ("nodes_weak", "Nodes, weak scaling", "nodes", "nodes", "nodes: {:g}"),
-    ("nodes_strong", "Nodes, strong scaling", "nodes", "nodes", "nodes: {:g}"),
-    ("sweep", "Bandwidth between nodes", "rate", "Mbit/s a node", "{:g} Mbit/s a node"),
-)
-
-
-#: Keys of a peer's configuration that its label and the text say.
-_SAID = ("engine", "label")
+    def columns(self) -> list[str]:
+        """Heads of the points' columns."""
+        column = SUITES[self.suite].column
+        named = [
+            ("not limited between nodes" if math.isinf(value) else column.format(f"{value:g}"), measurement)
+            for value, measurement in self.points
+        ]
+        return [text + (" (main)" if measurement.suite == "main" else "") for text, measurement in named]
 
 
-def all_series(chosen: Chosen) -> dict[str, Series]:
-    """The series that were measured, by suite."""
-    found = {}
-    for suite, title, key, axis, column in _SERIES:
-        if chosen.of(suite):
-            along = tuple(points(chosen, suite, key))
-            shown = [measurement for _, measurement in along]
-            left_out = tuple(one.title for one in chosen.of(suite) if one not in shown)
-            found[suite] = Series(title, axis, column, suite, along, left_out)
-    return found
+def series_of(chosen: Chosen, suite: str) -> Series | None:
+    """A suite's measurements along its axis, with those of main that differ in nothing else.
+
+    A value is there once, and all differ from the suite's first measurement along the axis alone. Measurements without any
+    of the suite's peers are no points.
+
+    Returns:
+        None where the suite was not measured.
+    """
+    own = chosen.of(suite)
+    if not own:
+        return None
+    free = _FREE[suite]
+    peers = {row.peer for measurement in own for row in measurement.rows}
+    along: dict[float, Measurement] = {}
+    for measurement in own + chosen.of("main"):
+        alike = measurement.work(free) == own[0].work(free)
+        if suite == "nodes_strong":
+            alike &= measurement.rows[0].tokens_per_step == own[0].rows[0].tokens_per_step
+        if alike and any(row.peer in peers for row in measurement.rows):
+            along.setdefault(_value(measurement, free[0]), measurement)
+    shown = list(along.values())
+    left_out = tuple(one.title for one in own if one not in shown)
+    return Series(suite, tuple(sorted(along.items(), key=lambda pair: pair[0])), left_out)
+
+
+def _value(measurement: Measurement, key: str) -> float:
+    config = measurement.config
+    if key == "accumulation":
+        return config.train.accumulation
+    if key == "nodes":
+        return config.cluster.nodes
+    rate = config.cluster.rates_mbit.get("node")
+    return math.inf if rate is None else rate
+
+
+def series_part(series: Series) -> str:
+    """Tables of a series, and notes on what its points do not share."""
+    parts = {"accumulation": _accumulation, "sweep": _sweep}.get(series.suite, _nodes)(series)
+    return "\n\n".join(parts + _notes(series))
+
+
+def _notes(series: Series) -> list[str]:
+    rows = [measurement.rows[0] for _, measurement in series.points]
+    taken = [measurement.title for _, measurement in series.points if measurement.suite == "main"]
+    notes = [f"The point marked (main) is of {names(taken)}, measured at another time."] if taken else []
+    if len({str(row.machine) for row in rows}) > 1:
+        notes.append("Note: the points were measured on different machines.")
+    plain = [{key: value for key, value in row.versions.items() if key != "commit"} for row in rows]
+    if any(one != plain[0] for one in plain):
+        notes.append("Note: the points were measured with different versions; see the full configuration.")
+    commits = [row.versions.get("commit", "unknown") for row in rows]
+    if len(set(commits)) > 1:
+        each = [f"{column}: {commit}" for column, commit in zip(series.columns(), commits)]
+        notes.append(f"Note: the points are of different commits ({', '.join(each)}).")
+    if series.left_out:
+        notes.append(f"Not in this series, since more differs than its axis: {', '.join(series.left_out)}.")
+    return notes
 
 
 def _grid(series: Series, form: Callable[[StepsRow], str]) -> str:
-    head = ["peer", *(series.column.format(value) for value, _ in series.points)]
     rows = []
     for peer in series.peers():
         there = dict(series.of(peer.peer))
         rows.append([peer.label, *(form(there[value]) if value in there else NONE for value, _ in series.points)])
-    return table(head, rows)
+    return table(["peer", *series.columns()], rows)
 
 
 def _spans(series: Series) -> str:
     return _grid(series, lambda row: f"{row.median_s:.3f} ({min(row.step_s):.3f}–{max(row.step_s):.3f})")
 
 
-def accumulation_part(series: Series) -> str:
-    """Step time and rate by peer and accumulation."""
+def _accumulation(series: Series) -> list[str]:
     rates = _grid(series, lambda row: count(row.tokens_per_s))
-    return f"Step time, s: median (min–max).\n\n{_spans(series)}\n\nTokens/s.\n\n{rates}"
+    return ["Step time, s: median (min–max).", _spans(series), "Tokens/s.", rates]
 
 
 def efficiency(series: Series, peer: str) -> list[tuple[float, float]]:
@@ -95,67 +145,79 @@ def efficiency(series: Series, peer: str) -> list[tuple[float, float]]:
     return [(value, rate / base) for value, rate in rates.items()] if base else []
 
 
-def nodes_part(series: Series) -> str:
-    """Step time, rate a rank and efficiency by peer and number of nodes."""
+def _nodes(series: Series) -> list[str]:
     least = series.points[0][0]
     rates = _grid(series, lambda row: count(row.tokens_per_s / row.world_size))
-    head = ["peer", *(series.column.format(value) for value, _ in series.points)]
     rows = []
     for peer in series.peers():
         there = dict(efficiency(series, peer.peer))
         rows.append([peer.label, *(ratio(there.get(value)) for value, _ in series.points)])
     per_step = ", ".join(f"{m.rows[0].tokens_per_step:,} at {value:g}" for value, m in series.points)
-    return "\n\n".join(
-        [
-            f"Tokens a step: {per_step}. All nodes share the same cores, so that more nodes also means less processor a rank.",
-            "Step time, s: median (min–max).",
-            _spans(series),
-            "Tokens/s a rank.",
-            rates,
-            f"Efficiency: tokens/s a rank over those at {least:g} node{'s' if least != 1 else ''}.",
-            table(head, rows),
-        ]
-    )
+    return [
+        f"Tokens a step: {per_step}. All nodes share the same cores, so that more nodes also means less processor a rank.",
+        "Step time, s: median (min–max).",
+        _spans(series),
+        "Tokens/s a rank.",
+        rates,
+        f"Efficiency: tokens/s a rank over those at {least:g} node{'s' if least != 1 else ''}.",
+        table(["peer", *series.columns()], rows),
+    ]
 
 
-def sweep_part(series: Series) -> str:
+def _sweep(series: Series) -> list[str]:
     """Step time by peer and rate, and the fastest at each rate."""
     winners = []
-    names = {row.peer for row in series.peers()}
-    for value, measurement in series.points:
-        ordered = [row for row in measurement.fastest() if row.peer in names]
+    peers = {row.peer for row in series.peers()}
+    for column, (_, measurement) in zip(series.columns(), series.points):
+        ordered = [row for row in measurement.fastest() if row.peer in peers]
         first, *others = ordered
+        tie = bool(others) and overlap(first, others[0])
+        fastest = f"tie of {first.label} and {others[0].label}" if tie else first.label
         by = f"{others[0].label}, {others[0].median_s / first.median_s - 1:.1%} slower" if others else NONE
         foreign = [row for row in ordered if row.engine != "hzero"]
         own = [row for row in ordered if row.engine == "hzero"]
         lead = f"{own[0].median_s / foreign[0].median_s:.3f}" if own and foreign else NONE
         both = f"{own[0].label} to {foreign[0].label}: {lead}" if own and foreign else NONE
-        winners.append([f"{value:g}", first.label, seconds(first.median_s), by, both])
-    head = ("Mbit/s a node", "fastest", "step time, s", "next", "best of hzero to best of the others")
-    return f"Step time, s: median (min–max).\n\n{_spans(series)}\n\n{table(head, winners, left=2)}"
+        winners.append([column, fastest, seconds(first.median_s), by, both])
+    head = ("between nodes", "fastest", "step time, s", "next", "best of hzero to best of the others")
+    said = "It is called a tie where the ranges of the two fastest overlap."
+    return ["Step time, s: median (min–max).", _spans(series), table(head, winners, left=2), said]
 
 
 def ablation_part(measurements: Sequence[Measurement]) -> str:
     """One line a peer of every measurement: what it is, times, bytes, loss, memory."""
     head = (
-        *("measurement", "peer", "configuration", "step time, s (median)", "min", "max", "bytes a step, measured"),
-        *("last loss", "states of a rank", "of it optimizer"),
+        *("measurement", "peer", "configuration", "step time, s (median)", f"ratio to {SUBJECT}", "min", "max"),
+        *("bytes a step, measured", "last loss", "states of a rank", "of it optimizer"),
     )
     rows = []
     for measurement in measurements:
         equal = min(len(row.losses) for row in measurement.rows)
+        subject = measurement.row(SUBJECT)
         for row in measurement.rows:
             state = row.memory
-            settings = (
-                ", ".join(f"{key} {value}" for key, value in flat(row.peer_config).items() if key not in _SAID) or NONE
-            )
+            settings = [f"{key} {value}" for key, value in _flat(row.peer_config).items() if key not in _SAID]
             rows.append(
                 [
-                    *(measurement.name, row.label, settings, seconds(row.median_s)),
+                    *(measurement.name, row.label, ", ".join(settings) or NONE, seconds(row.median_s)),
+                    ratio(row.median_s / subject.median_s if subject else None),
                     *(seconds(min(row.step_s)), seconds(max(row.step_s)), by_tier(row.bytes.measured, size)),
                     loss(row.losses[equal - 1]),
                     size(state.weights + state.gradients + state.optimizer),
                     size(state.optimizer),
                 ]
             )
-    return table(head, rows, left=3)
+    text = (
+        f"Peers whose name begins with `{SUBJECT}` are {SUBJECT} with one thing changed; the others stand beside for "
+        "comparison."
+    )
+    return f"{text}\n\n{table(head, rows, left=3)}"
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested block with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found

@@ -4,40 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hzero.bench.markdown import NONE, count, loss, ratio, seconds, size, table
-from hzero.bench.measured import Measurement, common_loss, time_to, wire_seconds
-from hzero.bench.rows import StepsRow, Tier
-from hzero.bench.targets import departs, differences, outcomes
+from hzero.bench.markdown import NONE, count, loss, names, ratio, seconds, size, table
+from hzero.bench.measured import (
+    STOCK,
+    Measurement,
+    common_loss,
+    mean,
+    processor_seconds,
+    sends_what_it_has,
+    time_to,
+    wire_seconds,
+)
+from hzero.bench.rows import StepsRow
+from hzero.bench.targets import SUBJECT, Finding, departs, differences, outcomes
 
-#: What is said of the trace of a row, by `Measurement.key`.
+#: What is said of the trace of a row, by suite, measurement and peer.
 Traces = Mapping[tuple[str, str, str], str]
-#: What ratios are taken to.
-STOCK = "zero3-deepspeed"
+#: Share of the slowest tier's time from which on the processor's is called near.
+NEAR = 0.8
 
 
-def targets(measurement: Measurement) -> str:
-    """Targets beside what was measured, and plain words on those that are missed."""
-    found = outcomes(measurement)
+def targets(measurements: list[Measurement]) -> str:
+    """Targets beside what was measured, and plain words on those that are missed.
+
+    Args:
+        measurements: Of the same work with different reduce-scatters; the first is the one that counts.
+    """
+    first, found = measurements[0], outcomes(measurements)
     parts = []
-    if departs(measurement):
-        parts.append(
-            f"The targets are set for another setting; this measurement has {', '.join(departs(measurement))}."
-        )
-    head = ("quantity", "against", "target", "found", "verdict", "where the target comes from")
-    rows = [(one.what, one.against, one.limit, one.found, one.verdict, one.source) for one in found]
-    parts.append(table(head, rows, left=6))
-    missed = [one for one in found if one.met is False]
-    if missed:
-        traced = [row.label for row in measurement.rows if row.trace]
-        parts.append(
-            "Missed: "
-            + "; ".join(f"{one.what} against {one.against} ({one.found}, target {one.limit})" for one in missed)
-            + f". Where the time goes is under [{heading(measurement)}](#{anchor(heading(measurement))})"
-            + (f"; traces are named there for {', '.join(traced)}." if traced else ".")
-        )
-    elif all(one.met for one in found):
-        parts.append("Every target is met.")
+    if departs(first):
+        parts.append(f"The targets are set for another setting; this measurement has {', '.join(departs(first))}.")
+    columns = [
+        (f"{one.config.reduce_scatter} ({one.title})" if len(measurements) > 1 else "found") for one in measurements
+    ]
+    head = ("quantity", "against", "target", *columns, "where the target comes from")
+    rows = [(one.what, one.against, one.limit, *map(_cell, one.found), one.source) for one in found]
+    parts.append(table(head, rows, left=len(head)))
+    parts += _handicap(measurements)
+    for index, measurement in enumerate(measurements):
+        missed = [one for one in found if one.found[index].met is False]
+        under = f"[{heading(measurement)}](#{anchor(heading(measurement))})"
+        if missed:
+            what = [f"{one.what} against {one.against} ({one.found[index].text}, {one.limit})" for one in missed]
+            parts.append(f"Missed in {measurement.title}: {'; '.join(what)}. Where the time goes is under {under}.")
+        elif all(one.found[index].met for one in found if one.limit != "not judged"):
+            parts.append(f"Every target is met in {measurement.title}.")
     return "\n\n".join(parts)
+
+
+def _cell(finding: Finding) -> str:
+    verdict = "**not met**" if finding.met is False else finding.verdict
+    return f"{finding.text}, {verdict}" if verdict else finding.text
+
+
+def _handicap(measurements: list[Measurement]) -> list[str]:
+    """Says where a reduce-scatter makes peers send more than they have to, and the subject not."""
+    found = []
+    for measurement in measurements:
+        subject = measurement.row(SUBJECT)
+        others = [row.label for row in measurement.rows if row is not subject and _sends_more(row)]
+        if subject is None or not others or _sends_more(subject):
+            continue
+        many = f"{len(others)} of the {len(measurement.rows)} peers pay"
+        if measurement.config.reduce_scatter == "gloo":
+            found.append(
+                f"A handicap of the peers in {measurement.title}: gloo's reduce-scatter sends its bytes twice, which {many} and "
+                f"{subject.label} does not, whose reductions are all-to-alls of its own. So a part of the step times of this "
+                "column is the reduce-scatter and not the scheme; the columns of other reduce-scatters, where they were "
+                "measured, and the bytes with an ideal reduce-scatter below are without that."
+            )
+        else:
+            found.append(
+                f"In {measurement.title} the reduce-scatter sends more over some tier than a ring of partial sums, which {many} "
+                f"and {subject.label} does not."
+            )
+    return found
+
+
+def _sends_more(row: StepsRow) -> bool:
+    return any(row.bytes.planned.get(tier, 0) > 1.01 * row.bytes.ideal.get(tier, 0) for tier in row.tiers)
 
 
 def heading(measurement: Measurement) -> str:
@@ -73,17 +118,40 @@ def times(measurement: Measurement) -> str:
     reached = common_loss(measurement.rows)
     head = (
         *("peer", "step time, s (median)", "min", "max", f"ratio to {stock.label if stock else STOCK}", "tokens/s"),
-        *(f"loss at step {equal}", f"s to loss {reached:.4f}" if reached is not None else "s to a common loss"),
+        f"loss at step {equal}",
+        *([f"steps x step time until loss {reached:.4f}, s"] if reached is not None else []),
     )
     rows = []
     for row in measurement.rows:
-        until = time_to(row, reached) if reached is not None else None
         quotient = row.median_s / stock.median_s if stock else None
         least, most = seconds(min(row.step_s)), seconds(max(row.step_s))
         rate = count(row.tokens_per_s)
         cells = [row.label, seconds(row.median_s), least, most, ratio(quotient), rate, loss(row.losses[equal - 1])]
-        rows.append([*cells, NONE if until is None else f"{until:.1f}"])
+        if reached is not None:
+            until = time_to(row, reached)
+            cells.append(NONE if until is None else f"{until:.1f}")
+        rows.append(cells)
     return table(head, rows)
+
+
+def same_losses(measurement: Measurement) -> str:
+    """How far the losses of peers without codecs are apart after the same steps, and the others from their mean."""
+    equal = min(len(row.losses) for row in measurement.rows)
+    at = {row.label: row.losses[equal - 1] for row in measurement.rows}
+    bare = [row.label for row in measurement.rows if sends_what_it_has(row)]
+    known = [value for label in bare if (value := at[label]) is not None]
+    middle = mean(known)
+    if middle is None or len(known) < 2:
+        return ""
+    text = (
+        f"Losses of the last step that all took, {equal}, of the {len(known)} peers without codecs, which should differ by "
+        f"rounding alone: {min(known):.5f} to {max(known):.5f}, a spread of {max(known) - min(known):.5f}."
+    )
+    if len(known) < len(bare):
+        text += f" Not finite: {names([label for label in bare if at[label] is None])}."
+    coded = [row.label for row in measurement.rows if row.label not in bare]
+    apart = [f"{label} {'not finite' if (value := at[label]) is None else f'{value - middle:+.5f}'}" for label in coded]
+    return f"{text} From their mean: {', '.join(apart)}." if apart else text
 
 
 def traffic(measurement: Measurement) -> str:
@@ -97,8 +165,22 @@ def traffic(measurement: Measurement) -> str:
             kinds = (row.bytes.measured, row.bytes.planned, row.bytes.ideal)
             off = f" ({apart[tier]:+.1%})" if tier in apart else ""
             cells.append(" / ".join(f"{kind.get(tier, 0) / 1e6:,.2f}" for kind in kinds) + off)
-        rows.append([*cells, f"{row.fetches:.2f}"])
-    return table(("peer", *(f"{tier}, MB" for tier in tiers), "gathers a micro-step"), rows)
+        rows.append([*cells, NONE if row.fetches is None else f"{row.fetches:.2f}"])
+    parts = [table(("peer", *(f"{tier}, MB" for tier in tiers), "gathers a micro-step"), rows)]
+    fewer = [row for row in measurement.rows if row.fetches is not None and row.fetches < 1.995]
+    if fewer:
+        kept = max((2 - (row.fetches or 0)) / 2 for row in fewer)
+        text = (
+            "DeepSpeed keeps the last weights of forward for backward, so its engine, hzero's too, gathers weights less than "
+            "twice a micro-step; planned bytes have the gathers that took place."
+        )
+        if any(row.engine == "fsdp" for row in measurement.rows):
+            text += (
+                " FSDP gathers these twice, since its root is released after forward here: it pays about "
+                f"{kept:.0%} of the gathers more for that, which is a choice of the comparison and grows small in deep models."
+            )
+        parts.append(text)
+    return "\n\n".join(parts)
 
 
 def memory(measurement: Measurement) -> str:
@@ -112,7 +194,7 @@ def memory(measurement: Measurement) -> str:
 
 
 def where_time_goes(measurement: Measurement, traces: Traces) -> str:
-    """Step time beside the least time of the wires, and what was traced."""
+    """Step time beside the least time of wires and processor, and what was traced."""
     tiers = measurement.rows[0].tiers
     columns = [f"{tier} wires, s" for tier in tiers]
     head = ["peer", "step time, s", *columns, "slowest tier, s", "sum of tiers, s", "step time over slowest tier"]
@@ -123,26 +205,49 @@ def where_time_goes(measurement: Measurement, traces: Traces) -> str:
         cells = [seconds(wires.get(tier)) for tier in tiers]
         total = sum(wires.values()) if wires else None
         over = f"{row.median_s / largest:.2f}" if largest else NONE
-        rows.append([row.label, seconds(row.median_s), *cells, seconds(largest), seconds(total), over])
-    parts = [table(head, rows)]
-    hops = [row for row in measurement.rows if row.hops_s is not None]
-    if hops:
+        cells = [row.label, seconds(row.median_s), *cells, seconds(largest), seconds(total), over]
+        rows.append([*cells, seconds(processor_seconds(row))])
+    parts = [table([*head, "processor, s"], rows), _pace(measurement)]
+    even = [row.label for row in measurement.rows if row.busiest is None]
+    if even:
+        whose = "all" if len(even) == len(measurement.rows) else names(even)
         parts.append(
-            "Seconds a step that hops of a tier were under way (mean over the ranks; tiers overlap each other and "
-            "compute, and a hop includes its waiting for other ranks):"
+            f"Note: the busiest link was not measured; bytes are taken as spread evenly over the links ({whose})."
         )
-        parts.append(table(("peer", *tiers), [_hops(row, tiers) for row in hops]))
     traced = [row for row in measurement.rows if row.breakdown is not None or row.trace is not None]
     if traced:
         parts.append("One traced step on rank 0, in seconds; collectives may be under way beside operators:")
         head = ["peer", "step", "in operators", "a collective under way", "trace"]
-        parts.append(table(head, [_traced(row, traces.get(measurement.key(row), NONE)) for row in traced]))
-    return "\n\n".join(parts)
+        said = [traces.get((row.suite, row.measurement, row.peer), NONE) for row in traced]
+        parts.append(table(head, [_traced(row, trace) for row, trace in zip(traced, said)]))
+    return "\n\n".join(part for part in parts if part)
 
 
-def _hops(row: StepsRow, tiers: tuple[Tier, ...]) -> list[str]:
-    assert row.hops_s is not None
-    return [row.label, *(seconds(row.hops_s.get(tier)) for tier in tiers)]
+def _pace(measurement: Measurement) -> str:
+    """Of which peers the cores, and not the wires, set the pace."""
+    shares = {}
+    for row in measurement.rows:
+        busy, wires = processor_seconds(row), max(wire_seconds(row).values(), default=0.0)
+        if busy is not None and wires:
+            shares[row.label] = busy / wires
+    if not shares:
+        return ""
+    above = [f"{label} ({share:.0%})" for label, share in shares.items() if share > 1]
+    near = [f"{label} ({share:.0%})" for label, share in shares.items() if NEAR <= share <= 1]
+    parts = (
+        [f"Processor over slowest tier is above 100 % for {names(above)}: there the cores set the pace."]
+        if above
+        else []
+    )
+    parts += [f"It is near, from {NEAR:.0%} on, for {names(near)}: there cores and wires do."] if near else []
+    if not parts:
+        label = max(shares, key=lambda name: shares[name])
+        return (
+            f"The processor's time is below {NEAR:.0%} of the slowest tier's for every peer (most for {label}, "
+            f"{shares[label]:.0%}): the wires set the pace."
+        )
+    rest = len(shares) - len(above) - len(near)
+    return " ".join([*parts, *([f"For the others ({rest}) the wires do."] if rest else [])])
 
 
 def _traced(row: StepsRow, trace: str) -> list[str]:
@@ -156,25 +261,33 @@ def measurement_part(measurement: Measurement, traces: Traces) -> str:
 
     Args:
         measurement: The measurement.
-        traces: What is said of the traces of rows, by `Measurement.key`.
+        traces: What is said of the traces of rows.
     """
-    return "\n\n".join(
-        [
-            f"### {heading(measurement)}",
-            setting(measurement),
-            times(measurement),
-            "MB that all ranks send in one optimizer step: measured / planned / with an ideal reduce-scatter (measured over "
-            "planned). Measured bytes are counted by the emulated interfaces and have the headers of Ethernet, IP and TCP "
-            "(66 bytes a packet of at most 9,000) and the acknowledgements in them; the other two are payloads alone. "
-            "DeepSpeed keeps the last weights of forward for backward and gathers weights less than twice a micro-step; "
-            "planned bytes have the gathers that took place (last column).",
-            traffic(measurement),
-            "Memory of a rank, the largest over the ranks. States are the most that a step holds of each, narrow copies and "
-            "accumulators among them; what lives between two steps is less where these are freed, and more by buffers that an "
-            "engine keeps. Passing is the most that one step allocates beyond, activations among it (traced, rank 0).",
-            memory(measurement),
-            "Where the time goes. The least time of a tier's wires is its measured bytes, spread evenly over its links, at "
-            "the rate of the link; the step takes at least that of the slowest tier, and the sum where nothing overlaps.",
-            where_time_goes(measurement, traces),
-        ]
-    )
+    parts = [
+        f"### {heading(measurement)}",
+        setting(measurement),
+        times(measurement),
+        same_losses(measurement),
+        "MB that all ranks send in one optimizer step: measured / planned / with an ideal reduce-scatter (measured over "
+        "planned). Measured bytes are counted by the emulated interfaces and have headers (66 bytes of a packet of 9,000) and "
+        "acknowledgements in them, which make 1 to 2.5 % and more where messages are small; the other two are payloads alone.",
+        traffic(measurement),
+        "Memory of a rank, the largest over the ranks. States are the most that a step holds of each kind: of weights the "
+        "copies in narrower scopes too, of gradients the accumulators and residuals too; gradients of PyTorch's peers are "
+        "their shards at the end of backward. What lives between two steps is less where these are freed, and more by "
+        "buffers that an engine keeps. Passing is the most that one step allocates beyond, activations among it (traced, "
+        "rank 0)."
+        + (
+            " These rows are of an older release, which did not measure gradients of FSDP: 0 B stands there."
+            if any(row.engine == "fsdp" and not row.memory.gradients for row in measurement.rows)
+            else ""
+        ),
+        memory(measurement),
+        "Where the time goes. The least time of a tier's wires is what its busiest link carries (of a rank in gcd and gpu, a "
+        "node's trunk in node) at the rate of the link; the step takes at least that of the slowest tier, and the sum where "
+        "nothing overlaps. Processor is the time for which the step keeps all cores of this machine busy (processor seconds "
+        "of all ranks over cores): where it is near or above the slowest tier's time, the cores set the pace and not the "
+        "wires.",
+        where_time_goes(measurement, traces),
+    ]
+    return "\n\n".join(part for part in parts if part)

@@ -30,6 +30,7 @@ PEERS: dict[str, tuple[str, str, float, tuple[float, float, float], int]] = {
     "topo": ("hzero", "hzero topo", 1.25, (20, 10, 4), 1),
 }
 Row = dict[str, Any]
+MODEL = {"hidden_size": 256, "num_layers": 4, "seq_length": 64}
 
 
 def config(nodes: int = 2, accumulation: int = 2, node_rate: float = 50, **more: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def config(nodes: int = 2, accumulation: int = 2, node_rate: float = 50, **more:
             "gcds_per_gpu": 2,
             "rates_mbit": {"gcd": 200, "gpu": 75, "node": node_rate},
         },
-        "model": {"hidden_size": 256, "layers": 4},
+        "model": dict(MODEL),
         "train": {"micro_batch": 1, "accumulation": accumulation, "dtype": "bf16", "seed": 0, "lr": 1e-3},
         "rounds": 4,
         "warmup": 2,
@@ -75,7 +76,7 @@ def steps(peer: str, suite: str = "main", name: str = "main", scale: float = 1.0
         "peer": peer,
         "label": label,
         "engine": engine,
-        "peer_config": {"hzero": {"preset": peer}} if engine == "hzero" else {"stage": 3},
+        "peer_config": {"engine": engine, "label": label, **({"block": {"preset": peer}} if engine == "hzero" else {})},
         "parameters": 1_000_000,
         "world_size": world,
         "tokens_per_step": 64 * world * settings["train"]["accumulation"],
@@ -84,9 +85,12 @@ def steps(peer: str, suite: str = "main", name: str = "main", scale: float = 1.0
         "bytes": {
             "measured": {tier: value * 1.02 for tier, value in planned.items()},
             "planned": planned,
-            "ideal": {tier: value * 0.75 for tier, value in planned.items()},
+            "planned_twice": {tier: value * 1.02 / 0.9 for tier, value in planned.items()},
+            "ideal": {tier: value * (1 if peer in ("ddp", "topo") else 0.75) for tier, value in planned.items()},
         },
-        "fetches": 2.0,
+        "busiest": {tier: value / (world if tier != "node" else 2) * 1.1 for tier, value in planned.items()},
+        "cpu_s": 1.0,
+        "fetches": None if engine == "ddp" else 2.0 if engine == "fsdp" else 1.8,
         "memory": {
             "weights": 2_000_000,
             "gradients": 1_000_000,
@@ -94,7 +98,6 @@ def steps(peer: str, suite: str = "main", name: str = "main", scale: float = 1.0
             "kept": 0,
             "peak": None,
         },
-        "hops_s": {"gcd": 0.1, "gpu": 0.2, "node": 0.5} if engine == "hzero" else None,
         "trace": None,
         "breakdown": {"step": 1.2, "operators": 0.35, "collectives": 0.8} if engine == "hzero" else None,
         **more,
@@ -114,18 +117,38 @@ def run(preset: str, seed: int, shift: float = 0.0, number: int = 100) -> Row:
         "format": 1,
         "suite": "convergence",
         "measurement": f"{preset}-seed{seed}",
-        "id": f"c{seed}",
+        "id": f"c{preset}{seed}-{number}",
         "date": "2026-11-21T10:00:00+00:00",
         "machine": MACHINE,
         "versions": VERSIONS,
-        "config": {"seed": seed, "zero": preset},
+        "config": {
+            "model": {"name": "gpt_neox_1m", **MODEL},
+            "train": {
+                "steps": number,
+                "micro_batch": 1,
+                "grad_accumulation": 2,
+                "lr": 0.003,
+                "seed": seed,
+                "dtype": "auto",
+                "grad_clip": 1.0,
+            },
+            "zero": {"preset": None if preset == "stock" else preset},
+            "run": {"dir": f"runs/{preset}{seed}"},
+        },
         "preset": preset,
         "seed": seed,
-        "parameters": 1_055_488,
+        "parameters": 1_000_000,
         "world_size": 8,
         "losses": losses,
         "evaluations": [{"step": number, "loss_decoded": 4.1 + shift, "loss_exact": 4.05 + shift}],
     }
+
+
+def training(scale: float = 1.0) -> list[Row]:
+    """The job of the training runs on emulated links."""
+    setting = config(peers=["zero3-deepspeed", "lossless", "topo"])
+    setting["train"]["dtype"] = "fp32"
+    return [steps(peer, "training", "main-job", scale, config=setting) for peer in setting["peers"]]
 
 
 def everything() -> list[Row]:
@@ -151,8 +174,11 @@ def everything() -> list[Row]:
             setting = config(node_rate=rate, peers=["zero3-deepspeed", "hsdp-node", "topo"])
             scale = 50 / rate if peer != "topo" else {15: 1.5, 150: 0.9}[rate]
             rows.append(steps(peer, "sweep", f"node-{rate}", scale, config=setting))
-    rows.append(steps("topo", "codecs", "weights-int4", 0.9, config=config(peers=["topo"])))
-    rows.append(steps("topo", "shards", "gradients-world", 1.8, config=config(peers=["topo"])))
+    for suite, name, scale in (("codecs", "topo-weights-int4", 0.9), ("shards", "topo-gradients-world", 1.8)):
+        setting = config(peers=["topo", name])
+        rows += [steps("topo", suite, suite, config=setting)]
+        rows += [{**steps("topo", suite, suite, scale, config=setting), "peer": name, "label": f"topo, {name[5:]}"}]
+    rows += training()
     for preset, shifts in (("stock", (0.0, 0.02)), ("topo", (0.03, 0.07)), ("lossless", (0.0, 0.021))):
         rows += [run(preset, seed, shift) for seed, shift in enumerate(shifts, 1)]
     return rows

@@ -96,7 +96,7 @@ def check_peers_in_bfloat16_stay_close_to_ddp() -> None:
         assert all(math.isclose(a, b, rel_tol=1e-2) for a, b in zip(losses, expected)), (name, losses, expected)
         gradients = peer.memory()["gradients"] / (4 * sum(model_numels(MODEL)))
         # Of HSDP over two ranks a half; of ZeRO-3 a quarter in bfloat16; of hzero over the node a half and that.
-        assert 0.1 < gradients < 0.9, (name, gradients)
+        assert 0.1 < gradients < (2 if name == "topo-feedback" else 0.9), (name, gradients)  # residuals count
 
 
 def check_memory_and_traces_are_those_of_a_step() -> None:
