@@ -243,8 +243,8 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
     _finished_run(tmp_path / training.folder)
     monkeypatch.setattr(training_module, "_run", lambda command: pytest.fail(f"trained again: {command}"))
     assert training.take(store, again=False) == 0 and store.has(training.id, 1)
-    line = read_results([tmp_path])[0][0]
-    assert line.row.losses == [6.0, 5.0, 4.0] and line.row.evaluations[0].loss_exact == 4.4  # type: ignore[union-attr]
+    row: Any = read_results([tmp_path])[0][0]
+    assert row.losses == [6.0, 5.0, 4.0] and row.evaluations[0].loss_exact == 4.4
     other = Training("topo", 1, "gpt_neox_1m", 3, 0, DATA)
     assert other.id != training.id
     _finished_run(tmp_path / other.folder, seed=7)
@@ -274,16 +274,15 @@ def test_a_measurement_from_end_to_end(tmp_path: Path) -> None:
         return done.stdout
 
     assert "1 measurements to take" in run(command)
-    lines = read_results([tmp_path / "results"])[0]
-    assert [line.row.peer for line in lines] == ["hsdp-package", "zero3-deepspeed", "topo"]  # type: ignore[union-attr]
-    for line in lines:
-        row: Any = line.row
+    rows: list[Any] = read_results([tmp_path / "results"])[0]
+    assert [row.peer for row in rows] == ["hsdp-package", "zero3-deepspeed", "topo"]
+    for row in rows:
         assert len(row.step_s) == 2 and len(row.losses) == 4 and row.world_size == 4
         assert (tmp_path / "results" / row.trace).stat().st_size > 1000
         for tier in ("gcd", "node"):
             # Of messages this small headers and acknowledgements are a larger share.
             assert 1 <= row.bytes.measured[tier] / row.bytes.planned[tier] < 1.25, (row.peer, tier, row.bytes)
-    by_peer: dict[str, Any] = {line.row.peer: line.row for line in lines}  # type: ignore[union-attr]
+    by_peer = {row.peer: row for row in rows}
     assert by_peer["topo"].bytes.measured["node"] < by_peer["zero3-deepspeed"].bytes.measured["node"] / 4
     assert "0 measurements to take" in run(command)
     report = [
