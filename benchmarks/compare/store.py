@@ -48,7 +48,7 @@ class Store:
         return self._rows[identity] >= rows
 
     def add(self, rows: Iterable[dict[str, Any]], identity: str) -> None:
-        """Appends the rows of one measurement, with date, machine and versions."""
+        """Appends the rows of one measurement, with date, machine and versions where they have none of their own."""
         common = {
             "format": FORMAT,
             "id": identity,
@@ -56,7 +56,7 @@ class Store:
             "machine": machine(),
             "versions": self._versions,
         }
-        lines = [json.dumps({**row, **common}) + "\n" for row in rows]
+        lines = [json.dumps({**common, **row}) + "\n" for row in rows]
         text = "".join(lines)
         with open(self.path, "r+b") as file:
             file.seek(0, os.SEEK_END)

@@ -112,6 +112,7 @@ class Training:
         rows = read_metrics(folder)[0]
         return {
             "kind": SUITE,
+            "versions": summary["versions"],  # of the training, which may be older than we are
             "suite": SUITE,
             "measurement": f"{self.preset}-seed{self.seed}",
             "config": config,

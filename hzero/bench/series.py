@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hzero.bench.markdown import NONE, by_tier, count, loss, names, ratio, seconds, size, table
-from hzero.bench.measured import Chosen, Measurement, overlap, rank_of_peer
+from hzero.bench.measured import Chosen, Measurement, overlap, processor_seconds, rank_of_peer
 from hzero.bench.rows import StepsRow
 from hzero.bench.suites import SUITES
 from hzero.bench.targets import SUBJECT
@@ -100,7 +100,18 @@ def _value(measurement: Measurement, key: str) -> float:
 def series_part(series: Series) -> str:
     """Tables of a series, and notes on what its points do not share."""
     parts = {"accumulation": _accumulation, "sweep": _sweep}.get(series.suite, _nodes)(series)
-    return "\n\n".join(parts + _notes(series))
+    return "\n\n".join(parts + _processor(series) + _notes(series))
+
+
+def _processor(series: Series) -> list[str]:
+    """For how long steps keep the cores busy, where that was measured."""
+    if all(row.cpu_s is None for _, measurement in series.points for row in measurement.rows):
+        return []
+    said = (
+        "Processor, s: for how long a step keeps all cores of this machine busy. Where it is near the step time, the cores set "
+        "the pace there and not the wires, and what the series says is about them."
+    )
+    return [said, _grid(series, lambda row: seconds(processor_seconds(row)))]
 
 
 def _notes(series: Series) -> list[str]:

@@ -235,7 +235,9 @@ def _finished_run(folder: Path, seed: int = 0) -> None:
     steps = [{"kind": "step", "step": step, "loss": 7.0 - step} for step in (1, 2, 3)]
     evaluation = {"kind": "eval", "step": 3, "loss_decoded": 4.5, "loss_exact": 4.4}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*steps, evaluation]))
-    (folder / "summary.json").write_text(json.dumps({"status": "finished", "parameters": 10, "world_size": 8}))
+    (folder / "summary.json").write_text(
+        json.dumps({"status": "finished", "parameters": 10, "world_size": 8, "versions": {"torch": "2"}})
+    )
 
 
 def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +246,7 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
     monkeypatch.setattr(training_module, "_run", lambda command: pytest.fail(f"trained again: {command}"))
     assert training.take(store, again=False) == 0 and store.has(training.id, 1)
     row: Any = read_results([tmp_path])[0][0]
+    assert row.versions == {"torch": "2"}
     assert row.losses == [6.0, 5.0, 4.0] and row.evaluations[0].loss_exact == 4.4
     other = Training("topo", 1, "gpt_neox_1m", 3, 0, DATA)
     assert other.id != training.id
