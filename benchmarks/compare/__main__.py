@@ -46,7 +46,7 @@ def main(overrides: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(number, _leave)
-    quiet = ["hydra/hydra_logging=disabled", "hydra/job_logging=disabled"]
+    quiet = ["hydra/hydra_logging=none", "hydra/job_logging=none"]
     sys.argv = ["make bench", *overrides, f"hydra.searchpath=[file://{conf_dir()}]", *quiet]
     try:
         hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()

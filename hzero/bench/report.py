@@ -135,7 +135,7 @@ def _traces(chosen: Chosen, asked: str, output: Path, prefix: str) -> Written:
             content = row.content
             if row.trace:
                 source = row.folder / row.trace
-                name = f"{prefix}-trace-{_plain(measurement.title)}-{_plain(row.peer)}.json.gz"
+                name = f"{prefix}-trace-{_short(measurement.title, row.id)}-{_plain(row.peer)[:60]}.json.gz"
                 said = "not copied"
                 if source.is_file() and (
                     source.parent.resolve() == output.resolve()
@@ -148,6 +148,12 @@ def _traces(chosen: Chosen, asked: str, output: Path, prefix: str) -> Written:
             written.lines.append(content)
     written.lines.extend(run.content for run in chosen.runs)
     return written
+
+
+def _short(title: str, identity: str) -> str:
+    """A measurement's title in a file name, which holds 255 bytes: overrides make some titles long."""
+    plain = _plain(title)
+    return plain if len(plain) <= 60 else f"{plain[:60]}-{identity[:8]}"
 
 
 def _plain(text: str) -> str:
