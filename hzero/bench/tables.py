@@ -70,8 +70,8 @@ def _handicap(measurements: list[Measurement]) -> list[str]:
             found.append(
                 f"A handicap of the peers in {measurement.title}: gloo's reduce-scatter sends its bytes twice, which {many} and "
                 f"{subject.label} does not, each of whose reductions is an all-to-all of its own. So a part of the step "
-                "times of this column is the reduce-scatter and not the scheme; the columns of other reduce-scatters, where they were "
-                "measured, and the bytes with an ideal reduce-scatter below are without that."
+                "times of this column is the reduce-scatter and not the scheme; the columns of other reduce-scatters, where "
+                "they were measured, and the bytes with an ideal reduce-scatter below are without that."
             )
         else:
             found.append(
