@@ -11,6 +11,8 @@ from deepspeed.utils import groups
 
 import hzero
 from benchmarks.compare.peers import Job, Peer, tensor_bytes
+from hzero.train.loop import adamw
+from hzero.zero.state import optimizer_bytes
 
 
 class DeepSpeedPeer(Peer):
@@ -75,12 +77,10 @@ class DeepSpeedPeer(Peer):
         """As in `Peer`; resident payloads and hpZ's copy count as weights, node gradients and residuals as gradients."""
         optimizer = self._engine.optimizer
         primary = tensor_bytes(param.ds_tensor for param in self._engine.module.parameters())
-        states = optimizer.optimizer.state.values()
-        masters = tensor_bytes(optimizer.fp32_partitioned_groups_flat)
         sizes = {
             "weights": primary + self._secondary_bytes,
             "gradients": tensor_bytes([optimizer.grad_partitions_flat_buffer]),
-            "optimizer": masters + tensor_bytes(value for state in states for value in state.values()),
+            "optimizer": optimizer_bytes(optimizer),
         }
         if self._state is not None:
             own = self._state.memory(optimizer)
@@ -108,15 +108,7 @@ def deepspeed_config(job: Job, hpz: str | None, block: dict[str, Any] | None) ->
             "stage3_prefetch_bucket_size": job.bucket_numel,
             "reduce_bucket_size": job.bucket_numel,
         },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": train["lr"],
-                "betas": train["betas"],
-                "weight_decay": train["weight_decay"],
-                "torch_adam": True,
-            },
-        },
+        "optimizer": adamw(train),
         "steps_per_print": 10**9,
     }
     if hpz is not None:

@@ -129,8 +129,7 @@ def _hzero_bytes(
     reduce_scatter: str,
     fetches: float,
 ) -> dict[str, float]:
-    topology = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-    plan = ShardPlan.from_config(parse_config({**block, "topology": topology}), grid, 0)
+    plan = ShardPlan.from_config(parse_config(block), grid, 0)
     total = dict.fromkeys(TIERS, 0.0)
     for row in plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches):
         twice = row.role == "gradients" and row.codec == "none" and reduce_scatter == "gloo"

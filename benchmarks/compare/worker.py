@@ -45,7 +45,7 @@ def _measure(job: dict[str, Any], folder: Path) -> None:
     config = job["config"]
     start_process_group(config["timeout_s"])
     reduce_scatter.install(config["reduce_scatter"])
-    turns = _Turns(job, folder)
+    turns = _Turns(job)
     turns.build()
     if dist.get_rank() == 0:
         (folder / STARTED).touch()
@@ -61,7 +61,7 @@ def _measure(job: dict[str, Any], folder: Path) -> None:
 class _Turns:
     """All peers of one measurement on this rank."""
 
-    def __init__(self, job: dict[str, Any], folder: Path) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         import torch.distributed as dist
 
         from benchmarks.compare.peers import Job

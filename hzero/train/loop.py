@@ -31,15 +31,7 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
         "gradient_accumulation_steps": train["grad_accumulation"],
         "gradient_clipping": float(train["grad_clip"]),
         "zero_optimization": {"stage": 3},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": train["lr"],
-                "betas": train["betas"],
-                "weight_decay": train["weight_decay"],
-                "torch_adam": True,
-            },
-        },
+        "optimizer": adamw(train),
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
     }
@@ -52,6 +44,12 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
     if settings.block is not None:
         config["hzero"] = settings.block
     return config
+
+
+def adamw(train: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's optimizer block: torch's AdamW, which nothing has to be compiled for."""
+    params = {key: train[key] for key in ("lr", "betas", "weight_decay")}
+    return {"type": "AdamW", "params": {**params, "torch_adam": True}}
 
 
 def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:

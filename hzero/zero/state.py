@@ -78,7 +78,7 @@ class StageState:
             "resident weights": self.weights.resident_bytes(),
             "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
             "node gradients": self.gradients.bytes(),
-            "optimizer": _optimizer_bytes(optimizer),
+            "optimizer": optimizer_bytes(optimizer),
             "error feedback": self._feedback.bytes() if self._feedback is not None else 0,
         }
 
@@ -92,7 +92,8 @@ def _bytes(tensors: list[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _optimizer_bytes(optimizer: Any) -> int:
+def optimizer_bytes(optimizer: Any) -> int:
+    """Bytes on this rank of what a stage 3 optimizer keeps: float32 masters and the states of the optimizer inside."""
     masters = list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
     inner = getattr(optimizer, "optimizer", None)
     states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]
