@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hzero.bench.markdown import NONE, by_tier, count, loss, names, ratio, seconds, size, table
+from hzero.bench.markdown import NONE, by_tier, count, loss, ratio, seconds, size, table
 from hzero.bench.measured import Chosen, Measurement, overlap, processor_seconds, rank_of_peer
 from hzero.bench.rows import StepsRow
 from hzero.bench.suites import SUITES
@@ -20,6 +20,8 @@ _FREE = {
     "nodes_strong": ("nodes", "micro_batch", "accumulation"),
     "sweep": ("rate",),
 }
+#: Suites whose measurements other suites' series may have as points.
+_LENDERS = ("main", "nodes_weak")
 #: Keys of a peer's configuration that its label and the text say.
 _SAID = ("engine", "label")
 
@@ -29,7 +31,7 @@ class Series:
     """Measurements along one axis.
 
     Attributes:
-        suite: That it is of; main may have given a point.
+        suite: That it is of; another one may have lent a point.
         points: Pairs of a value and a measurement, by value; infinite where a tier's rate is not limited.
         left_out: Titles of the suite's measurements that differ in more than the axis.
     """
@@ -39,7 +41,7 @@ class Series:
     left_out: tuple[str, ...]
 
     def peers(self) -> list[StepsRow]:
-        """A row of every peer of the suite, in the stable order; those of main alone make no series."""
+        """A row of every peer of the suite, in the stable order; those of lent points alone make no series."""
         rows: dict[str, StepsRow] = {}
         for measurement in (measurement for _, measurement in self.points if measurement.suite == self.suite):
             for row in measurement.rows:
@@ -58,11 +60,13 @@ class Series:
             ("not limited between nodes" if math.isinf(value) else column.format(f"{value:g}"), measurement)
             for value, measurement in self.points
         ]
-        return [text + (" (main)" if measurement.suite == "main" else "") for text, measurement in named]
+        return [
+            text + (f" ({measurement.suite})" if measurement.suite != self.suite else "") for text, measurement in named
+        ]
 
 
 def series_of(chosen: Chosen, suite: str) -> Series | None:
-    """A suite's measurements along its axis, with those of main that differ in nothing else.
+    """A suite's measurements along its axis, with those of the lenders that differ in nothing else.
 
     A value is there once, and all differ from the suite's first measurement along the axis alone. Measurements without any
     of the suite's peers are no points.
@@ -76,7 +80,7 @@ def series_of(chosen: Chosen, suite: str) -> Series | None:
     free = _FREE[suite]
     peers = {row.peer for measurement in own for row in measurement.rows}
     along: dict[float, Measurement] = {}
-    for measurement in own + chosen.of("main"):
+    for measurement in own + [one for lender in _LENDERS for one in chosen.of(lender)]:
         alike = measurement.work(free) == own[0].work(free)
         if suite == "nodes_strong":
             alike &= measurement.rows[0].tokens_per_step == own[0].rows[0].tokens_per_step
@@ -116,8 +120,8 @@ def _processor(series: Series) -> list[str]:
 
 def _notes(series: Series) -> list[str]:
     rows = [measurement.rows[0] for _, measurement in series.points]
-    taken = [measurement.title for _, measurement in series.points if measurement.suite == "main"]
-    notes = [f"The point marked (main) is of {names(taken)}, measured at another time."] if taken else []
+    lent = [measurement for _, measurement in series.points if measurement.suite != series.suite]
+    notes = [f"The point marked ({one.suite}) is of {one.title}, measured at another time." for one in lent]
     if len({str(row.machine) for row in rows}) > 1:
         notes.append("Note: the points were measured on different machines.")
     plain = [{key: value for key, value in row.versions.items() if key != "commit"} for row in rows]

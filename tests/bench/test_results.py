@@ -224,7 +224,7 @@ def _points(chosen: Chosen, suite: str) -> list[tuple[float, str]]:
     return [(value, measurement.suite) for value, measurement in series.points]
 
 
-def test_series_take_points_of_main_that_differ_along_the_axis_alone(tmp_path: Path) -> None:
+def test_series_take_points_of_lenders_that_differ_along_the_axis_alone(tmp_path: Path) -> None:
     rows = everything()
     chosen = _chosen(tmp_path / "a", rows)
     own = "accumulation"
@@ -238,6 +238,11 @@ def test_series_take_points_of_main_that_differ_along_the_axis_alone(tmp_path: P
     chosen = _chosen(tmp_path / "b", rows)
     assert [value for value, _ in _points(chosen, own)] == [1, 4, 8]
     assert [value for value, _ in _points(chosen, "sweep")] == [15, 150]
+    for row in rows:
+        if row.get("measurement") == "strong-2":
+            row["suite"] = "nodes_weak"
+    chosen = _chosen(tmp_path / "c", rows)
+    assert _points(chosen, "nodes_strong") == [(1, "nodes_strong"), (2, "nodes_weak"), (4, "nodes_strong")]
 
 
 def test_a_trunk_without_limit_comes_last_and_a_point_without_peers_is_none(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) 
     arguments = ["-m", "suite=main,sweep", "rounds=1", "peers=[ddp,topo]", "train.seed=4", f"results={tmp_path}"]
     assert compare.main(arguments) == 0
     assert [item.title for item in asked] == [
-        *("main/main,train.seed=4", "sweep/node-16,train.seed=4", "sweep/node-160,train.seed=4")
+        f"{name},train.seed=4" for name in ("main/main", "sweep/node-16", "sweep/node-160", "sweep/node-unlimited")
     ]
     for item in asked:
         assert (
