@@ -40,9 +40,13 @@ class Owner:
 
 
 def path() -> Path:
-    """The file: under /run, which a restart of the machine clears as it does the network."""
+    """The file: under /run, which a restart of the machine clears as it does the network.
+
+    Only root writes it, so others, who may not, look where root would have written.
+    """
     folder = Path("/run")
-    return (folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())) / "hzero-cluster.lock"
+    there = folder.is_dir() and (os.geteuid() != 0 or os.access(folder, os.W_OK))
+    return (folder if there else Path(tempfile.gettempdir())) / "hzero-cluster.lock"
 
 
 def read() -> Owner | None:

@@ -64,6 +64,9 @@ def main(overrides: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # as of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except SystemExit as left:  # Hydra's --help
         return left.code if isinstance(left.code, int) else 0
 
@@ -86,9 +89,9 @@ def _leave(number: int, frame: object) -> None:
 
 def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool) -> int:
     """Takes what is not in the store yet, or all of it again. Returns the exit status."""
-    if any(isinstance(item, Measurement) for item in wanted):
-        check_tools()
     waiting = [item for item in wanted if again or not store.has(item.id, item.rows)]
+    if any(isinstance(item, Measurement) for item in waiting):
+        check_tools()
     guesses = [item.estimated_s() for item in waiting]
     there = f"; {len(wanted) - len(waiting)} are in {store.path} already" if len(waiting) < len(wanted) else ""
     print(f"{len(waiting)} measurements to take, about {clock(sum(guesses))}{there}", flush=True)
@@ -101,7 +104,8 @@ def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool)
         began = time.monotonic()
         status = item.take(store, again=again) if isinstance(item, Training) else launch.take(item, store, after)
         if status == INTERRUPTED:
-            print(f"interrupted; what was measured is in {store.path}, and the same command goes on", flush=True)
+            then = "again=true takes all of it once more" if again else "the same command goes on"
+            print(f"interrupted; what was measured is in {store.path}, and {then}", flush=True)
             return INTERRUPTED
         if status:
             failed.append(item.title)

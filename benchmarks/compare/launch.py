@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.cluster.launch import command_inside, rank_environment_on
 from benchmarks.cluster.network import Network
 from benchmarks.compare import worker
+from benchmarks.compare.machine import versions
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from hzero.train import data
@@ -46,6 +47,7 @@ def take(measurement: Measurement, store: Store, after_s: float) -> int:
         "after_s": after_s,
     }
     (logs / worker.JOB).write_text(json.dumps(job))
+    measured_with = versions()  # before the ranks read the files, which may change while they run
     with Network(cluster):
         status = Ranks(
             command_inside([sys.executable, "-m", "benchmarks.compare.worker", str(logs)]),
@@ -61,7 +63,8 @@ def take(measurement: Measurement, store: Store, after_s: float) -> int:
     if status:
         return status
     results: dict[str, dict[str, Any]] = json.loads((logs / worker.RESULT).read_text())
-    store.add((_row(measurement, peer, results[peer], traced) for peer in config["peers"]), measurement.id)
+    rows = ({"versions": measured_with, **_row(measurement, peer, results[peer], traced)} for peer in config["peers"])
+    store.add(rows, measurement.id)
     return 0
 
 

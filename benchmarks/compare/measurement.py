@@ -14,7 +14,7 @@ from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import peers, reduce_scatter
 from benchmarks.compare.traffic import step_bytes
 from hzero.config import ConfigError, one_of
-from hzero.train.settings import model_numels
+from hzero.train.settings import check_betas, check_model_and_data, model_numels
 
 #: Blocks and keys of the configuration that say what is measured; the rest says how to go about it.
 PARTS = ("model", "data", "cluster", "train", "peers", "rounds", "warmup", "reduce_scatter", "timeout_s", "threads")
@@ -125,6 +125,10 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
         ConfigError: Naming the key, what was found, what is possible.
     """
     config = {part: whole[part] for part in PARTS}
+    for group in ("model", "data"):
+        if not isinstance(config[group], dict):
+            raise ConfigError(f"{group}: found {config[group]!r}, expected a block of keys")
+    check_model_and_data(config)
     names, catalog = config["peers"], whole["catalog"]
     if not isinstance(names, list) or not names:
         raise ConfigError(f"peers: found {names!r}, expected a list of names of the catalog: {', '.join(catalog)}")
@@ -140,14 +144,7 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     train = config["train"]
     if not isinstance(train, dict) or set(train) != _TRAIN_KEYS:
         raise ConfigError(f"train: found {train!r}, expected the keys {', '.join(sorted(_TRAIN_KEYS))}")
-    betas = train["betas"]
-    if not (
-        isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
-    ):
-        raise ConfigError(f"train.betas: found {betas!r}, expected two numbers from 0 to below 1")
-    model = config["model"]
-    if model["hidden_size"] % model["num_heads"]:
-        raise ConfigError(f"model.num_heads: found {model['num_heads']}, which does not divide model.hidden_size")
+    check_betas(train["betas"])
     for key, least in _TRAIN_AT_LEAST.items():
         at_least(f"train.{key}", train[key], least, whole=key not in ("lr", "weight_decay"))
     if train["dtype"] not in ("bf16", "fp32"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.machine import machine, versions
+from benchmarks.compare.machine import machine
 from hzero.config import ConfigError
 
 FORMAT = 1
@@ -36,7 +36,6 @@ class Store:
         except OSError as error:
             raise ConfigError(f"results: cannot write below {str(folder)!r}: {error.strerror}") from None
         self._rows: Counter[str] = Counter()
-        self._versions = versions()  # of what is measured; files may change while it is
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 self._rows[json.loads(line)["id"]] += 1
@@ -48,15 +47,14 @@ class Store:
         return self._rows[identity] >= rows
 
     def add(self, rows: Iterable[dict[str, Any]], identity: str) -> None:
-        """Appends the rows of one measurement, with date, machine and versions where they have none of their own."""
+        """Appends the rows of one measurement, with date and machine."""
         common = {
             "format": FORMAT,
             "id": identity,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(),
-            "versions": self._versions,
         }
-        lines = [json.dumps({**common, **row}) + "\n" for row in rows]
+        lines = [json.dumps({**row, **common}) + "\n" for row in rows]
         text = "".join(lines)
         with open(self.path, "r+b") as file:
             file.seek(0, os.SEEK_END)

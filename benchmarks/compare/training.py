@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compare.machine import ROOT
+from benchmarks.compare.machine import ROOT, versions
 from benchmarks.compare.store import Store
 from hzero.config import ConfigError
-from hzero.train.folder import CONFIG, SUMMARY, read_metrics
+from hzero.train.folder import CONFIG, SUMMARY, finished, read_metrics
 from hzero.train.launch import GRACE_S, INTERRUPTED
 from hzero.train.settings import without_nulls
 
 SUITE = "convergence"
 #: Steps after which an interrupted run can go on.
 CHECKPOINT_EVERY = 250
+#: Longest wait for a trainer that was asked to stop, which gives its ranks `GRACE_S`.
+_LEAVES_S = GRACE_S + 30
 #: Seconds of one step of the main job, roughly, for estimates of time left.
 _STEP_S = 0.4
 
@@ -92,16 +94,18 @@ class Training:
             Exit status, as of `hzero train`.
         """
         folder = store.folder / self.folder
-        if again or not _finished(folder):
+        trained_with: dict[str, str] = {}
+        if again or not finished(folder):
+            trained_with = {key: value for key, value in versions().items() if key == "commit"}
             resume = ["run.overwrite=true"] if again else ["resume=auto"] if folder.exists() else []
             command = [sys.executable, "-m", "hzero", "train", *self.overrides(folder), *resume]
             status = _run(command)
             if status:
                 return status
-        store.add([self._row(folder)], self.id)
+        store.add([self._row(folder, trained_with)], self.id)
         return 0
 
-    def _row(self, folder: Path) -> dict[str, Any]:
+    def _row(self, folder: Path, trained_with: dict[str, str]) -> dict[str, Any]:
         config = yaml.safe_load((folder / CONFIG).read_text())
         train = config["train"]
         found = (train["seed"], train["steps"], config["model"]["name"], config["zero"]["preset"] or "stock")
@@ -112,7 +116,7 @@ class Training:
         rows = read_metrics(folder)[0]
         return {
             "kind": SUITE,
-            "versions": summary["versions"],  # of the training, which may be older than we are
+            "versions": {**summary["versions"], **trained_with},  # of the training, which may be older than we are
             "suite": SUITE,
             "measurement": f"{self.preset}-seed{self.seed}",
             "config": config,
@@ -130,28 +134,22 @@ class Training:
 
 
 def _run(command: list[str]) -> int:
-    """Runs the trainer to its end; what interrupts us interrupts it as well, and it saves before it leaves."""
-    trainer = subprocess.Popen(command, cwd=ROOT)
+    """Runs the trainer to its end.
+
+    Ctrl-C and its like are passed on: the trainer finishes its step and saves, and a second one ends it at once.
+    """
+    trainer = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # a terminal's Ctrl-C reaches us alone
     interrupted = False
     while True:
         try:
-            status = trainer.wait()
+            status = trainer.wait(_LEAVES_S if interrupted else None)
             return INTERRUPTED if interrupted else status
         except KeyboardInterrupt:
             interrupted = True
-        except BaseException:
-            trainer.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                trainer.wait(GRACE_S)
+            trainer.send_signal(signal.SIGINT)
+        except subprocess.TimeoutExpired:
+            print(f"bench: the trainer did not end within {_LEAVES_S:.0f} s of being asked to; killed", file=sys.stderr)
             trainer.kill()
-            raise
-
-
-def _finished(folder: Path) -> bool:
-    try:
-        return bool(json.loads((folder / SUMMARY).read_text())["status"] == "finished")
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def _quoted(value: Any) -> str:

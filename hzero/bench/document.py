@@ -95,7 +95,7 @@ def _head(chosen: Chosen, date: str, name: str, notes: Sequence[str]) -> list[st
         for row in rows
     )
     versions = _distinct(", ".join(f"{key} {value}" for key, value in row.versions.items()) for row in rows)
-    clusters = _distinct(_cluster(row) for row in steps)
+    clusters = _distinct(f"{one.text()}; each way: {one.rates_text()}" for one in (row.config.cluster for row in steps))
     days = sorted({f"{row.date:%Y-%m-%d}" for row in rows})
     lines = [("measured", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")]
     lines += [("machine", text) for text in machines] + [("versions", text) for text in versions]
@@ -138,12 +138,6 @@ def _ran(steps: Sequence[StepsRow], trained: bool) -> str:
             "[docs/benchmarks.md](../../docs/benchmarks.md)."
         )
     return text
-
-
-def _cluster(row: StepsRow) -> str:
-    cluster = row.config.cluster
-    rates = " / ".join(f"{tier} {rate:g}" for tier, rate in cluster.rates_mbit.items() if rate is not None)
-    return f"{cluster.text()}, Mbit/s each way: {rates or 'not limited'} (gcd, gpu: a rank; node: a node's trunk)"
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:

@@ -212,23 +212,15 @@ def _trained(row: ConvergenceRow) -> str:
 def wire_seconds(row: StepsRow) -> dict[str, float]:
     """Least seconds that the measured bytes take on the wires of each shaped tier, in tier order.
 
-    They are those of the tier's busiest link: a rank's own in gcd and gpu, a node's trunk in node. Where that was not
-    measured, bytes are taken as spread evenly over the links.
+    They are those of the tier's busiest link: a rank's own in gcd and gpu, a node's trunk in node.
     """
-    cluster = row.config.cluster
-    links = {"gcd": row.world_size, "gpu": row.world_size, "node": cluster.nodes}
-    found: dict[str, float] = {}
-    for tier in row.tiers:
-        rate = cluster.rates_mbit.get(tier)
-        if rate is not None:
-            even = row.bytes.measured.get(tier, 0.0) / links[tier]
-            found[tier] = 8 * (even if row.busiest is None else row.busiest.get(tier, 0.0)) / (rate * 1e6)
-    return found
+    rates = {tier: row.config.cluster.rates_mbit.get(tier) for tier in row.tiers}
+    return {tier: 8 * row.busiest.get(tier, 0.0) / (rate * 1e6) for tier, rate in rates.items() if rate is not None}
 
 
-def processor_seconds(row: StepsRow) -> float | None:
-    """Seconds for which a step keeps all cores busy; None where it was not measured."""
-    return None if row.cpu_s is None else row.cpu_s / row.machine.cores
+def processor_seconds(row: StepsRow) -> float:
+    """Seconds for which a step keeps all cores busy."""
+    return row.cpu_s / row.machine.cores
 
 
 def sends_what_it_has(row: StepsRow) -> bool:

@@ -14,6 +14,8 @@ from hzero.bench.rows import ConvergenceRow, StepsRow
 
 #: Shares of the steps after which stock's loss is one that the others are asked for.
 SHARES = (0.25, 0.5, 1.0)
+#: Engines that were not trained to the end: they compute what ZeRO-3 computes, up to rounding.
+_PYTORCH = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Reach:
 
     Attributes:
         measurement: Of the job.
-        curves: By peer, smoothed losses by step: the mean over the seeds.
+        curves: By peer, smoothed losses by step: the mean over the seeds. PyTorch's peers have stock's.
         seeds: That all of them have.
         losses: That are asked for, the highest first.
         clips: Whether the runs clip gradients, which timed steps do not.
@@ -69,6 +71,7 @@ def reach(chosen: Chosen) -> tuple[Reach | None, str]:
     if STOCK not in runs or not seeds:
         return None, f"{without}: {STOCK} is not in both, or no seed is common to all presets."
     curves = {peer: mean_curve([row for row in rows if row.seed in seeds]) for peer, rows in runs.items()}
+    curves |= {row.peer: curves[STOCK] for row in alike[0].rows if row.engine in _PYTORCH}
     clips = any((row.config.get("train") or {}).get("grad_clip") for row in chosen.runs)
     losses = _asked(curves[STOCK])
     if not losses:
@@ -125,8 +128,12 @@ def reach_part(found: Reach) -> str:
         f"Steps until the smoothed training loss of the convergence runs (mean over the seeds: {seeds}) "
         f"is at or below a loss, times the median step time of the same job in {found.measurement.title} on "
         f"{found.measurement.config.cluster.text()}; in brackets the time over that of DeepSpeed ZeRO-3. The losses are those "
-        "that it reaches after 25, 50 and 100 % of its steps. It is computed from two measurements, not watched in one."
+        "that it reaches after 25, 50 and 100 % of its steps. It is computed from two measurements, not watched in one. "
+        f"Weights and gradients are {found.measurement.config.train.dtype} here"
+        + (", of which codecs save more than of bf16." if found.measurement.config.train.dtype == "fp32" else ".")
     )
+    if any(row.engine in _PYTORCH for row in found.rows()):
+        text += " PyTorch's peers were not trained: they compute what ZeRO-3 does, so its steps stand for theirs."
     if found.clips:
         text += " The runs clip gradients, which the timed steps do not; that takes no bytes to speak of."
     head = ("peer", "s a step (median)", *(f"loss {loss:.2f}" for loss in found.losses))

@@ -73,10 +73,27 @@ class Cluster(_Open):
         """Ranks, one a device."""
         return self.nodes * self.gpus_per_node * self.gcds_per_gpu
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers of more than one rank, innermost first."""
+        sizes = (self.gcds_per_gpu, self.gpus_per_node, self.nodes)
+        return tuple(tier for tier, size in zip(get_args(Tier), sizes) if size > 1)
+
     def text(self) -> str:
         """Sizes of the tiers, outermost first."""
         counts = ((self.nodes, "node"), (self.gpus_per_node, "GPU"), (self.gcds_per_gpu, "GCD"))
         return " x ".join(f"{many} {what}{'s' if many != 1 else ''}" for many, what in counts)
+
+    def rates_text(self) -> str:
+        """Rates of the tiers of more than one rank, innermost first."""
+        of = {"gcd": "a rank", "gpu": "a rank", "node": "a node's trunk"}
+        said = [
+            f"{tier} not limited"
+            if (rate := self.rates_mbit.get(tier)) is None
+            else f"{tier} {rate:g} Mbit/s {of[tier]}"
+            for tier in self.tiers
+        ]
+        return ", ".join(said) or "no links"
 
 
 class Train(_Open):
@@ -107,19 +124,18 @@ class Bytes(_Part):
         measured: By the counters of the emulated interfaces, headers included.
         planned: That the collectives in use move, by the plan or the collectives' closed form.
         ideal: The same with a reduce-scatter that sends nothing twice.
-        planned_twice: As planned, with two gathers of every weight a micro-step instead of those that took place; None in
-            rows of older releases.
+        planned_twice: As planned, with two gathers of every weight a micro-step instead of those that took place.
     """
 
     measured: dict[Tier, FiniteFloat]
     planned: dict[Tier, FiniteFloat]
     ideal: dict[Tier, FiniteFloat]
-    planned_twice: dict[Tier, FiniteFloat] | None = None
+    planned_twice: dict[Tier, FiniteFloat]
 
     @model_validator(mode="after")
     def _not_below_0(self) -> Bytes:
         for name, values in self:
-            if min((values or {}).values(), default=0) < 0:
+            if min(values.values(), default=0) < 0:
                 raise ValueError(f"bytes.{name}: found {values}, expected no number below 0")
         return self
 
@@ -192,8 +208,8 @@ class StepsRow(_Row):
         losses: Of every optimizer step, warm-up steps first; None where one was not finite.
         bytes: Of one optimizer step.
         busiest: Of these, what the busiest link of each tier carries one way: in gcd and gpu that of the rank that sends
-            most, in node the trunk of the node that sends most. None in rows of older releases.
-        cpu_s: Processor seconds of all ranks together a step; None in rows of older releases.
+            most, in node the trunk of the node that sends most.
+        cpu_s: Processor seconds of all ranks together a step.
         fetches: Gathers of every weight a micro-step, on average; None where the engine gathers nothing.
         memory: Of a rank.
         trace: Chrome trace of one step, relative to the results' folder.
@@ -209,8 +225,8 @@ class StepsRow(_Row):
     tokens_per_step: int = Field(ge=1)
     step_s: list[FiniteFloat] = Field(min_length=1)
     bytes: Bytes
-    busiest: dict[Tier, Annotated[FiniteFloat, _Least0]] | None = None
-    cpu_s: FiniteFloat | None = Field(default=None, ge=0)
+    busiest: dict[Tier, Annotated[FiniteFloat, _Least0]]
+    cpu_s: FiniteFloat = _Least0
     fetches: FiniteFloat | None = Field(ge=0)
     memory: Memory
     trace: str | None
@@ -246,9 +262,7 @@ class StepsRow(_Row):
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Tiers of more than one rank, innermost first."""
-        cluster = self.config.cluster
-        sizes = (cluster.gcds_per_gpu, cluster.gpus_per_node, cluster.nodes)
-        return tuple(tier for tier, size in zip(get_args(Tier), sizes) if size > 1)
+        return self.config.cluster.tiers
 
 
 class Evaluation(_Part):

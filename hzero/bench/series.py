@@ -102,15 +102,16 @@ def _value(measurement: Measurement, key: str) -> float:
 
 
 def series_part(series: Series) -> str:
-    """Tables of a series, and notes on what its points do not share."""
-    parts = {"accumulation": _accumulation, "sweep": _sweep}.get(series.suite, _nodes)(series)
-    return "\n\n".join(parts + _processor(series) + _notes(series))
+    """Where it was measured, tables of a series, and notes on what its points do not share."""
+    first, axis = series.points[0][1].config, SUITES[series.suite].axis
+    rates = "; ".join(dict.fromkeys(measurement.config.cluster.rates_text() for _, measurement in series.points))
+    said = f"Along the axis, {axis}: {first.train.dtype}, micro-batch {first.train.micro_batch}. Rates: {rates}."
+    tables = {"accumulation": _accumulation, "sweep": _sweep}.get(series.suite, _nodes)(series)
+    return "\n\n".join([said, *tables, *_processor(series), *_notes(series)])
 
 
 def _processor(series: Series) -> list[str]:
-    """For how long steps keep the cores busy, where that was measured."""
-    if all(row.cpu_s is None for _, measurement in series.points for row in measurement.rows):
-        return []
+    """For how long steps keep the cores busy."""
     said = (
         "Processor, s: for how long a step keeps all cores of this machine busy. Where it is near the step time, the cores set "
         "the pace there and not the wires, and what the series says is about them."

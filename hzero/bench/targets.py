@@ -155,11 +155,10 @@ def outcomes(measurements: list[Measurement]) -> list[Outcome]:
     found.append(
         Outcome(what, "plan, with the gathers that took place", limit, gathers, "a plan that can be relied on")
     )
-    if any(row.engine == "hzero" and row.bytes.planned_twice is not None for row in rows):
-        twice = tuple(_bytes(measurement, twice=True) for measurement in measurements)
-        found.append(
-            Outcome(what, "plan, with two gathers a micro-step", "not judged", twice, "what a plan says beforehand")
-        )
+    twice = tuple(_bytes(measurement, twice=True) for measurement in measurements)
+    found.append(
+        Outcome(what, "plan, with two gathers a micro-step", "not judged", twice, "what a plan says beforehand")
+    )
     return found
 
 
@@ -172,23 +171,29 @@ def differences(row: StepsRow, *, twice: bool = False) -> dict[str, float]:
     """
     plan = row.bytes.planned_twice if twice else row.bytes.planned
     found: dict[str, float] = {}
-    for tier in row.tiers if plan is not None else ():
-        measured, planned = row.bytes.measured.get(tier, 0.0), plan.get(tier, 0.0) if plan else 0.0
+    for tier in row.tiers:
+        measured, planned = row.bytes.measured.get(tier, 0.0), plan.get(tier, 0.0)
         if planned or measured:
             found[tier] = measured / planned - 1 if planned else float("inf")
     return found
 
 
-def _bytes(measurement: Measurement, *, twice: bool) -> Finding:
+def furthest(measurement: Measurement, *, twice: bool) -> tuple[float, StepsRow, str] | None:
+    """Largest of the `differences` of hzero's peers, with its row and tier; None without such peers."""
     found = [
         (difference, row, tier)
         for row in measurement.rows
         if row.engine == "hzero"
         for tier, difference in differences(row, twice=twice).items()
     ]
-    if not found:
+    return max(found, key=lambda entry: abs(entry[0]), default=None)
+
+
+def _bytes(measurement: Measurement, *, twice: bool) -> Finding:
+    found = furthest(measurement, twice=twice)
+    if found is None:
         return _NOTHING
-    worst, row, tier = max(found, key=lambda entry: abs(entry[0]))
+    worst, row, tier = found
     text = f"{worst:+.1%} ({row.label}, {tier})"
     if twice:
         return Finding(text, None)

@@ -126,10 +126,11 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         settings["data"], settings["model"]["vocab_size"], settings["model"]["seq_length"], sequences, _say
     )
     found = checkpoint.find(resume, run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
-    if found is not None and found.step >= settings["train"]["steps"]:
-        raise ConfigError(
-            f"train.steps: found {settings['train']['steps']}, but the run has {found.step} steps already"
-        )
+    steps = settings["train"]["steps"]
+    # A run that was stopped between its last step and its summary has an evaluation left to do.
+    unfinished = resume == "auto" and not folder.finished(run_dir)
+    if found is not None and (found.step > steps or (found.step == steps and not unfinished)):
+        raise ConfigError(f"train.steps: found {steps}, but the run has {found.step} steps already")
     if resume == "auto" and found is None:
         _say(
             "no checkpoint to go on from: starting at the first step (metrics that are there are kept as metrics.N.jsonl)"

@@ -216,6 +216,14 @@ class Metrics:
         self._file.close()
 
 
+def finished(path: Path) -> bool:
+    """Whether the run in a folder came to its end."""
+    try:
+        return bool(json.loads((path / SUMMARY).read_text())["status"] == "finished")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Writes ``summary.json`` in one move."""
     partial = path / (SUMMARY + ".partial")

@@ -234,6 +234,7 @@ class Loop:
             summary = build_summary(
                 self._settings,
                 parameters=self._parameters,
+                steps=self._done,
                 rows=self._rows,
                 losses=[row["loss"] for row in folder.read_metrics(self._run_dir)[0] if row["kind"] == "step"],
                 everyones=everyones,

@@ -79,6 +79,54 @@ def model_numels(model: dict[str, Any]) -> list[int]:
     )
 
 
+def check_model_and_data(config: dict[str, Any]) -> None:
+    """Checks the groups ``model`` and ``data``.
+
+    Raises:
+        ConfigError: Naming the key, what was found, what is possible.
+    """
+    _check_numbers(config, "model", "data")
+    model, data = config["model"], config["data"]
+    if model["hidden_size"] % model["num_heads"]:
+        raise ConfigError(
+            f"model.num_heads: found {model['num_heads']}, which does not divide model.hidden_size {model['hidden_size']}"
+        )
+    if model.get("zero_init") not in ("auto", True, False):
+        raise ConfigError(f"model.zero_init: found {model.get('zero_init')!r}, possible: auto, true, false")
+    share = data.get("eval_share")
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise ConfigError(f"data.eval_share: found {share!r}, expected a share between 0 and 1")
+    for name in ("path", "cache_dir"):
+        value = data.get(name)
+        if value == "" or not isinstance(value, (str, type(None))):
+            raise ConfigError(f"data.{name}: found {value!r}, expected a name or path")
+
+
+def check_betas(betas: Any) -> None:
+    """Checks ``train.betas``.
+
+    Raises:
+        ConfigError: It is not two numbers from 0 to below 1.
+    """
+    numbers = isinstance(betas, list) and all(isinstance(b, (int, float)) for b in betas)
+    if not (numbers and len(betas) == 2 and all(0 <= b < 1 for b in betas)):
+        raise ConfigError(f"train.betas: found {betas!r}, expected two numbers from 0 to below 1")
+
+
+def _check_numbers(config: dict[str, Any], *groups: str) -> None:
+    for key, least in _AT_LEAST.items():
+        group, name = key.split(".")
+        if group not in groups:
+            continue
+        value = config[group].get(name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < least:
+            raise ConfigError(f"{key}: found {value!r}, expected a number of at least {least}")
+        whole = key not in ("train.grad_clip", "train.lr", "train.min_lr_ratio", "train.weight_decay")
+        if whole and not isinstance(value, int):
+            raise ConfigError(f"{key}: found {value!r}, expected a whole number")
+
+
 class Settings:
     """A configuration whose parts have been checked against each other.
 
@@ -192,47 +240,22 @@ class Settings:
         return {**zero, "topology": self._source or declared}
 
     def _check_values(self) -> None:
-        for key, least in _AT_LEAST.items():
-            group, name = key.split(".")
-            value = self.config[group].get(name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not math.isfinite(value)
-                or value < least
-            ):
-                raise ConfigError(f"{key}: found {value!r}, expected a number of at least {least}")
-            whole = key not in ("train.grad_clip", "train.lr", "train.min_lr_ratio", "train.weight_decay")
-            if whole and not isinstance(value, int):
-                raise ConfigError(f"{key}: found {value!r}, expected a whole number")
-        model, train = self.config["model"], self.config["train"]
-        if model["hidden_size"] % model["num_heads"]:
-            raise ConfigError(
-                f"model.num_heads: found {model['num_heads']}, which does not divide model.hidden_size "
-                f"{model['hidden_size']}"
-            )
+        _check_numbers(self.config, "train", "checkpoint", "launcher")
+        check_model_and_data(self.config)
+        train = self.config["train"]
         if train["dtype"] not in DTYPES:
             raise ConfigError(f"train.dtype: found {train['dtype']!r}, possible: {', '.join(DTYPES)}")
         if train["min_lr_ratio"] > 1:
             raise ConfigError(f"train.min_lr_ratio: found {train['min_lr_ratio']}, expected a share of at most 1")
-        share = self.config["data"]["eval_share"]
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-            raise ConfigError(f"data.eval_share: found {share!r}, expected a share between 0 and 1")
-        betas = train["betas"]
-        numbers = isinstance(betas, list) and all(isinstance(b, (int, float)) for b in betas)
-        if not (numbers and len(betas) == 2 and all(0 <= b < 1 for b in betas)):
-            raise ConfigError(f"train.betas: found {betas!r}, expected two numbers from 0 to below 1")
+        check_betas(train["betas"])
         for key in ("train.activation_checkpointing", "run.overwrite"):
             group, name = key.split(".")
             if not isinstance(self.config[group][name], bool):
                 raise ConfigError(f"{key}: found {self.config[group][name]!r}, expected true or false")
-        if model["zero_init"] not in ("auto", True, False):
-            raise ConfigError(f"model.zero_init: found {model['zero_init']!r}, possible: auto, true, false")
-        for key in ("run.name", "run.dir", "data.path", "data.cache_dir"):
-            group, name = key.split(".")
-            value = self.config[group][name]
-            if value == "" or not isinstance(value, (str, type(None))) or (value is None and group != "data"):
-                raise ConfigError(f"{key}: found {value!r}, expected a name or path")
+        for name in ("name", "dir"):
+            value = self.config["run"][name]
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"run.{name}: found {value!r}, expected a name or path")
         self._check_deepspeed()
         self._check_bandwidth()
 

@@ -28,6 +28,7 @@ def build_summary(
     settings: Settings,
     *,
     parameters: int,
+    steps: int,
     rows: Sequence[dict[str, Any]],
     losses: Sequence[float | None],
     everyones: Sequence[dict[str, Any]],
@@ -41,6 +42,7 @@ def build_summary(
     Args:
         settings: Of the run.
         parameters: Of the model.
+        steps: Steps that the run has, those before a resume among them.
         rows: Metrics of the steps of this process' life: rates and bytes are of these.
         losses: Of all steps of the run, those before a resume among them; None where one was not finite.
         everyones: Wire log (``traffic``) and ``memory`` of every rank.
@@ -61,7 +63,7 @@ def build_summary(
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
     return {
         "status": "interrupted" if interrupted else "finished",
-        "steps": rows[-1]["step"] if rows else 0,
+        "steps": steps,
         "steps_here": len(rows),
         "loss_first": statistics.fmean(known[:window]) if known else None,
         "loss_last": statistics.fmean(known[-window:]) if known else None,

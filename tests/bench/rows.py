@@ -146,7 +146,7 @@ def run(preset: str, seed: int, shift: float = 0.0, number: int = 100) -> Row:
 
 def training(scale: float = 1.0) -> list[Row]:
     """The job of the training runs on emulated links."""
-    setting = config(peers=["zero3-deepspeed", "lossless", "topo"])
+    setting = config(peers=["hsdp-node", "zero3-deepspeed", "lossless", "topo"])
     setting["train"]["dtype"] = "fp32"
     return [steps(peer, "training", "main-job", scale, config=setting) for peer in setting["peers"]]
 

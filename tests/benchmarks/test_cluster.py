@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,18 @@ clusters = st.builds(
     st.tuples(rates, rates, rates),
 )
 few = settings(max_examples=30, deadline=None)
+
+
+def test_signals_wait_until_what_was_begun_is_done() -> None:
+    other = threading.Thread(target=time.sleep, args=(1,))  # a mask would be of this thread alone
+    other.start()
+    done = False
+    with pytest.raises(KeyboardInterrupt), network._undisturbed():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        done = True
+    assert done
+    other.join()
 
 
 def test_a_block_is_read_and_written() -> None:

@@ -164,6 +164,19 @@ def test_ctrl_c_saves_and_resume_goes_on(folder: Path) -> None:
     assert _losses(run) == _losses(folder / "runs" / "whole")
 
 
+def test_a_run_stopped_after_its_last_step_is_evaluated_and_summed_up(folder: Path) -> None:
+    whole, run = folder / "runs" / "whole", folder / "runs" / "late"
+    shutil.copytree(whole, run)
+    (run / "summary.json").unlink()
+    code, out, err = _finish(_start(folder, "zero=lossless", "run.name=late", "resume=auto"))
+    assert code == 0, out + err
+    late, expected = (json.loads((path / "summary.json").read_text()) for path in (run, whole))
+    assert late["status"] == "finished" and late["steps"] == 12 and late["steps_here"] == 0
+    assert late["eval"] == expected["eval"] and late["loss_last"] == expected["loss_last"]
+    code, _, err = _finish(_start(folder, "zero=lossless", "run.name=late", "resume=auto"))
+    assert code == 2 and "train.steps: found 12, but the run has 12 steps already" in err, err
+
+
 def test_a_failing_rank_shows_its_traceback_once(folder: Path) -> None:
     code, _, err = _finish(_start(folder, "run.name=bad", "+deepspeed.optimizer.type=Nope"))
     assert code == 1 and err.count("Traceback") == 1, err
