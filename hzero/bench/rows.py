@@ -18,6 +18,8 @@ from pydantic import (
 
 #: One of `hzero.config.TIERS`.
 Tier = Literal["gcd", "gpu", "node"]
+#: Whose links a tier's rate is of.
+LINK_OF: dict[Tier, str] = {"gcd": "a rank", "gpu": "a rank", "node": "a node's trunk"}
 
 
 class _Part(BaseModel):
@@ -86,11 +88,10 @@ class Cluster(_Open):
 
     def rates_text(self) -> str:
         """Rates of the tiers of more than one rank, innermost first."""
-        of = {"gcd": "a rank", "gpu": "a rank", "node": "a node's trunk"}
         said = [
             f"{tier} not limited"
             if (rate := self.rates_mbit.get(tier)) is None
-            else f"{tier} {rate:g} Mbit/s {of[tier]}"
+            else f"{tier} {rate:g} Mbit/s {LINK_OF[tier]}"
             for tier in self.tiers
         ]
         return ", ".join(said) or "no links"

@@ -9,7 +9,7 @@ from typing import Any
 
 from hzero.bench.markdown import NONE, by_tier, count, loss, ratio, seconds, size, table
 from hzero.bench.measured import Chosen, Measurement, overlap, processor_seconds, rank_of_peer
-from hzero.bench.rows import StepsRow
+from hzero.bench.rows import LINK_OF, StepsRow, Tier
 from hzero.bench.suites import SUITES
 from hzero.bench.targets import SUBJECT
 
@@ -103,11 +103,20 @@ def _value(measurement: Measurement, key: str) -> float:
 
 def series_part(series: Series) -> str:
     """Where it was measured, tables of a series, and notes on what its points do not share."""
-    first, axis = series.points[0][1].config, SUITES[series.suite].axis
-    rates = "; ".join(dict.fromkeys(measurement.config.cluster.rates_text() for _, measurement in series.points))
-    said = f"Along the axis, {axis}: {first.train.dtype}, micro-batch {first.train.micro_batch}. Rates: {rates}."
+    first = series.points[0][1].config.train
+    said = f"{first.dtype}, micro-batch {first.micro_batch}; Mbit/s each way: {_rates(series)}."
     tables = {"accumulation": _accumulation, "sweep": _sweep}.get(series.suite, _nodes)(series)
     return "\n\n".join([said, *tables, *_processor(series), *_notes(series)])
+
+
+def _rates(series: Series) -> str:
+    """Rates of every tier, several where they are the axis."""
+    found: dict[Tier, dict[str, None]] = {}
+    for cluster in (measurement.config.cluster for _, measurement in series.points):
+        for tier in cluster.tiers:
+            rate = cluster.rates_mbit.get(tier)
+            found.setdefault(tier, {})["not limited" if rate is None else f"{rate:g}"] = None
+    return "; ".join(f"{tier} {', '.join(rates)} {LINK_OF[tier]}" for tier, rates in found.items())
 
 
 def _processor(series: Series) -> list[str]:
