@@ -17,8 +17,13 @@ from hzero.bench.suites import SUITES
 from hzero.bench.tables import Traces, measurement_part, targets
 from hzero.bench.targets import SUBJECT, variants
 
-#: Figures of series.
-_FIGURES = {"accumulation": "accumulation", "nodes_weak": "scaling", "nodes_strong": "scaling", "sweep": "sweep"}
+#: Figures of series; those of weak scaling have strong scaling in them.
+_FIGURES = {
+    "accumulation": ("accumulation",),
+    "nodes_weak": ("nodes", "scaling"),
+    "nodes_strong": ("nodes", "scaling"),
+    "sweep": ("sweep",),
+}
 _WORDS = """A *rank* is one process on one emulated device (GCD: half of an MI250X). Devices of a GPU talk over tier `gcd`,
 GPUs of a node over tier `gpu`, nodes over tier `node`. *Planned* bytes are hzero's own count; of other peers they follow from
 the closed form of their collectives. gloo's reduce-scatter sends more than it has to, so the bytes with an *ideal* reduce-scatter
@@ -62,9 +67,10 @@ def document(
     for suite, kind in SUITES.items():
         if kind.shown == "series" and (series := series_of(chosen, suite)):
             parts.append(f"## {kind.title}")
-            parts += [] if _FIGURES[suite] in shown else image(_FIGURES[suite], kind.title)
+            for end in _FIGURES[suite]:
+                parts += [] if end in shown else image(end, kind.title)
+                shown.add(end)
             parts.append(series_part(series))
-            shown.add(_FIGURES[suite])
         elif kind.shown == "ablation" and chosen.of(suite):
             peers = {row.peer for measurement in chosen.of(suite) for row in measurement.rows}
             own = any(peer.startswith(f"{SUBJECT}-") for peer in peers)

@@ -27,7 +27,7 @@ _PANELS = 3
 #: Pixels an inch.
 DPI = 110
 #: Ends of the names of all figures.
-ENDS = ("step-time", "bytes", "loss-time", "accumulation", "scaling", "sweep", "convergence")
+ENDS = ("step-time", "bytes", "loss-time", "accumulation", "nodes", "scaling", "sweep", "convergence")
 
 
 def figures(chosen: Chosen) -> dict[str, Any]:
@@ -47,6 +47,7 @@ def figures(chosen: Chosen) -> dict[str, Any]:
         found["accumulation"] = accumulation(series["accumulation"])
     nodes = [series[suite] for suite in ("nodes_weak", "nodes_strong") if suite in series]
     if nodes:
+        found["nodes"] = rates(nodes)
         found["scaling"] = scaling(nodes)
     if "sweep" in series:
         found["sweep"] = sweep(series["sweep"])
@@ -80,7 +81,7 @@ def step_time(measurements: Sequence[Measurement]) -> Any:
                 fontsize=8,
             )
         _peers_down(axes, rows)
-        axes.margins(x=0.14)
+        axes.margins(x=0.18)
         axes.set_xlim(left=0)
         axes.set(xlabel="step time, s", title=f"{measurement.title}\n{measurement.config.cluster.text()}")
         axes.title.set_fontsize(9.5)
@@ -168,6 +169,18 @@ def accumulation(series: Series) -> Any:
     )
 
 
+def rates(series: Sequence[Series]) -> Any:
+    """Tokens/s a rank by number of nodes, a panel for weak and for strong."""
+    figure = _lines(
+        series,
+        lambda series, peer: [(value, row.tokens_per_s / row.world_size) for value, row in series.of(peer)],
+        "tokens/s a rank",
+        "Tokens/s a rank by number of nodes",
+    )
+    _logarithmic(figure.axes[0])
+    return figure
+
+
 def scaling(series: Sequence[Series]) -> Any:
     """Scaling efficiency by number of nodes, a panel for weak and for strong."""
     figure = _lines(series, efficiency, "tokens/s a rank over those of the fewest nodes", "Scaling efficiency")
@@ -183,10 +196,15 @@ def sweep(series: Series) -> Any:
         "step time, s (median)",
         "Step time by the rate between nodes",
     )
-    figure.axes[0].set_yscale("log")
-    figure.axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    figure.axes[0].yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    _logarithmic(figure.axes[0])
     return figure
+
+
+def _logarithmic(axes: Any) -> None:
+    """Logarithmic upwards, with plain numbers at 1, 2 and 5."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
 
 
 def convergence(rows: Sequence[ConvergenceRow]) -> Any:

@@ -32,7 +32,7 @@ LARGEST_TRACE = 5_000_000
 _EXAMPLES = """written to the folder of --output, DATE and NAME in front:
   DATE-NAME.md                 tables; what was not measured is left out, and said
   DATE-NAME.jsonl              the rows that count
-  DATE-NAME-step-time.png, -bytes, -loss-time, -accumulation, -scaling, -sweep, -convergence
+  DATE-NAME-step-time.png, -bytes, -loss-time, -accumulation, -nodes, -scaling, -sweep, -convergence
   DATE-NAME-trace-*.json.gz    traces (see --traces); open them at https://ui.perfetto.dev
 
 examples:

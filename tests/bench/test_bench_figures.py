@@ -60,6 +60,7 @@ def test_lines_have_the_values_of_their_series(tmp_path: Path) -> None:
     assert _drawn(drawn["accumulation"])["hzero topo"][1] == pytest.approx(
         [512 / 0.9375, 819.2, 1024 / 0.9375, 1310.72]
     )
+    assert _drawn(drawn["nodes"])["DeepSpeed ZeRO-3"][1] == [64.0, 32.0, 8.0]
     assert _drawn(drawn["scaling"])["DeepSpeed ZeRO-3"] == ([1, 2, 4], [1.0, 0.5, 0.125])
     assert _drawn(drawn["scaling"], 1)["hzero topo"][1] == [1.0, 0.5, 0.25]
     assert _drawn(drawn["sweep"])["HSDP, node mesh"][0] == [15, 50, 150]

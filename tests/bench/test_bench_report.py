@@ -16,7 +16,7 @@ from tests.bench.rows import config, everything, main_rows, run, steps, training
 from tests.ranks import ROOT
 
 STEM = "2026-11-21-comparison"
-FIGURES = ("step-time", "bytes", "loss-time", "accumulation", "scaling", "sweep", "convergence")
+FIGURES = ("step-time", "bytes", "loss-time", "accumulation", "nodes", "scaling", "sweep", "convergence")
 
 
 @pytest.fixture(autouse=True)
