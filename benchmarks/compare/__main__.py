@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -42,12 +43,18 @@ def main(overrides: list[str]) -> int:
         # Measured once Hydra is done, so that a multirun has one list and one estimate.
         configs.append((config, list(HydraConfig.get().overrides.task)))
 
+    for override in overrides:
+        if re.fullmatch(r"(model|data|cluster|suite|catalog)=(null)?", override):
+            print(f"bench: error: {override}: the group needs an option; --help lists them", file=sys.stderr)
+            return 2
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(number, _leave)
-    quiet = ["hydra/hydra_logging=none", "hydra/job_logging=none"]
-    sys.argv = ["make bench", *overrides, f"hydra.searchpath=[file://{conf_dir()}]", *quiet]
+    ours = [f"hydra.searchpath=[file://{conf_dir()}]", "hydra/hydra_logging=none", "hydra/job_logging=none"]
+    # Hydra's parser takes overrides in one piece, options before or behind it.
+    first = next((at for at, word in enumerate(overrides) if re.match(r"[+~]|[\w./@]+=", word)), len(overrides))
+    sys.argv = ["make bench", *overrides[:first], *ours, *overrides[first:]]
     try:
         hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()
         for config, given in configs:

@@ -14,6 +14,7 @@ from benchmarks.cluster.shape import Cluster
 from benchmarks.compare import peers, reduce_scatter
 from benchmarks.compare.traffic import step_bytes
 from hzero.config import ConfigError, one_of
+from hzero.train.conf import known_keys
 from hzero.train.settings import check_betas, check_model_and_data, model_numels
 
 #: Blocks and keys of the configuration that say what is measured; the rest says how to go about it.
@@ -128,6 +129,10 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
     for group in ("model", "data"):
         if not isinstance(config[group], dict):
             raise ConfigError(f"{group}: found {config[group]!r}, expected a block of keys")
+        known = [key.partition(".")[2] for key in known_keys() if key.startswith(f"{group}.")]
+        for key in config[group]:
+            if key not in known:
+                raise one_of(group, key, known, "key")
     check_model_and_data(config)
     names, catalog = config["peers"], whole["catalog"]
     if not isinstance(names, list) or not names:

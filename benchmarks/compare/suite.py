@@ -16,6 +16,8 @@ from hzero.train.conf import compose, one_line, plain
 from hzero.train.settings import Settings
 
 _KEYS = (*PARTS, "catalog", "suite", "results", "again")
+#: Keys that the suite of trainings has a use for.
+_OF_TRAINING = ("suite", "data", "results", "again")
 #: Keys that say what to measure of what, where results go and how long measuring takes: no part of a measurement's name.
 _HOW = ("suite", "results", "again", "rounds", "warmup", "peers", "threads", "timeout_s")
 
@@ -62,6 +64,9 @@ def read(config: DictConfig, given: Sequence[str] = ()) -> list[Measurement | Tr
             found.append(measurement)
     if block is None:
         return found
+    unused = [key for key in keys if key.partition(".")[0] not in _OF_TRAINING]
+    if unused and not found:
+        raise ConfigError(f"{unused[0]}: suite {SUITE} has no use for it; it takes suite.{SUITE}.* and data.*")
     return found + _trainings(block, OmegaConf.to_container(config.data, resolve=True))  # type: ignore[arg-type]
 
 
@@ -71,8 +76,8 @@ def _trainings(block: Any, data: dict[str, Any]) -> list[Measurement | Training]
     if not isinstance(block, dict) or set(block) != keys:
         raise ConfigError(f"{where}: found {block!r}, expected the keys {', '.join(sorted(keys))}")
     for key in ("presets", "seeds"):
-        if not isinstance(block[key], list) or not block[key]:
-            raise ConfigError(f"{where}.{key}: found {block[key]!r}, expected a list")
+        if not isinstance(block[key], list) or not block[key] or len(set(map(str, block[key]))) < len(block[key]):
+            raise ConfigError(f"{where}.{key}: found {block[key]!r}, expected a list, nothing in it twice")
     for key, least in (("steps", 1), ("eval_every", 0)):
         at_least(f"{where}.{key}", block[key], least)
     for seed in block["seeds"]:

@@ -19,6 +19,7 @@ from hzero.config import ConfigError
 from hzero.train.folder import CONFIG, SUMMARY, finished, read_metrics
 from hzero.train.launch import GRACE_S, INTERRUPTED
 from hzero.train.settings import without_nulls
+from hzero.train.worker import die_with_parent
 
 SUITE = "convergence"
 #: Steps after which an interrupted run can go on.
@@ -138,7 +139,8 @@ def _run(command: list[str]) -> int:
 
     Ctrl-C and its like are passed on: the trainer finishes its step and saves, and a second one ends it at once.
     """
-    trainer = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # a terminal's Ctrl-C reaches us alone
+    # A terminal's Ctrl-C reaches us alone; and the trainer, with its ranks, ends with us however we end.
+    trainer = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=die_with_parent)
     interrupted = False
     while True:
         try:

@@ -223,6 +223,12 @@ def processor_seconds(row: StepsRow) -> float:
     return row.cpu_s / row.machine.cores
 
 
+def core_bound(row: StepsRow) -> float:
+    """Processor's time over that of the slowest tier's wires; 0 where no tier is shaped. Above 1 the cores set the pace."""
+    wires = max(wire_seconds(row).values(), default=0.0)
+    return processor_seconds(row) / wires if wires else 0.0
+
+
 def sends_what_it_has(row: StepsRow) -> bool:
     """Whether a peer trains without codecs, so that losses should be those of its like but for rounding."""
     if row.engine != "hzero":

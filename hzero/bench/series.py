@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hzero.bench.markdown import NONE, by_tier, count, loss, ratio, seconds, size, table
-from hzero.bench.measured import Chosen, Measurement, overlap, processor_seconds, rank_of_peer
+from hzero.bench.measured import Chosen, Measurement, core_bound, overlap, processor_seconds, rank_of_peer
 from hzero.bench.rows import LINK_OF, StepsRow, Tier
 from hzero.bench.suites import SUITES
 from hzero.bench.targets import SUBJECT
@@ -105,8 +105,9 @@ def series_part(series: Series) -> str:
     """Where it was measured, tables of a series, and notes on what its points do not share."""
     first = series.points[0][1].config.train
     said = f"{first.dtype}, micro-batch {first.micro_batch}; Mbit/s each way: {_rates(series)}."
-    tables = {"accumulation": _accumulation, "sweep": _sweep}.get(series.suite, _nodes)(series)
-    return "\n\n".join([said, *tables, *_processor(series), *_notes(series)])
+    times = ["Step time, s: median (min–max).", _spans(series), *_fastest(series)]
+    more = {"accumulation": _accumulation, "sweep": lambda _: []}.get(series.suite, _nodes)(series)
+    return "\n\n".join([said, *times, *more, *_processor(series), *_notes(series)])
 
 
 def _rates(series: Series) -> str:
@@ -122,10 +123,10 @@ def _rates(series: Series) -> str:
 def _processor(series: Series) -> list[str]:
     """For how long steps keep the cores busy."""
     said = (
-        "Processor, s: for how long a step keeps all cores of this machine busy. Where it is near the step time, the cores set "
-        "the pace there and not the wires, and what the series says is about them."
+        "Processor, s: for how long a step keeps all cores of this machine busy. Where that is longer than what the wires of the "
+        "slowest tier take, marked *, the cores set the pace and not the wires, and what the series says there is about them."
     )
-    return [said, _grid(series, lambda row: seconds(processor_seconds(row)))]
+    return [said, _grid(series, lambda row: seconds(processor_seconds(row)) + " *" * (core_bound(row) > 1))]
 
 
 def _notes(series: Series) -> list[str]:
@@ -159,8 +160,7 @@ def _spans(series: Series) -> str:
 
 
 def _accumulation(series: Series) -> list[str]:
-    rates = _grid(series, lambda row: count(row.tokens_per_s))
-    return ["Step time, s: median (min–max).", _spans(series), "Tokens/s.", rates]
+    return ["Tokens/s.", _grid(series, lambda row: count(row.tokens_per_s))]
 
 
 def efficiency(series: Series, peer: str) -> list[tuple[float, float]]:
@@ -180,8 +180,6 @@ def _nodes(series: Series) -> list[str]:
     per_step = ", ".join(f"{m.rows[0].tokens_per_step:,} at {value:g}" for value, m in series.points)
     return [
         f"Tokens a step: {per_step}. All nodes share the same cores, so that more nodes also means less processor a rank.",
-        "Step time, s: median (min–max).",
-        _spans(series),
         "Tokens/s a rank.",
         rates,
         f"Efficiency: tokens/s a rank over those at {least:g} node{'s' if least != 1 else ''}.",
@@ -189,8 +187,8 @@ def _nodes(series: Series) -> list[str]:
     ]
 
 
-def _sweep(series: Series) -> list[str]:
-    """Step time by peer and rate, and the fastest at each rate."""
+def _fastest(series: Series) -> list[str]:
+    """The fastest peer at every point, and the best of hzero beside the best of the others."""
     winners = []
     peers = {row.peer for row in series.peers()}
     for column, (_, measurement) in zip(series.columns(), series.points):
@@ -204,9 +202,8 @@ def _sweep(series: Series) -> list[str]:
         lead = f"{own[0].median_s / foreign[0].median_s:.3f}" if own and foreign else NONE
         both = f"{own[0].label} to {foreign[0].label}: {lead}" if own and foreign else NONE
         winners.append([column, fastest, seconds(first.median_s), by, both])
-    head = ("between nodes", "fastest", "step time, s", "next", "best of hzero to best of the others")
-    said = "It is called a tie where the ranges of the two fastest overlap."
-    return ["Step time, s: median (min–max).", _spans(series), table(head, winners, left=2), said]
+    head = ("at", "fastest", "step time, s", "next", "best of hzero to best of the others")
+    return [table(head, winners, left=2), "It is called a tie where the ranges of the two fastest overlap."]
 
 
 def ablation_part(measurements: Sequence[Measurement]) -> str:

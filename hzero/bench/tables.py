@@ -9,6 +9,7 @@ from hzero.bench.measured import (
     STOCK,
     Measurement,
     common_loss,
+    core_bound,
     mean,
     processor_seconds,
     sends_what_it_has,
@@ -229,11 +230,7 @@ def where_time_goes(measurement: Measurement, traces: Traces) -> str:
 
 def _pace(measurement: Measurement) -> str:
     """Of which peers the cores, and not the wires, set the pace."""
-    shares = {}
-    for row in measurement.rows:
-        busy, wires = processor_seconds(row), max(wire_seconds(row).values(), default=0.0)
-        if wires:
-            shares[row.label] = busy / wires
+    shares = {row.label: share for row in measurement.rows if (share := core_bound(row))}
     if not shares:
         return ""
     above = [f"{label} ({share:.0%})" for label, share in shares.items() if share > 1]
@@ -278,9 +275,10 @@ def measurement_part(measurement: Measurement, traces: Traces) -> str:
         traffic(measurement),
         "Memory of a rank, the largest over the ranks. States are the most that a step holds of each kind: of weights the "
         "copies in narrower scopes too, of gradients the accumulators and residuals too; gradients of PyTorch's peers are "
-        "their shards at the end of backward. What lives between two steps is less where these are freed, and more by "
-        "buffers that an engine keeps. Passing is the most that one step allocates beyond, activations among it (traced, "
-        "rank 0).",
+        "their shards at the end of backward, and their weights are the float32 masters, which count as optimizer (the copy "
+        "that FSDP2 keeps until backward where it reshards to a node is not counted). What lives between two steps is less "
+        "where these are freed, and more by buffers that an engine keeps. Passing is the most that one step allocates beyond, "
+        "activations among it (traced, rank 0).",
         memory(measurement),
         "Where the time goes. The least time of a tier's wires is what its busiest link carries (of a rank in gcd and gpu, a "
         "node's trunk in node) at the rate of the link; the step takes at least that of the slowest tier, and the sum where "

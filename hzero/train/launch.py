@@ -85,6 +85,8 @@ class Ranks:
         handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             for rank, environment in enumerate(self._environments):
+                if self._interrupts:
+                    break
                 with open(self._logs / f"rank{rank}.log", "wb") as log:
                     self._processes.append(
                         subprocess.Popen(
@@ -96,6 +98,8 @@ class Ranks:
                             start_new_session=True,  # Ctrl-C reaches us alone, and we tell them
                         )
                     )
+            if self._interrupts:  # one that was being started then was not told
+                self._tell(signal.SIGTERM)
             return self._watch()
         finally:
             self._end_all()
@@ -108,9 +112,12 @@ class Ranks:
             begun = self._started.exists()
             what = "the ranks finish their step and save (again to stop at once)" if begun else "training had not begun"
             self._say(f"stopping: {self._stopping or what}")
+        self._tell(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
+
+    def _tell(self, number: int) -> None:
         for process in self._processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
+                process.send_signal(number)
 
     def _watch(self) -> int:
         begun = time.monotonic()

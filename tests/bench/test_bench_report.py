@@ -100,6 +100,9 @@ def test_series_have_times_rates_and_efficiency(whole: Path) -> None:
     assert (
         "bf16, micro-batch 1; Mbit/s each way: gcd 200 a rank; gpu 75 a rank; node 15, 50, 150 a node's trunk." in part
     )
+    # Half a second of both cores is longer than what topo's wires take, and shorter than ZeRO-3's.
+    assert _cells(part, "Processor, s", "hzero topo")[1] == "0.500 *"
+    assert _cells(part, "Processor, s", "DeepSpeed ZeRO-3")[1] == "0.500"
     # Weak: 4 nodes take 4 times (topo) and 8 times (DeepSpeed) as long as 1 for the same work a rank.
     assert _cells(part, "## Nodes, weak", "hzero topo")[3] == "2.500 (2.250–3.000)"
     assert _cells(part, "Efficiency: tokens/s a rank over those at 1 node", "hzero topo")[1:] == [
@@ -109,13 +112,13 @@ def test_series_have_times_rates_and_efficiency(whole: Path) -> None:
     ]
     assert _cells(part, "Efficiency: ", "DeepSpeed ZeRO-3")[1:] == ["1.000", "0.500", "0.125"]
     sweep = part[part.index("## Bandwidth") :]
-    assert _cells(sweep, "| between nodes |", "15 Mbit/s")[1:4] == [
+    assert _cells(sweep, "| at | fastest |", "15 Mbit/s")[1:4] == [
         "hzero topo",
         "1.875",
         "HSDP, node mesh, 184.4% slower",
     ]
-    assert _cells(sweep, "| between nodes |", "150 Mbit/s")[1:3] == ["HSDP, node mesh", "0.533"]
-    assert _cells(sweep, "| between nodes |", "150 Mbit/s")[4] == "hzero topo to HSDP, node mesh: 2.109"
+    assert _cells(sweep, "| at | fastest |", "150 Mbit/s")[1:3] == ["HSDP, node mesh", "0.533"]
+    assert _cells(sweep, "| at | fastest |", "150 Mbit/s")[4] == "hzero topo to HSDP, node mesh: 2.109"
     assert _cells(text, "## Codecs of topo", "codecs | topo, weights-int4")[2:5] == [
         "block.preset topo",
         "1.125",
@@ -132,8 +135,8 @@ def test_points_that_differ_in_version_and_ties_are_told() -> None:
         rows.append(steps("hsdp-node", "sweep", f"node-{rate}", 1.0, **more))
         rows.append(steps("topo", "sweep", f"node-{rate}", scale * 0.8, **more))  # 1.0 and 1.5 beside 1.6
     text = _report(rows)
-    assert _cells(text, "| between nodes |", "15 Mbit/s")[1] == "hzero topo"
-    assert _cells(text, "| between nodes |", "150 Mbit/s")[1] == "tie of hzero topo and HSDP, node mesh"
+    assert _cells(text, "| at | fastest |", "15 Mbit/s")[1] == "hzero topo"
+    assert _cells(text, "| at | fastest |", "150 Mbit/s")[1] == "tie of hzero topo and HSDP, node mesh"
     assert "different commits (15 Mbit/s a node: aaa, 150 Mbit/s a node: bbb)" in text
     assert "different versions" not in text and "different machines" not in text
 

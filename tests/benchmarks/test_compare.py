@@ -61,6 +61,11 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     assert all(item.estimated_s() > 0 for item in asked)
 
 
+def test_options_may_stand_behind_overrides(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["suite=one", "rounds=7", "--cfg", "job"]) == 0
+    assert "rounds: 7" in capsys.readouterr().out and not asked
+
+
 def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) -> None:
     arguments = ["-m", "suite=main,sweep", "rounds=1", "peers=[ddp,topo]", "train.seed=4", f"results={tmp_path}"]
     assert compare.main(arguments) == 0
@@ -101,6 +106,11 @@ def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) 
         ("suite=one +catalog.ddp.hpz=node", "catalog.ddp: unknown key of engine ddp 'hpz'"),
         ("suite=one speed=3", "speed"),
         ("suite=accumulation train.accumulation=2", "suite accumulation varies it"),
+        ("suite=one +model.foo=1", "model: unknown key 'foo'"),
+        ("suite=one cluster=null", "cluster=null: the group needs an option"),
+        ("suite=convergence train.lr=1", "train.lr: suite convergence has no use for it"),
+        ("suite=convergence model=gpt_neox_4m", "model: suite convergence has no use for it"),
+        ("suite=convergence suite.convergence.seeds=[0,0]", "suite.convergence.seeds: found [0, 0]"),
         ("suite=convergence suite.convergence.steps=0", "suite.convergence.steps: found 0"),
         ("suite=convergence suite.convergence.presets=[mlid]", "zero: unknown option 'mlid'; did you mean 'mild'"),
         ("suite=one data.path=missing.txt", "data.path: no file or folder 'missing.txt'"),
