@@ -70,7 +70,8 @@ def test_wheel_holds_the_kernels(wheel: Path) -> None:
 def test_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     archive = _built("sdist", tmp_path / "sdist")
     with tarfile.open(archive) as file:
-        file.extractall(tmp_path / "source", filter="data")
+        # Python before 3.10.12 and 3.11.4 has no filters.
+        file.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (root,) = (tmp_path / "source").iterdir()
     assert _names(_built("wheel", tmp_path / "wheel", root=root)) == _names(wheel)
 
