@@ -113,6 +113,9 @@ class Training:
         expected = (self.seed, self.steps, self.model, self.preset)
         if found != expected:
             raise ConfigError(f"{folder}: holds a run of seed, steps, model and preset {found}, expected {expected}")
+        config["run"]["dir"] = (
+            self.folder
+        )  # in the results' folder: rows are published, and say nothing of this machine
         summary = json.loads((folder / SUMMARY).read_text())
         rows = read_metrics(folder)[0]
         return {

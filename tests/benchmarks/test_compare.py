@@ -247,7 +247,12 @@ def test_store_keeps_whole_measurements(tmp_path: Path) -> None:
 
 def _finished_run(folder: Path, seed: int = 0) -> None:
     folder.mkdir(parents=True)
-    config = {"train": {"seed": seed, "steps": 3}, "model": {"name": "gpt_neox_1m"}, "zero": {"preset": "topo"}}
+    config = {
+        "train": {"seed": seed, "steps": 3},
+        "model": {"name": "gpt_neox_1m"},
+        "zero": {"preset": "topo"},
+        "run": {"dir": str(folder)},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     steps = [{"kind": "step", "step": step, "loss": 7.0 - step} for step in (1, 2, 3)]
     evaluation = {"kind": "eval", "step": 3, "loss_decoded": 4.5, "loss_exact": 4.4}
@@ -263,7 +268,7 @@ def test_a_finished_training_is_read_and_not_repeated(tmp_path: Path, monkeypatc
     monkeypatch.setattr(training_module, "_run", lambda command: pytest.fail(f"trained again: {command}"))
     assert training.take(store, again=False) == 0 and store.has(training.id, 1)
     row: Any = read_results([tmp_path])[0][0]
-    assert row.versions == {"torch": "2"}
+    assert row.versions == {"torch": "2"} and row.config["run"]["dir"] == training.folder
     assert row.losses == [6.0, 5.0, 4.0] and row.evaluations[0].loss_exact == 4.4
     other = Training("topo", 1, "gpt_neox_1m", 3, 0, DATA)
     assert other.id != training.id
