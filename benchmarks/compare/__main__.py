@@ -25,7 +25,7 @@ from benchmarks.compare.store import Store
 from benchmarks.compare.suite import read
 from benchmarks.compare.training import Training
 from hzero.config import ConfigError
-from hzero.train.conf import conf_dir, one_line
+from hzero.train.conf import check_options, conf_dir, one_line
 from hzero.train.launch import INTERRUPTED
 from hzero.train.progress import clock
 
@@ -43,10 +43,6 @@ def main(overrides: list[str]) -> int:
         # Measured once Hydra is done, so that a multirun has one list and one estimate.
         configs.append((config, list(HydraConfig.get().overrides.task)))
 
-    for override in overrides:
-        if re.fullmatch(r"(model|data|cluster|suite|catalog)=(null)?", override):
-            print(f"bench: error: {override}: the group needs an option; --help lists them", file=sys.stderr)
-            return 2
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
@@ -56,6 +52,7 @@ def main(overrides: list[str]) -> int:
     first = next((at for at, word in enumerate(overrides) if re.match(r"[+~]|[\w./@]+=", word)), len(overrides))
     sys.argv = ["make bench", *overrides[:first], *ours, *overrides[first:]]
     try:
+        check_options(overrides, ("model", "data", "cluster", "suite", "catalog"), "--help")
         hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()
         for config, given in configs:
             wanted += read(config, given)

@@ -113,9 +113,8 @@ class Training:
         expected = (self.seed, self.steps, self.model, self.preset)
         if found != expected:
             raise ConfigError(f"{folder}: holds a run of seed, steps, model and preset {found}, expected {expected}")
-        config["run"]["dir"] = (
-            self.folder
-        )  # in the results' folder: rows are published, and say nothing of this machine
+        # Rows are published, and say nothing of this machine: the folder is that in the results' folder.
+        config["run"]["dir"] = self.folder
         summary = json.loads((folder / SUMMARY).read_text())
         rows = read_metrics(folder)[0]
         return {

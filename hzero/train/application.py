@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from hzero.config import ConfigError
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, data, folder
-from hzero.train.conf import conf_dir, known_keys, one_line, plain
+from hzero.train.conf import check_options, conf_dir, known_keys, one_line, plain
 from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
 from hzero.train.settings import Settings, model_numels
 from hzero.train.summary import size_text
@@ -47,9 +46,7 @@ def run(overrides: Sequence[str]) -> int:
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
 
-    for override in overrides:
-        if re.fullmatch(r"(model|data|topology|zero|launcher)=(null)?", override):
-            raise ConfigError(f"{override}: the group needs an option; `hzero train --help` lists them")
+    check_options(overrides, ("model", "data", "topology", "zero", "launcher"), "`hzero train --help`")
     signal.signal(signal.SIGTERM, _leave)
     known_keys()  # Hydra composes nothing else while it runs the task
     argv = sys.argv

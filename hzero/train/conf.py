@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,22 @@ def compose(overrides: list[str]) -> DictConfig:
             return hydra_compose("train", overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None
+
+
+def check_options(overrides: Sequence[str], groups: Sequence[str], lists: str) -> None:
+    """Refuses overrides that leave a group without an option, for which Hydra has no error of its own.
+
+    Args:
+        overrides: The user's arguments.
+        groups: That need an option.
+        lists: The command that lists them, for the message.
+
+    Raises:
+        ConfigError: Naming the override.
+    """
+    for override in overrides:
+        if re.fullmatch(rf"({'|'.join(groups)})=(null)?", override):
+            raise ConfigError(f"{override}: the group needs an option; {lists} lists them")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -171,9 +171,7 @@ class Ranks:
         return 1
 
     def _end_all(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+        self._tell(signal.SIGKILL)
         for process in self._processes:
             process.wait()
 
