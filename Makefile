@@ -1,4 +1,4 @@
-# make train: the main job. make test: the tests. Both set up what they need first; nothing else has to be installed.
+# make train runs the main job, make test the tests. Both first set up what they need.
 SHELL := /bin/bash
 VENV ?= .venv
 ARGS ?=
@@ -7,20 +7,20 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 .PHONY: help setup train test bench lint
 
-help: ## what there is
+help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
 
-setup: ## a virtual environment with everything in it (VENV=.venv, PYTHON=python3.11)
+setup: ## make a virtual environment and install everything into it (VENV=.venv, PYTHON=python3.11)
 	@scripts/setup "$(VENV)"
 
 train: setup ## train a GPT on eight ranks through three tiers (ARGS="zero=mild train.steps=50")
 	@"$(BIN)/hzero" train $(ARGS)
 
 test: setup ## run the tests (ARGS="tests/codecs -x")
-	@"$(BIN)/python" -m pytest $(ARGS)
+	@"$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
-bench: setup ## compare hzero with its peers on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
+bench: setup ## compare hzero with other schemes on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
 	@"$(BIN)/python" -m benchmarks.compare $(ARGS)
 
-lint: setup ## ruff, mypy, typos, clang-format
+lint: setup ## run ruff, mypy, typos, clang-format and shellcheck
 	@scripts/lint "$(BIN)"

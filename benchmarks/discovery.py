@@ -1,4 +1,4 @@
-"""What a discovery costs at the scale of Frontier: bytes a rank, and time, with simulated ranks.
+"""The cost of a discovery at the scale of Frontier: bytes per rank, and time, with simulated ranks.
 
 Every simulated rank writes its report to one real store (torch's TCPStore, served by this process as by rank 0) and
 reads the answer from it, through the code that ranks run; a few processes take turns in being them over a connection
@@ -31,7 +31,7 @@ from hzero.topology.discovery import exchanged
 from hzero.topology.exchange import StoreExchange
 from hzero.topology.machine import Device, Machine
 from hzero.topology.preset import preset
-from hzero.topology.report import RankReport, report_of
+from hzero.topology.rank_report import RankReport, report_of
 
 LOCAL = 8
 TIMEOUT_S = 600.0
@@ -76,16 +76,16 @@ def simulate(ranks: range, places: list[int] | range, world: int, port: int, rea
 
 
 class TimedExchange(StoreExchange):
-    """Rank 0's exchange: notes when the records were there and when the answer was found."""
+    """Rank 0's exchange: notes when the reports were there and when the answer was found."""
 
     marks: list[float]
-    records: list[bytes]
+    reports: list[bytes]
 
-    def gather(self, record: bytes | Exception) -> list[bytes] | None:
+    def gather(self, report: bytes | Exception) -> list[bytes] | None:
         """As `StoreExchange.gather`."""
-        self.records = super().gather(record) or []
+        self.reports = super().gather(report) or []
         self.marks.append(time.perf_counter())
-        return self.records
+        return self.reports
 
     def broadcast(self, answer: bytes | Exception | None) -> bytes:
         """As `StoreExchange.broadcast`."""
@@ -94,7 +94,7 @@ class TimedExchange(StoreExchange):
 
 
 def measure(nodes: int, processes: int, scrambled: bool) -> dict[str, Any]:
-    """One world: the record's and the answer's bytes, and rank 0's seconds."""
+    """One world: the report's and the answer's bytes, and rank 0's seconds."""
     world = nodes * LOCAL
     places: list[int] | range = random.Random(0).sample(range(world), world) if scrambled else range(world)
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
@@ -121,7 +121,7 @@ def measure(nodes: int, processes: int, scrambled: bool) -> dict[str, Any]:
     return {
         "ranks": world,
         "numbering": "scrambled" if scrambled else "by node",
-        "record_bytes": max(map(len, exchange.records)),
+        "report_bytes": max(map(len, exchange.reports)),
         "answer_bytes": max(answers),
         "gather_s": marks[1] - marks[0],
         "grid_s": marks[2] - marks[1],
@@ -171,7 +171,7 @@ def _text(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
     ]
     for row in rows:
         lines.append(
-            f"| {row['ranks']:,} | {row['numbering']} | {row['record_bytes']:,} | {row['answer_bytes']:,} | "
+            f"| {row['ranks']:,} | {row['numbering']} | {row['report_bytes']:,} | {row['answer_bytes']:,} | "
             f"{row['gather_s']:.2f} | {row['grid_s']:.2f} | {row['answer_s']:.2f} |"
         )
     again = f"python benchmarks/discovery.py --nodes {arguments.nodes} --processes {arguments.processes}"

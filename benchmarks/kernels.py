@@ -2,8 +2,7 @@
 
 Every kernel, as `kernel` (into outputs that exist), `operator` (torch.ops.hzero: with checks and allocations), `torch
 eager` and `torch.compile` (the reference), and `DeepSpeed` (its quantizer, on a GPU). The copy and all variants take
-turns, round by round. Every output is first compared to the reference's, bit by bit. Writes a dated report, a roofline
-plot and all times.
+turns. Every output is first compared to the reference's, bit by bit. Writes a report, a roofline plot and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
 """
@@ -42,8 +41,11 @@ from rich.progress import Progress
 
 import hzero
 from hzero.codecs import backends, reference
-from hzero.config import ConfigError
-from hzero.sharding.records import RecordFormat
+from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.ops import flat
+from hzero.config import CodecConfig, CodecName
+from hzero.sharding.records import BLOCK_CODECS, RecordFormat
+from hzero.validation import ConfigError, validated
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -53,7 +55,7 @@ MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 VARIANTS = ("kernel", "operator", "torch eager", "torch.compile", "DeepSpeed")
 #: A sample repeats a call that takes less than this.
-SAMPLE_S, MOST_CALLS = 5e-3, 200
+SAMPLE_S, MAX_CALLS = 5e-3, 200
 #: Bytes of memory for each byte of the tensor: the reference's float32 buffers, and outputs kept for all rounds.
 MEMORY = 16
 #: An element's arithmetic (docs/payload_format.md). Encoding: magnitude, maximum, quotient, rounding, two limits.
@@ -68,19 +70,19 @@ class Kernel(NamedTuple):
     """One kernel; ``to`` is the codec it encodes sums in."""
 
     operation: str
-    codec: str
-    to: str = ""
+    codec: CodecName
+    to: CodecName | None = None
 
     def __str__(self) -> str:
         return f"{self.operation} {self.codec}" + (f" to {self.to}" if self.to else "")
 
 
-KERNELS = [Kernel(operation, codec) for operation in ("encode", "decode", "decode_sum") for codec in ("int8", "int4")]
-KERNELS += [Kernel("decode_sum_encode", *codecs) for codecs in (("int8", "int8"), ("int4", "int4"), ("int8", "int4"))]
+KERNELS = [Kernel(operation, codec) for operation in ("encode", "decode", "decode_sum") for codec in BLOCK_CODECS]
+KERNELS += [Kernel("decode_sum_encode", codec, to) for codec in BLOCK_CODECS for to in BLOCK_CODECS if to <= codec]
 
 
 @dataclass
-class Measurement:
+class KernelTiming:
     """One variant of one kernel on one input; without ``seconds`` it was not measured, and ``note`` says why."""
 
     mib: int
@@ -121,20 +123,22 @@ class Bucket:
         self.numel = mib * MIB // DTYPES[dtype].itemsize
         normal = torch.randn(self.numel, generator=torch.Generator().manual_seed(0))
         self.source = normal.to(arguments.device, DTYPES[dtype])
-        self.payloads = {codec: reference.encode(*self.inputs(Kernel("encode", codec))) for codec in ("int8", "int4")}
+        self.payloads = {codec: reference.encode(*self.inputs(Kernel("encode", codec))) for codec in BLOCK_CODECS}
 
     def inputs(self, kernel: Kernel) -> tuple[Any, ...]:
         """Arguments of a kernel, as a backend takes them."""
-        fmt, out = (RecordFormat.of(codec, self.arguments.block_size, "bf16") for codec in (kernel.codec, kernel.to))
-        chunks, dtype, rounding = [self.numel // PEERS], DTYPES[self.dtype], (self.arguments.stochastic, 1)
+        block = self.arguments.block_size
+        fmt, out = (RecordFormat.of(codec, block, "bf16") for codec in (kernel.codec, kernel.to or kernel.codec))
+        chunks, dtype, rounding = (self.numel // PEERS,), DTYPES[self.dtype], Rounding(self.arguments.stochastic, 1)
+        rows = Rows.in_order(chunks, PEERS, outer=PEERS)
         if kernel.operation == "encode":
-            return ([self.source], chunks, [PEERS], [1], PEERS, fmt, *rounding)
+            return ([self.source], rows, fmt, rounding)
         payload = self.payloads[kernel.codec]
         if kernel.operation == "decode":
-            return (payload, chunks, [PEERS], [1], PEERS, fmt, dtype)
+            return (payload, rows, fmt, dtype)
         # The same payload, taken as a message of one shard from each of four peers.
-        peers = (payload, PEERS, chunks, 1, fmt, dtype)
-        return peers if kernel.operation == "decode_sum" else (*peers, 1, out, *rounding)
+        peers = (payload, Messages(PEERS, chunks, 1), fmt, dtype)
+        return peers if kernel.operation == "decode_sum" else (*peers, 1, out, rounding)
 
 
 class Suite:
@@ -143,7 +147,7 @@ class Suite:
     def __init__(self, arguments: argparse.Namespace, bar: Progress) -> None:
         self.arguments, self.bar = arguments, bar
         self.chosen = backends.choice(arguments.device)
-        self.groups: list[list[Measurement]] = []  # by size and type, the copy first
+        self.groups: list[list[KernelTiming]] = []  # by size and type, the copy first
         self.quantizer: Any = None
         self.no_quantizer = "" if arguments.device == "cuda" else "its quantizer is for GPUs"
         if "DeepSpeed" in arguments.variants:
@@ -170,7 +174,7 @@ class Suite:
             # The fast ones stand next to the copy: a slow one in between would let the machine change.
             timed.sort(key=lambda one: VARIANTS.index(one.variant) if one.kernel != "copy" else -1)
             for one in timed:
-                one.calls = min(max(math.ceil(SAMPLE_S / max(self._sample(one), 1e-9)), 1), MOST_CALLS)
+                one.calls = min(max(math.ceil(SAMPLE_S / max(self._sample(one), 1e-9)), 1), MAX_CALLS)
             for index in range(rounds):
                 for one in timed if index % 2 == 0 else reversed(timed):
                     self._show(f"{dtype}, {mib} MiB, round {index + 1}/{rounds}: {one.kernel}, {one.variant}")
@@ -186,7 +190,7 @@ class Suite:
             left = "?" if task.time_remaining is None else datetime.timedelta(seconds=round(task.time_remaining))
             self.bar.console.print(f"{task.completed:.0f}/{task.total:.0f}  {text}, {left} left", highlight=False)
 
-    def _sample(self, one: Measurement) -> float:
+    def _sample(self, one: KernelTiming) -> float:
         """Seconds of one call."""
         if self.arguments.device == "cpu":
             return timeit.timeit(one.call, number=one.calls) / one.calls  # by time.perf_counter
@@ -197,21 +201,21 @@ class Suite:
         last.synchronize()
         return first.elapsed_time(last) * 1e-3 / one.calls
 
-    def _copy(self, bucket: Bucket) -> Measurement:
+    def _copy(self, bucket: Bucket) -> KernelTiming:
         source = bucket.source.view(torch.uint8)
         target = torch.zeros_like(source)
         variant, call = "copy_", lambda: target.copy_(source)
         if self.arguments.device == "cpu":
             variant, call = "memcpy", memcpy(source, target, self.arguments.threads)
-        return Measurement(bucket.mib, bucket.dtype, "copy", variant, moved_bytes=2 * source.numel(), call=call)
+        return KernelTiming(bucket.mib, bucket.dtype, "copy", variant, moved_bytes=2 * source.numel(), call=call)
 
-    def _checked(self, bucket: Bucket, kernel: Kernel) -> list[Measurement]:
+    def _checked(self, bucket: Bucket, kernel: Kernel) -> list[KernelTiming]:
         """Every variant, after its first call and with its output checked."""
         expected = tensors(getattr(reference, kernel.operation)(*bucket.inputs(kernel)))
         made = []
         for variant in self.arguments.variants:
             self._show(f"{bucket.dtype}, {bucket.mib} MiB: checking {kernel}, {variant}")
-            made.append(one := Measurement(bucket.mib, bucket.dtype, str(kernel), variant))
+            made.append(one := KernelTiming(bucket.mib, bucket.dtype, str(kernel), variant))
             try:
                 call, read, outputs = self._made(bucket, kernel, variant)
             except NotMeasuredError as error:
@@ -242,9 +246,7 @@ class Suite:
                 raise NotMeasuredError("the backend has no kernel for this input")
             return prepared.run, read, tensors(prepared.run())
         if variant == "operator":
-            # Operators take settings in place of formats.
-            settings = ((v.codec, v.block_size, "bf16") if isinstance(v, RecordFormat) else (v,) for v in inputs)
-            inputs = tuple(itertools.chain.from_iterable(settings))
+            inputs = tuple(flat(inputs))
             operation = getattr(torch.ops.hzero, kernel.operation)
         elif variant == "torch.compile":
             operation = compiled(operation, inputs, self.arguments.compile_timeout)
@@ -254,7 +256,7 @@ class Suite:
         """`_made` of DeepSpeed's quantizer, which has a format of its own."""
         if self.no_quantizer:
             raise NotMeasuredError(self.no_quantizer)
-        if bucket.dtype != "fp16" or kernel.operation == "decode_sum" or kernel.to not in ("", kernel.codec):
+        if bucket.dtype != "fp16" or kernel.operation == "decode_sum" or kernel.to not in (None, kernel.codec):
             raise NotMeasuredError("its quantizer takes fp16 only, sums only to encode again, and keeps the codec")
         groups, theirs = bucket.numel // self.arguments.block_size, self.quantizer
         how = (int(kernel.codec.removeprefix("int")), theirs.QuantizationType.Symmetric)
@@ -309,14 +311,13 @@ def compiled(function: Callable[..., Any], inputs: Sequence[Any], timeout: float
 
 def machine() -> dict[str, str]:
     """Hardware and versions."""
-    found = {"cores": str(os.cpu_count()), "cpu": platform.processor() or platform.machine()}
     listed = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if named := re.search(r"model name\s*: (.*)", listed):
-        found["cpu"] = named[1]
+    named = re.search(r"model name\s*: (.*)", listed)
+    found = {"cores": str(os.cpu_count()), "cpu": named[1] if named else platform.machine()}
+    found |= {"python": platform.python_version(), "torch": torch.__version__, "hzero": hzero.__version__}
     if torch.cuda.is_available():
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         found["gpu"] = f"{torch.cuda.get_device_name()}, {runtime}"
-    found |= {"python": platform.python_version(), "torch": torch.__version__, "hzero": hzero.__version__}
     if compiler := shutil.which(os.environ.get("CXX", "c++")):
         found["compiler found"] = subprocess.getoutput(shlex.join([compiler, "--version"])).partition("\n")[0]
     return found
@@ -468,12 +469,11 @@ def parse() -> argparse.Namespace:
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error("--device: found cuda, but there is no GPU that torch can use")
-    if not 16 <= arguments.block_size <= 4096 or arguments.block_size % 16:
-        parser.error(f"--block-size: found {arguments.block_size}, expected a multiple of 16 from 16 to 4096")
     memory = torch.cuda.mem_get_info()[0] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if max(arguments.mib) * MIB * MEMORY > memory:
         parser.error(f"--mib: found {max(arguments.mib)}, expected at most {memory // MIB // MEMORY} on this machine")
     try:
+        validated(CodecConfig, {"codec": "int8", "block_size": arguments.block_size}, "")
         backends.choice(arguments.device)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:

@@ -15,17 +15,20 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from hzero.config import PRESETS, one_of
+from hzero.config import PRESETS
+from hzero.launcher import STARTED, Ranks, local_ranks, run_rank
+from hzero.validation import one_of
 
-STEPS_A_ROUND = 5
+STEPS_PER_ROUND = 5
+RESULT = "result.json"
 #: Behind a preset: with the codecs in plain torch, whatever backend this machine has.
 REFERENCE = ":reference"
 
@@ -42,7 +45,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed("gloo", verbose=False, timeout=datetime.timedelta(seconds=arguments.timeout))
     deepspeed.utils.logger.setLevel("ERROR")
     nodes = arguments.ranks // 4
     topology = {"nodes": nodes, "gpus_per_node": 2, "gcds_per_gpu": 2}
@@ -85,13 +88,16 @@ def worker(arguments: argparse.Namespace) -> None:
                 times.append(time.perf_counter() - started)
         return times
 
+    out = Path(os.environ["HZERO_BENCH_OUT"])
+    if dist.get_rank() == 0:
+        (out / STARTED).touch()
     times: dict[str, list[float]] = {name: [] for name in engines}
     for name in engines:
         steps(name, 3)  # DeepSpeed records its trace in the first steps
     for round_index in range(arguments.rounds):
         order = list(engines) if round_index % 2 == 0 else list(reversed(engines))
         for name in order:
-            times[name] += steps(name, STEPS_A_ROUND)
+            times[name] += steps(name, STEPS_PER_ROUND)
         if dist.get_rank() == 0:
             print(f"round {round_index + 1}/{arguments.rounds}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
@@ -103,9 +109,8 @@ def worker(arguments: argparse.Namespace) -> None:
             "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "hzero": hzero.__version__},
             "codecs": f"{(chosen := backends.choice('cpu')).name} ({chosen.why})",
         }
-        Path(os.environ["HZERO_BENCH_OUT"]).write_text(json.dumps(result))
+        (out / RESULT).write_text(json.dumps(result))
     dist.barrier()
-    os._exit(0)
 
 
 def render(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -127,9 +132,9 @@ def render(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
             "own work; the links between real nodes, which it is made for, are not in it.",
             "",
             f"Configuration: {arguments.ranks} ranks as {arguments.ranks // 4} nodes x 2 GPUs x 2 GCDs, gloo, fp32, GPT-NeoX "
-            f"of {result['parameters']:,} parameters ({result['shape']}), {arguments.micro_batch} x 128 tokens a rank and "
+            f"of {result['parameters']:,} parameters ({result['shape']}), {arguments.micro_batch} x 128 tokens per rank and "
             f"micro-step, accumulation {arguments.accumulation}, persistence threshold 0 for all, {arguments.rounds} "
-            f"interleaved rounds of {STEPS_A_ROUND} steps. Codecs: {result['codecs']}.",
+            f"interleaved rounds of {STEPS_PER_ROUND} steps. Codecs: {result['codecs']}.",
             "",
             "| engine | median, ms | min | max | ratio of medians |",
             "|---|---|---|---|---|",
@@ -155,10 +160,15 @@ def main() -> int:
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
-    parser.add_argument("--micro-batch", type=int, default=2, help="sequences a rank and micro-step (default 2)")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps a step (default 1)")
-    parser.add_argument("--rounds", type=int, default=30, help=f"of {STEPS_A_ROUND} steps an engine (default 30)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for the whole run (default 900)")
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences per rank and micro-step (default 2)")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps per step (default 1)")
+    parser.add_argument("--rounds", type=int, default=30, help=f"of {STEPS_PER_ROUND} steps per engine (default 30)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=900,
+        help="seconds to build the engines, and for one collective (default 900)",
+    )
     parser.add_argument("--report", type=Path, help="folder to write a dated report into")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -169,22 +179,21 @@ def main() -> int:
     if arguments.ranks < 4 or arguments.ranks % 4:
         parser.error(f"--ranks: found {arguments.ranks}, expected a multiple of 4")
     if arguments.worker:
-        worker(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        env = {**os.environ, "HZERO_BENCH_OUT": str(out), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        # Stock DeepSpeed's calls warn of deprecation each time, and printing that would be timed.
-        env["PYTHONWARNINGS"] = "ignore"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        try:
-            done = subprocess.run([*command, __file__, "--worker", *sys.argv[1:]], env=env, timeout=arguments.timeout)
-        except subprocess.TimeoutExpired:
-            print(f"not done after {arguments.timeout:.0f} s (--timeout)", file=sys.stderr)
-            return 1
-        if done.returncode:
-            print("a rank failed; its message is above", file=sys.stderr)
-            return 1
-        report = render(arguments, json.loads(out.read_text()))
+        run_rank(Path(os.environ["HZERO_BENCH_OUT"]), lambda: worker(arguments))
+    folder = Path(tempfile.mkdtemp(prefix="hzero-step-time-"))
+    # Stock DeepSpeed's calls warn of deprecation each time, and printing that would be timed.
+    more = {"HZERO_BENCH_OUT": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    status = Ranks(
+        [sys.executable, __file__, "--worker", *sys.argv[1:]],
+        local_ranks(arguments.ranks, more=more),
+        folder,
+        start_timeout=arguments.timeout,
+        timeout_key="--timeout",
+    ).run()
+    if status:
+        return status
+    report = render(arguments, json.loads((folder / RESULT).read_text()))
+    shutil.rmtree(folder, ignore_errors=True)
     print(report)
     if arguments.report is not None:
         arguments.report.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Draws docs/step.png: what crosses which tier in a step, and the bytes into a node by scheme. Run: python docs/step.py."""
+"""Draws docs/step.png: the traffic of a step by tier, and the bytes into a node by scheme. Run: python docs/step.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.patches import FancyBboxPatch
 from hzero.config import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
-from hzero.sharding.traffic import node_bytes, peers_node_bytes, plan_traffic
+from hzero.sharding.traffic import node_bytes, plan_traffic, schemes_node_bytes
 from hzero.topology.grid import Grid
 
 BLUE, RED, GREY = "#0072B2", "#D55E00", "#999999"
@@ -49,30 +49,33 @@ def draw_step(axes: plt.Axes) -> None:
         )
     axes.annotate("", (5.2, 3.6), (4.8, 3.6), arrowprops={"arrowstyle": "<->", "color": RED, "lw": 3})
     lines = [
-        (BLUE, "every micro-step, inside the node: weights from the other GCD (int8), gradients summed (int4 hops)"),
-        (RED, "once a step, between nodes: the weights' refresh (int8) and the summed gradients (int4)"),
+        (BLUE, "per micro-step, inside the node: gather weights from the other GCD (int8), sum gradients (int4)"),
+        (RED, "per step, between nodes: refresh the weights (int8), sum the gradients (int4)"),
     ]
     for index, (colour, text) in enumerate(lines):
         axes.text(0.2, 5.9 - 0.5 * index, text, color=colour, fontsize=8.5)
 
 
 def draw_bytes(axes: plt.Axes) -> None:
-    """Bytes into one node a step against micro-steps, of GPT-NeoX-20B on 48 Frontier nodes: computed."""
+    """Bytes into one node per step against micro-batches, of GPT-NeoX-20B on 48 Frontier nodes: computed."""
     grid = Grid(48, 4, 2)
     numels = gpt_neox_numels(hidden=6144, layers=44, vocab=50432)
     steps = [1, 2, 4, 8, 16]
     plan = ShardPlan.from_config(parse_config({"preset": "topo"}), grid, 0)
     own = [node_bytes(plan_traffic(plan, numels, accumulation=a), plan) / 1e9 for a in steps]
     for name, colour in (("ZeRO-3", "#000000"), ("hpZ", "#009E73"), ("ZeRO++", "#E69F00")):
-        values = [peers_node_bytes(grid, numels, accumulation=a)[name] / 1e9 for a in steps]
+        values = [schemes_node_bytes(grid, numels, accumulation=a)[name] / 1e9 for a in steps]
         axes.plot(steps, values, marker="o", color=colour, label=name)
-    axes.plot(steps, own, marker="o", color=RED, lw=2.5, label="hzero, preset topo")
-    axes.set(xscale="log", yscale="log", xlabel="micro-batches a step", ylabel="GB into one node a step")
+    # An all-reduce in bf16 brings twice the gradients' bytes into a node, whatever the number of micro-batches.
+    reduced = 4 * sum(numels) * (grid.nodes - 1) / grid.nodes / 1e9
+    axes.plot(steps, [reduced] * len(steps), color="#56B4E9", ls="--", label="DDP (20B does not fit a GCD)")
+    axes.plot(steps, own, marker="o", color=RED, lw=2.5, label="hzero topo")
+    axes.set(xscale="log", yscale="log", xlabel="micro-batches per step", ylabel="GB into each node per step")
     axes.set_xticks(steps, [str(a) for a in steps])
     axes.minorticks_off()
-    axes.set_title("20B on 48 nodes: computed from the schemes", fontsize=10)
+    axes.set_title("GPT-NeoX-20B on 48 nodes, computed", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def main() -> None:

@@ -3,12 +3,12 @@
 // Computes code * scale in float32, rounded to the type of the elements. Shards are written where they stand in the
 // tensors, whatever the order of the payload's rows.
 //
-// Memory traffic an element, bfloat16 target at 128 a block: 1 + 2/128 bytes read (int8) or 0.5 + 2/128 (int4), 2
+// Memory traffic per element, bfloat16 target with blocks of 128: 1 + 2/128 bytes read (int8) or 0.5 + 2/128 (int4), 2
 // written. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode.hip -o decode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode.hip -o decode.cubin
-// Check alone: python -m pytest tests/kernels -k decode     (emulated on the host, and on a GPU where there is one)
+// Check alone: python -m pytest tests/kernels -k decode     (emulated on the host, and on a GPU if present)
 #include "block.h"
 
 namespace hz {

@@ -3,12 +3,12 @@
 // The bucket's `outer` counts the peers. Each element starts from peer 0's value; the others are added one by one, each
 // product and each sum rounded by itself, so that the result does not depend on where it is computed.
 //
-// Memory traffic an element of the sum, k peers at 128 a block: k * (1 + 2/128) bytes read (int8) or k * (0.5 + 2/128)
-// (int4), 4 written. Each byte moves once.
+// Memory traffic per element of the sum, k peers with blocks of 128: k * (1 + 2/128) bytes read (int8) or k * (0.5 +
+// 2/128) (int4), 4 written. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode_sum.hip -o decode_sum.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode_sum.hip -o decode_sum.cubin
-// Check alone: python -m pytest tests/kernels -k decode_sum (emulated on the host, and on a GPU where there is one)
+// Check alone: python -m pytest tests/kernels -k decode_sum (emulated on the host, and on a GPU if present)
 #include "sum.h"
 
 namespace hz {

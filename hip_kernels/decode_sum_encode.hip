@@ -1,15 +1,15 @@
-// Decode, sum and encode: what a rank does between two hops of a reduce-scatter, in one pass.
+// Decode, sum and encode: the work of a rank between two hops of a reduce-scatter, in one pass.
 //
 // Sums the payloads of several peers as decode_sum does and encodes the sums from registers as encode does, for the
 // next hop: another codec or other scales, but the same block size. Rows keep their order; the payload written has its
 // own pieces (`out_inner` rows each).
 //
-// Memory traffic an element of the sum, k peers at 128 a block, from int8 to int4: k * (1 + 2/128) bytes read,
+// Memory traffic per element of the sum, k peers with blocks of 128, from int8 to int4: k * (1 + 2/128) bytes read,
 // 0.5 + 2/128 written. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode_sum_encode.hip -o decode_sum_encode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode_sum_encode.hip -o decode_sum_encode.cubin
-// Check alone: python -m pytest tests/kernels -k sum_encode (emulated on the host, and on a GPU where there is one)
+// Check alone: python -m pytest tests/kernels -k sum_encode (emulated on the host, and on a GPU if present)
 #include "sum.h"
 
 namespace hz {

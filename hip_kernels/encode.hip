@@ -4,12 +4,12 @@
 // stochastically, and, where residuals are given, the same of source + factor * residual together with what the codes
 // lose of it, all in one pass (docs/payload_format.md). Shards are read in the order of the payload's rows.
 //
-// Memory traffic an element, bfloat16 source at 128 a block: 2 bytes read, 1 + 2/128 (int8) or 0.5 + 2/128 (int4)
+// Memory traffic per element, bfloat16 source with blocks of 128: 2 bytes read, 1 + 2/128 (int8) or 0.5 + 2/128 (int4)
 // written; with residuals 4 read and 4 written more. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a encode.hip -o encode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu encode.hip -o encode.cubin
-// Check alone: python -m pytest tests/kernels -k encode     (emulated on the host, and on a GPU where there is one)
+// Check alone: python -m pytest tests/kernels -k encode     (emulated on the host, and on a GPU if present)
 #include "block.h"
 
 namespace hz {

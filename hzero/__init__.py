@@ -1,14 +1,14 @@
 """hzero: a ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.
 
-Three kinds of state (weights, gradients, optimizer states) are sharded over the package, the node or the world, and
-every collective goes tier by tier, each tier with its own codec. See docs/architecture.md.
+Weights, gradients and optimizer states are sharded over the package, the node or the world, each over its own, and
+collectives go tier by tier, each tier with its own codec. See docs/architecture.md.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
 if TYPE_CHECKING:
     from hzero.zero import enable, exact_weights, initialize, state
@@ -19,7 +19,7 @@ __all__ = ["ConfigError", "__version__", "enable", "exact_weights", "initialize"
 
 
 def __getattr__(name: str) -> Any:
-    # DeepSpeed takes seconds to import, and a plan or a report does without it.
+    # Importing DeepSpeed takes seconds; plans and reports do not need it.
     if name in ("enable", "exact_weights", "initialize", "state"):
         from hzero import zero
 

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 
 from hzero import __version__
-from hzero.config import ConfigError
+from hzero.validation import ConfigError, one_of
 
+#: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
-    "train": "train a GPT on text through the stage (a Hydra application)",
-    "doctor": "what this machine runs hzero on, and whether that is what it could",
-    "topology": "packages, links and NICs of a node, drawn (topology show FILE|auto|PRESET)",
-    "bench": "bench links: bandwidth and latency of every tier; bench report: tables and plots of `make bench`",
-    "plan": "memory, bytes and times of a model on a machine, before anything runs",
-    "report": "plots and one HTML page of one or more runs",
+    "train": ("hzero.train.application:run", "train a GPT-NeoX on text with the stage (a Hydra application)"),
+    "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
+    "report": ("hzero.train.report:run_report", "draw loss curves and bytes by tier of one or more runs (PNG, HTML)"),
+    "doctor": ("hzero.doctor:run_doctor", "check ranks, links, environment and backends of this machine"),
+    "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
+    "bench": ("hzero.bench:run_bench", "measure bandwidth and latency of every tier (bench links)"),
 }
 _EXAMPLES = """examples:
-  hzero train                                                   the main job: 8 ranks on this machine
-  hzero train zero=mild train.steps=50 run.name=mild            another preset
+  hzero train                                             the main job: 8 ranks on this machine
+  hzero train zero=mild train.steps=50 run.name=mild      another preset
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
-  hzero bench links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
+  hzero bench links --topology 2x2x2                      rates of every tier, for hzero plan --links links.json
   hzero report runs/default runs/mild
 
-`hzero COMMAND --help` says more."""
+`hzero COMMAND --help` shows the options of a command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="hzero",
-        description="A ZeRO stage for DeepSpeed: shard degrees and codecs for every tier of the machine.",
-        epilog="commands:\n" + "".join(f"  {name:10}{text}\n" for name, text in COMMANDS.items()) + "\n" + _EXAMPLES,
+        description="A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.",
+        epilog="commands:\n"
+        + "".join(f"  {name:10}{text}\n" for name, (_, text) in COMMANDS.items())
+        + "\n"
+        + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")
@@ -46,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        status = _run(parsed.command, parsed.rest)
+        if parsed.command not in COMMANDS:
+            raise one_of("", parsed.command, COMMANDS, "command")
+        status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `| head`, which has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ConfigError as error:
@@ -63,37 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _run(command: str, rest: list[str]) -> int:
-    # Imported here: a plan needs no torch, and help needs nothing.
-    if command == "train":
-        from hzero.train import main as train
-
-        return train(rest)
-    if command == "plan":
-        from hzero.train.plan_command import run_plan
-
-        return run_plan(rest)
-    if command == "report":
-        from hzero.train.report import run_report
-
-        return run_report(rest)
-    if command == "topology":
-        from hzero.topology.command import run_topology
-
-        return run_topology(rest)
-    if command == "doctor":
-        from hzero.doctor import run_doctor
-
-        return run_doctor(rest)
-    if command == "bench":
-        from hzero.bench import run_bench
-
-        return run_bench(rest)
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ConfigError(f"unknown command {command!r}{hint} Possible: {', '.join(COMMANDS)}")
 
 
 if __name__ == "__main__":

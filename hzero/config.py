@@ -2,65 +2,59 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import reprlib
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from hzero.validation import ConfigError, Frozen, one_of, validated
 
-#: Levels of links, innermost first.
-TIERS = ("gcd", "gpu", "node")
-#: Scopes, innermost first: scope i reaches tiers 0..i.
-SCOPES = ("package", "node", "world")
-CODECS = ("none", "bf16", "int8", "int4")
-ROLES = ("weights", "gradients")
+#: A level of links. The order of `TIERS` is innermost first.
+Tier: TypeAlias = Literal["gcd", "gpu", "node"]
+#: The ranks reached by a tier and all tiers inside it: scope i of `SCOPES` reaches tiers 0..i.
+Scope: TypeAlias = Literal["package", "node", "world"]
+#: A payload format.
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4"]
+#: The kind of state that a message carries.
+Role: TypeAlias = Literal["weights", "gradients"]
+
+TIERS: tuple[Tier, ...] = typing.get_args(Tier)
+SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
+CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
+ROLES: tuple[Role, ...] = typing.get_args(Role)
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 
-#: Points of one space: (shard of weights, of gradients, codec of weights on every tier, of gradients).
-PRESETS: dict[str, tuple[str, str, str, str]] = {
-    "zero3": ("world", "world", "none", "none"),
-    "hpz": ("node", "world", "none", "none"),
-    "zeropp": ("node", "world", "int8", "int4"),
-    "lossless": ("package", "node", "none", "none"),
-    "topo": ("package", "node", "int8", "int4"),
-    "mild": ("package", "node", "int8", "int8"),
+
+class Preset(NamedTuple):
+    """Where a block starts from.
+
+    Attributes:
+        weights: Shard degree of the weights.
+        gradients: Shard degree of the gradients.
+        weights_codec: Codec of the weights on every tier.
+        gradients_codec: Codec of the gradients on every tier.
+    """
+
+    weights: Scope
+    gradients: Scope
+    weights_codec: CodecName
+    gradients_codec: CodecName
+
+
+PRESETS: dict[str, Preset] = {
+    "zero3": Preset("world", "world", "none", "none"),
+    "hpz": Preset("node", "world", "none", "none"),
+    "zeropp": Preset("node", "world", "int8", "int4"),
+    "lossless": Preset("package", "node", "none", "none"),
+    "topo": Preset("package", "node", "int8", "int4"),
+    "mild": Preset("package", "node", "int8", "int8"),
 }
 
 
-class ConfigError(ValueError):
-    """Input that cannot be used. One line: the key, file or argument, what was found, what is possible.
-
-    Attributes:
-        elsewhere: Whether rank 0 raises the same, so that a command on this rank need not tell it again.
-    """
-
-    elsewhere = False
-
-    @classmethod
-    def of_rank_0(cls, message: str) -> Self:
-        """The error of another rank than 0 that meets what rank 0 meets."""
-        error = cls(message)
-        error.elsewhere = True
-        return error
-
-
-def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -> ConfigError:
-    """The error for a value that is not among the possible ones, with the nearest of them."""
-    names = [str(name) for name in possible]
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return ConfigError(f"{key}: unknown {what} {value!r}{hint} Possible: {', '.join(names)}")
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class CodecConfig(_Frozen):
+class CodecConfig(Frozen):
     """Settings of one tier's codec for one role.
 
     Attributes:
@@ -70,66 +64,45 @@ class CodecConfig(_Frozen):
         scale: Type of the scales, ``bf16`` or ``fp32``.
     """
 
-    codec: str
+    codec: CodecName
     block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
-    rounding: str = "nearest"
-    scale: str = "bf16"
-
-    @field_validator("codec")
-    @classmethod
-    def _known_codec(cls, value: str) -> str:
-        if value not in CODECS:
-            raise one_of("codec", value, CODECS, "codec")
-        return value
-
-    @field_validator("rounding")
-    @classmethod
-    def _known_rounding(cls, value: str) -> str:
-        if value not in ("nearest", "stochastic"):
-            raise one_of("rounding", value, ("nearest", "stochastic"))
-        return value
-
-    @field_validator("scale")
-    @classmethod
-    def _known_scale(cls, value: str) -> str:
-        if value not in ("bf16", "fp32"):
-            raise one_of("scale", value, ("bf16", "fp32"))
-        return value
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    scale: Literal["bf16", "fp32"] = "bf16"
 
 
-class TierCodecs(_Frozen):
-    """One codec a tier."""
+class TierCodecs(Frozen):
+    """One codec for each tier."""
 
     gcd: CodecConfig
     gpu: CodecConfig
     node: CodecConfig
 
-    def __getitem__(self, tier: str) -> CodecConfig:
+    def __getitem__(self, tier: Tier) -> CodecConfig:
         return getattr(self, tier)
 
 
-class CodecsConfig(_Frozen):
-    """One codec a role and tier."""
+class CodecsConfig(Frozen):
+    """One codec for each role and tier."""
 
     weights: TierCodecs
     gradients: TierCodecs
 
-    def __getitem__(self, role: str) -> TierCodecs:
+    def __getitem__(self, role: Role) -> TierCodecs:
         return getattr(self, role)
 
 
-class ShardConfig(_Frozen):
+class ShardConfig(Frozen):
     """Shard degree of weights and of gradients; optimizer states are sharded over the world."""
 
-    weights: str
-    gradients: str
+    weights: Scope
+    gradients: Scope
 
 
-class TopologyConfig(_Frozen):
+class TopologyConfig(Frozen):
     """A declared machine.
 
     Attributes:
-        nodes: Nodes of the world; None where it follows from the world size.
+        nodes: Nodes of the world; None derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         order: How ranks are numbered: axis names, slowest first.
@@ -138,156 +111,126 @@ class TopologyConfig(_Frozen):
     nodes: int | None = Field(None, ge=1)
     gpus_per_node: int = Field(ge=1)
     gcds_per_gpu: int = Field(1, ge=1)
-    order: tuple[str, str, str] = ("node", "gpu", "gcd")
+    order: tuple[Tier, Tier, Tier] = ("node", "gpu", "gcd")
 
     @field_validator("order", mode="before")
     @classmethod
     def _permutation(cls, value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or sorted(map(str, value)) != sorted(TIERS):
-            raise ConfigError(f"order: found {value!r}, expected node, gpu and gcd in some order, slowest first")
+            raise ValueError(f"found {reprlib.repr(value)}, expected node, gpu and gcd in some order, slowest first")
         return tuple(value)
 
 
-class HZeroConfig(_Frozen):
-    """The block with its preset applied.
-
-    Attributes:
-        preset: Name of the preset that the rest started from.
-        shard: Shard degrees.
-        codecs: Codecs a role and tier.
-        block_size: Default block size of the codecs.
-        error_feedback: Tiers whose gradient encoding keeps its residual.
-        topology: ``"auto"``, the path of a file, or a declared machine.
-        preset_shard: Whether the weights' degree came from the preset and was not written by the user.
-        preset_gradients: The same of the gradients' degree.
-    """
-
+class _Block(Frozen):
     preset: str
     shard: ShardConfig
     codecs: CodecsConfig
-    block_size: int
-    error_feedback: tuple[str, ...] = ()
+    block_size: int = Field(ge=16, le=4096, multiple_of=16)
+    error_feedback: tuple[Tier, ...] = ()
     topology: str | TopologyConfig = "auto"
+
+    @field_validator("error_feedback", mode="before")
+    @classmethod
+    def _in_order(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
+        known = all(tier in TIERS for tier in value)
+        return tuple(tier for tier in TIERS if tier in value) if known else tuple(value)
+
+    @field_validator("topology", mode="before")
+    @classmethod
+    def _source_or_grid(cls, value: Any) -> Any:
+        if not isinstance(value, (str, TopologyConfig)):
+            raise ValueError(
+                f'found {reprlib.repr(value)}, expected "auto", a file, or '
+                '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
+            )
+        return value
+
+
+class HZeroConfig(_Block):
+    """The block with its preset applied.
+
+    Attributes:
+        preset: Name of the preset.
+        shard: Shard degrees.
+        codecs: Codecs per role and tier.
+        block_size: Default block size of the codecs.
+        error_feedback: Tiers whose gradient encoding keeps its residual, innermost first.
+        topology: ``"auto"``, the path of a file, or a declared machine.
+        preset_shard: Whether the weights' degree is the preset's, not written by the user.
+        preset_gradients: The same for the gradients' degree.
+    """
+
     preset_shard: bool = True
     preset_gradients: bool = True
 
 
-_KEYS = ("preset", "shard", "codecs", "block_size", "error_feedback", "topology")
-
-
-def parse_config(block: Mapping[str, Any], path: str = "hzero") -> HZeroConfig:
-    """Reads a block: the preset first, then what the block overrides, leaf by leaf.
+def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
+    """Reads a block: the preset, then the block's overrides, leaf by leaf.
 
     Args:
         block: The block as written.
-        path: Where it stands, for messages.
+        path: Key of the block, for messages.
 
     Raises:
         ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or weights
             sharded wider than gradients.
     """
-    block = _mapping(path, block, _KEYS)
-    preset = block.get("preset", DEFAULT_PRESET)
-    if not _among(preset, PRESETS):
-        raise one_of(f"{path}.preset", preset, PRESETS, "preset")
-    weights, gradients, weight_codec, gradient_codec = PRESETS[preset]
-
-    shard = _mapping(f"{path}.shard", block.get("shard", {}), ROLES)
-    degrees = {"weights": shard.get("weights", weights), "gradients": shard.get("gradients", gradients)}
-    for role, scope in degrees.items():
-        if not _among(scope, SCOPES):
-            raise one_of(f"{path}.shard.{role}", scope, SCOPES, "scope")
-    if SCOPES.index(degrees["weights"]) > SCOPES.index(degrees["gradients"]):
+    if not isinstance(block, Mapping):
         raise ConfigError(
-            f"{path}.shard.weights: {degrees['weights']!r} is wider than {path}.shard.gradients {degrees['gradients']!r}; "
-            f"degrees nest, weights <= gradients <= world, so weights may be "
-            f"{' or '.join(SCOPES[: SCOPES.index(degrees['gradients']) + 1])}"
+            f"{path}: found {reprlib.repr(block)}, expected a block with keys {', '.join(_Block.model_fields)}"
         )
-
-    block_size = block.get("block_size", DEFAULT_BLOCK_SIZE)
-    default = {"weights": weight_codec, "gradients": gradient_codec}
-    written = _mapping(f"{path}.codecs", block.get("codecs", {}), ROLES)
-    codecs = {}
-    for role in ROLES:
-        leaves = _mapping(f"{path}.codecs.{role}", written.get(role, {}), TIERS)
-        codecs[role] = TierCodecs(
-            **{
-                tier: _leaf(
-                    f"{path}.codecs.{role}.{tier}", leaves.get(tier, default[role]), default[role], block_size, path
-                )
-                for tier in TIERS
-            }
+    preset = block.get("preset", DEFAULT_PRESET)
+    if preset not in tuple(PRESETS):
+        raise one_of(f"{path}.preset", preset, PRESETS, "preset")
+    start = PRESETS[preset]
+    codecs: dict[str, CodecName] = {"weights": start.weights_codec, "gradients": start.gradients_codec}
+    written = block.get("shard", {})
+    size = block.get("block_size", DEFAULT_BLOCK_SIZE)
+    values = {
+        **block,
+        "preset": preset,
+        "block_size": size,
+        "shard": _over({"weights": start.weights, "gradients": start.gradients}, written),
+        "codecs": _over(
+            {role: {} for role in ROLES},
+            block.get("codecs", {}),
+            lambda role, tiers: _over(
+                dict.fromkeys(TIERS, codecs[role]),
+                tiers,
+                lambda _, leaf: _over(
+                    {"codec": codecs[role], "block_size": size},
+                    leaf if isinstance(leaf, Mapping) else {"codec": leaf},
+                ),
+            ),
+        ),
+    }
+    if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
+        values["topology"] = parse_topology(f"{path}.topology", block["topology"])
+    # Checked first: the leaves inherit it, so the error would name the first leaf.
+    validated(CodecConfig, {"codec": "none", "block_size": size}, path)
+    parsed = validated(_Block, values, path)
+    shard = parsed.shard
+    if SCOPES.index(shard.weights) > SCOPES.index(shard.gradients):
+        raise ConfigError(
+            f"{path}.shard.weights: {shard.weights!r} is wider than {path}.shard.gradients {shard.gradients!r}; degrees "
+            f"nest, weights <= gradients <= world, so weights may be "
+            f"{' or '.join(SCOPES[: SCOPES.index(shard.gradients) + 1])}"
         )
-
-    feedback = block.get("error_feedback", [])
-    if isinstance(feedback, str) or not isinstance(feedback, (list, tuple)):
-        raise ConfigError(f"{path}.error_feedback: found {feedback!r}, expected a list of tiers ({', '.join(TIERS)})")
-    for tier in feedback:
-        if not _among(tier, TIERS):
-            raise one_of(f"{path}.error_feedback", tier, TIERS, "tier")
-
     return HZeroConfig(
-        preset=preset,
-        shard=ShardConfig(**degrees),
-        codecs=CodecsConfig(**codecs),
-        block_size=block_size,
-        error_feedback=tuple(tier for tier in TIERS if tier in feedback),
-        topology=_topology(f"{path}.topology", block.get("topology", "auto")),
-        preset_shard="weights" not in shard,
-        preset_gradients="gradients" not in shard,
+        **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written
     )
 
 
 def parse_topology(path: str, value: Any) -> TopologyConfig:
     """Reads a declared machine. Raises `ConfigError` as `parse_config` does."""
-    return _model(TopologyConfig, path, _mapping(path, value, tuple(TopologyConfig.model_fields)))
+    return validated(TopologyConfig, value, path)
 
 
-def _topology(path: str, value: Any) -> str | TopologyConfig:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f'{path}: found {value!r}, expected "auto", a file, or {{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}}'
-        )
-    return parse_topology(path, value)
-
-
-def _leaf(key: str, value: Any, default: str, block_size: Any, path: str) -> CodecConfig:
-    if isinstance(value, str):
-        value = {"codec": value}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: found {value!r}, expected a codec ({', '.join(CODECS)}) or a block of its settings")
-    value = {"codec": default, **_mapping(key, value, tuple(CodecConfig.model_fields))}
-    if "block_size" not in value:
-        value["block_size"] = block_size
-        _model(CodecConfig, path, {"codec": "none", "block_size": block_size})  # blame the top-level key, not the leaf
-    return _model(CodecConfig, key, value)
-
-
-def _among(value: Any, possible: Iterable[str]) -> bool:
-    return isinstance(value, str) and value in possible
-
-
-def _mapping(path: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: found {value!r}, expected a block with keys {', '.join(keys)}")
-    for key in value:
-        if not _among(key, keys):
-            raise one_of(path, key, keys, "key")
-    return dict(value)
-
-
-def _model(model: Any, path: str, values: dict[str, Any]) -> Any:
-    try:
-        return model(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([path, *(str(part) for part in first["loc"])])
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise ConfigError(f"{path}.{cause}") from None
-        message = first["msg"][0].lower() + first["msg"][1:]
-        if first["type"] == "missing":
-            raise ConfigError(f"{key}: missing") from None
-        raise ConfigError(f"{key}: found {first.get('input')!r}; {message}") from None
+def _over(default: dict[str, Any], written: Any, each: Callable[[str, Any], Any] | None = None) -> Any:
+    """``default`` overridden by ``written``, known keys passed through ``each``. A non-mapping stays, to be refused."""
+    if not isinstance(written, Mapping):
+        return written
+    merged = {**default, **written}
+    return merged if each is None else {k: each(k, v) if k in default else v for k, v in merged.items()}

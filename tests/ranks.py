@@ -1,7 +1,9 @@
-"""Runs checks on several ranks: one launch for all checks of a module, since starting ranks is what costs.
+"""Runs checks on several ranks: one launch for all checks of a world, since starting ranks takes most of the time.
 
-A module of checks has functions ``check_*(ranks)``, run in the order in which they are written, on all ranks alike.
-`collect` gives their names to pytest without importing them; `launch` runs them and tells how each ended.
+A module of checks has functions ``check_*()``, which all ranks run alike, in the order in which they are written. A check
+that cannot run here calls ``pytest.skip``, on all ranks alike. `collect` gives the names to pytest without importing the
+module, `selected` those that pytest has selected (``-k``), `launch` runs them, and `conclude` ends a test as its check
+has ended.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ import ast
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hzero.train.launch import free_port
+import pytest
+
+from hzero.launcher import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,23 +30,71 @@ ROOT = Path(__file__).resolve().parent.parent
 HOP_TIMEOUT_S = 90
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one check.
+
+    Attributes:
+        status: ``passed``, ``skipped`` or ``failed``.
+        why: The reason: of a failure the traceback of the first rank that failed, or the end of the log.
+        seconds: Time that the check took on the ranks.
+    """
+
+    status: str
+    why: str = ""
+    seconds: float = 0.0
+
+
 def collect(*modules: str) -> list[str]:
-    """Names of the checks of modules, in order; only those that the pattern HZERO_CHECKS finds, where it is set."""
-    names = []
+    """Names of the checks of modules, in order."""
+    return [name for _, name in _checks(modules)]
+
+
+def _checks(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     for module in modules:
         tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
-        names += [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("check_")]
-    return [name for name in names if re.search(os.environ.get("HZERO_CHECKS", ""), name)]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
+                yield module, node.name
 
 
-def launch(modules: Sequence[str], world_size: int, *, timeout: float = 420, **environment: str) -> dict[str, str]:
-    """Runs all checks of ``modules`` on ``world_size`` ranks.
+def selected(request: pytest.FixtureRequest) -> list[str]:
+    """Checks to launch for a fixture of module scope: those of the selected tests that use it with this parameter."""
+    names = []
+    for item in request.session.items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        here = item.getparent(pytest.Module) is request.node and request.fixturename in getattr(
+            item, "fixturenames", ()
+        )
+        if here and params.get(request.fixturename) == getattr(request, "param", None):
+            names.append(params["check"])
+    return names
+
+
+def conclude(outcome: Outcome) -> None:
+    """Ends the test of a check as the check has ended."""
+    print(f"{outcome.seconds:.1f} s on the ranks")
+    if outcome.status == "skipped":
+        pytest.skip(outcome.why)
+    assert outcome.status == "passed", outcome.why
+
+
+def launch(
+    modules: Sequence[str], world_size: int, checks: Sequence[str], *, timeout: float = 900, **environment: str
+) -> dict[str, Outcome]:
+    """Runs checks on ``world_size`` ranks.
+
+    Args:
+        modules: Modules of checks.
+        world_size: Number of ranks.
+        checks: Names of the checks to run.
+        timeout: Seconds after which the launch ends.
+        environment: Variables of the ranks.
 
     Returns:
-        For every check "passed", or why it did not: the traceback of the first rank that failed, or which check before
-        it failed, or the timeout.
+        The outcome of every check. After one that fails none is run: those are skipped.
     """
-    names = collect(*modules)
+    wanted = [f"{module}:{name}" for module, name in _checks(modules) if name in checks]
     with tempfile.TemporaryDirectory() as folder:
         env = {
             **os.environ,
@@ -56,9 +108,9 @@ def launch(modules: Sequence[str], world_size: int, *, timeout: float = 420, **e
             **environment,
         }
         with open(Path(folder) / "ranks.log", "w") as log:
-            # One process imports, which is what takes long, and forks the ranks.
+            # One process imports, which takes long, and forks the ranks.
             ranks = subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_main", *modules],
+                [sys.executable, "-m", "tests.rank_main", *wanted],
                 env=env,
                 cwd=folder,
                 stdout=log,
@@ -73,23 +125,23 @@ def launch(modules: Sequence[str], world_size: int, *, timeout: float = 420, **e
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks.pid, signal.SIGKILL)
             ranks.wait()
-        return _outcomes(Path(folder), names, timeout)
+        return _outcomes(Path(folder), [name.split(":")[1] for name in wanted], timeout)
 
 
-def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, str]:
+def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, Outcome]:
     done_file = folder / "done"
-    done = done_file.read_text().split() if done_file.exists() else []
-    failures = sorted((json.loads(p.read_text()) for p in folder.glob("failed*.json")), key=lambda f: f["time"])
-    outcomes = {name: "passed" for name in done}
-    if len(done) < len(names):
-        first = names[len(done)]
+    done = [json.loads(line) for line in done_file.read_text().splitlines()] if done_file.exists() else []
+    outcomes = {one.pop("check"): Outcome(**one) for one in done}
+    missing = [name for name in names if name not in outcomes]
+    if missing:
+        failures = sorted((json.loads(p.read_text()) for p in folder.glob("failed*.json")), key=lambda f: f["time"])
         log = (folder / "ranks.log").read_text()[-3000:]
-        why = (
+        outcomes[missing[0]] = Outcome(
+            "failed",
             f"rank {failures[0]['rank']}:\n{failures[0]['traceback']}"
             if failures
-            else f"a rank died, or {timeout:.0f} s were not enough\n{log}"
+            else f"a rank died, or {timeout:.0f} s were not enough\n{log}",
         )
-        outcomes[first] = why
-        for name in names[len(done) + 1 :]:
-            outcomes[name] = f"not run, because {first} failed before it"
+        for name in missing[1:]:
+            outcomes[name] = Outcome("skipped", f"not run: {missing[0]} failed before it")
     return outcomes

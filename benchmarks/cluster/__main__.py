@@ -14,22 +14,23 @@ from rich.table import Table
 
 from benchmarks.cluster import counters, layout, owner
 from benchmarks.cluster.check import check, print_rows
-from benchmarks.cluster.launch import run_ranks
 from benchmarks.cluster.namespace import occupants
 from benchmarks.cluster.network import Network, check_tools, clear_unowned, ours
+from benchmarks.cluster.ranks import run_ranks
 from benchmarks.cluster.shape import Cluster
-from hzero.config import TIERS, ConfigError
+from hzero.config import TIERS
+from hzero.validation import ConfigError
 
 PROGRAM = "python -m benchmarks.cluster"
 #: Frontier's 200, 75 (50 or 100) and 12.5 GB/s a GCD at 1 Mbit/s for 1 GB/s; four ranks share a node's 50.
 SHAPE, RATES = "2x2x2", "200,75,50"
 COMMANDS = {
     "up": "set the cluster up; it stays until `down`. Replaces one in which no process runs",
-    "down": "tear down what is up or what a killed process left behind, and end the processes in it",
-    "status": "what is up, since when, and who runs in it; status 1 where nothing is",
+    "down": "tear down the cluster, also one that a killed process left behind, and end the processes in it",
+    "status": "show the cluster, since when it is up, and the processes in it; status 1 if none is up",
     "counters": "bytes that every rank has sent by tier, and that went over the trunks",
     "check": "set up, measure every tier by TCP streams, tear down; status 1 where a rate does not hold",
-    "run": "set up, start a command once a rank, with RANK, WORLD_SIZE, MASTER_ADDR and so on, tear down",
+    "run": "set up, start a command on every rank with RANK, WORLD_SIZE, MASTER_ADDR and so on, tear down",
 }
 _HELP = f"""examples:
   {PROGRAM} check --shape 4x2x2 --rates 200,75,50
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run(given, command)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `| head`, which has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ConfigError as error:

@@ -12,10 +12,11 @@ from rich.table import Table
 from benchmarks.cluster import counters
 from benchmarks.cluster.shape import Cluster
 from benchmarks.cluster.stream import transfer
-from hzero.train.summary import size_text
+from hzero.config import Tier
+from hzero.formatting import size_text
 
 #: A shaped link is right when the payload's rate is in this range of the nominal one, which includes headers.
-LEAST, MOST = 0.9, 1.02
+MIN_SHARE, MAX_SHARE = 0.9, 1.02
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Row:
         tier: Whose links.
         what: Who sends to whom.
         nominal_mbit: The rate set; None: not shaped.
-        mbit: Payload that arrived a second, in Mbit/s, all streams together.
+        mbit: Payload that arrived, in Mbit/s, all streams together.
         payload: Bytes that were sent, without headers.
         senders: Bytes that the senders' counters of the tier rose by.
         receivers: Bytes that the receivers' counters of the tier rose by: acknowledgements.
@@ -34,7 +35,7 @@ class Row:
         trunk: Bytes that all trunks' counters of what goes out rose by; None on tiers inside a node.
     """
 
-    tier: str
+    tier: Tier
     what: str
     nominal_mbit: float | None
     mbit: float
@@ -47,16 +48,16 @@ class Row:
     @property
     def held(self) -> bool:
         """Whether the rate is that of the link; true where it is not shaped."""
-        return self.nominal_mbit is None or LEAST <= self.mbit / self.nominal_mbit <= MOST
+        return self.nominal_mbit is None or MIN_SHARE <= self.mbit / self.nominal_mbit <= MAX_SHARE
 
 
-def patterns(cluster: Cluster) -> list[tuple[str, str, list[tuple[int, int]]]]:
+def patterns(cluster: Cluster) -> list[tuple[Tier, str, list[tuple[int, int]]]]:
     """What is measured: tier, description, pairs of sender and receiver that are active at once.
 
     On the tiers inside a node rank 0 sends to all ranks that it reaches there; between nodes all ranks of a node send to
     their counterparts, and, where there are more than two nodes, all other nodes to the first one.
     """
-    found = []
+    found: list[tuple[Tier, str, list[tuple[int, int]]]] = []
     if "gcd" in cluster.tiers:
         found.append(("gcd", "0 to its package", [(0, peer) for peer in cluster.peers(0, "gcd")]))
     if "gpu" in cluster.tiers:
@@ -89,7 +90,7 @@ def check(cluster: Cluster, seconds: float = 2.0, say: Callable[[str], None] = l
 
 
 def print_rows(cluster: Cluster, rows: Sequence[Row], console: Console | None = None) -> None:
-    """Shows measurements as a table, and below it what is wrong."""
+    """Prints measurements as a table, and below it any deviations."""
     console = console or Console(soft_wrap=True)
     table = Table(title=f"emulated cluster: {cluster.grid}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tier", "streams", "set", "measured", "of it", "payload", "headers", "acks", "trunk", "stray"):
@@ -123,7 +124,7 @@ def print_rows(cluster: Cluster, rows: Sequence[Row], console: Console | None = 
             )
 
 
-def _measure(cluster: Cluster, tier: str, what: str, pairs: list[tuple[int, int]], seconds: float) -> Row:
+def _measure(cluster: Cluster, tier: Tier, what: str, pairs: list[tuple[int, int]], seconds: float) -> Row:
     before, trunks_before = _all_sent(cluster), counters.trunks(cluster)
     done = transfer(cluster, pairs, seconds=seconds)
     after, trunks_after = _all_sent(cluster), counters.trunks(cluster)

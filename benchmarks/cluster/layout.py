@@ -13,7 +13,7 @@ rates of the tiers gcd and gpu hold there. The class of tier node is not shaped:
 from __future__ import annotations
 
 from benchmarks.cluster.shape import PREFIX, Cluster
-from hzero.config import TIERS
+from hzero.config import TIERS, Tier
 
 INTERFACE, TRUNK, BRIDGE = "eth0", "trunk", "br0"
 SPINE = f"{PREFIX}spine"
@@ -21,7 +21,7 @@ SPINE = f"{PREFIX}spine"
 MTU = 9000
 #: Bytes that may pass at once after a pause: what the rate gives in this time, and never less than a few packets. Larger
 #: ones let every message of a training step go faster than the link.
-BURST_S, LEAST_BURST = 0.0025, 32 * 1024
+BURST_S, MIN_BURST = 0.0025, 32 * 1024
 #: Bytes that a queue holds. A sender's own queue limit comes first, so that nothing is dropped, as on a fabric with credits.
 QUEUE_BYTES = 8 * 1024 * 1024
 #: Stands for "not shaped" in a class, which has to have a rate.
@@ -85,7 +85,7 @@ def shaping(cluster: Cluster) -> dict[str, list[str]]:
 
 def burst(mbit: float) -> int:
     """Bytes that may pass at once at a rate."""
-    return max(LEAST_BURST, round(mbit * 1e6 / 8 * BURST_S))
+    return max(MIN_BURST, round(mbit * 1e6 / 8 * BURST_S))
 
 
 def _mac(rank: int) -> str:
@@ -137,7 +137,7 @@ def _classes(cluster: Cluster, rank: int) -> list[str]:
     return lines
 
 
-def _class(cluster: Cluster, tier: str) -> str:
+def _class(cluster: Cluster, tier: Tier) -> str:
     mbit = cluster.rates_mbit[tier] if tier != "node" else None
     bits, size = (UNSHAPED_BITS, UNSHAPED_BURST) if mbit is None else (round(mbit * 1e6), burst(mbit))
     return (

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cluster.namespace NAME COMMAND...
 
-enters the namespace and becomes COMMAND, which ends with the process that started it. NAME ``-`` takes the name from the
+enters the namespace and becomes COMMAND. NAME ``-`` takes the name from the
 variable HZERO_CLUSTER_NAMESPACE. This file needs the standard library alone, so that it also starts by its path, from any
 folder and in no time.
 """
@@ -24,7 +24,6 @@ from typing import TypeVar
 NAMES = Path("/var/run/netns")
 VARIABLE = "HZERO_CLUSTER_NAMESPACE"
 _CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
 
@@ -40,7 +39,8 @@ def enter(name: str) -> None:
     """
     why = _entered(name)
     if why is not None:
-        from hzero.config import ConfigError  # not above: ranks start by this file's path, and pydantic takes a while
+        # Not above: ranks start by this file's path, and pydantic takes a while to import.
+        from hzero.validation import ConfigError
 
         raise ConfigError(why)
 
@@ -139,8 +139,6 @@ def main(arguments: list[str]) -> int:
         if not name:
             print(f"namespace: {VARIABLE} is not set, which - takes the name from", file=sys.stderr)
             return 2
-    # Also where the starting process is killed, nobody stays behind.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     why = _entered(name)
     if why is not None:
         print(why, file=sys.stderr)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from benchmarks.cluster import layout, owner
 from benchmarks.cluster.namespace import NAMES, end_occupants, inside, occupants
 from benchmarks.cluster.shape import PREFIX, Cluster
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hzero.config import TIERS, ConfigError, one_of
-from hzero.topology.grid import Grid
+from hzero.config import TIERS, Tier
+from hzero.topology import Grid
+from hzero.validation import ConfigError, one_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 #: Every rank is a namespace and at least one process of this machine.
 MAX_RANKS = 64
-#: What queues of the kernel hold well, in Mbit/s.
-LEAST_MBIT, MOST_MBIT = 0.1, 100_000.0
+#: Range of rates that queues of the kernel hold well, in Mbit/s.
+MIN_MBIT, MAX_MBIT = 0.1, 100_000.0
 PREFIX = "hzero-"
 #: RFC 2544 sets 198.18.0.0/15 aside for measurements of networks: no host is found there. It is used inside the
 #: namespaces alone, which are not connected to the machine's networks.
@@ -44,7 +45,7 @@ class Cluster:
     nodes: int
     gpus_per_node: int
     gcds_per_gpu: int
-    rates_mbit: dict[str, float | None]
+    rates_mbit: dict[Tier, float | None]
 
     def __post_init__(self) -> None:
         _check("cluster", {key: getattr(self, key) for key in _COUNTS}, self.rates_mbit)
@@ -59,13 +60,13 @@ class Cluster:
 
         Raises:
             ConfigError: A key is unknown or missing, a count is no whole number of at least 1, there are fewer than 2 or
-                more than `MAX_RANKS` ranks, or a rate is no number from `LEAST_MBIT` to `MOST_MBIT`.
+                more than `MAX_RANKS` ranks, or a rate is no number from `MIN_MBIT` to `MAX_MBIT`.
         """
         values = _block(where, config, (*_COUNTS, "rates_mbit"))
         rates = _block(f"{where}.rates_mbit", values.pop("rates_mbit"), TIERS)
         rates = {tier: None if rates[tier] == "none" else rates[tier] for tier in TIERS}
         _check(where, values, rates)
-        return cls(**values, rates_mbit={tier: None if rate is None else float(rate) for tier, rate in rates.items()})
+        return cls(**values, rates_mbit={tier: None if rates[tier] is None else float(rates[tier]) for tier in TIERS})
 
     @classmethod
     def from_text(cls, shape: str, rates: str) -> Self:
@@ -103,7 +104,7 @@ class Cluster:
         return Grid(self.nodes, self.gpus_per_node, self.gcds_per_gpu)
 
     @property
-    def tiers(self) -> tuple[str, ...]:
+    def tiers(self) -> tuple[Tier, ...]:
         """Tiers that join more than one thing, innermost first: those with links."""
         return tuple(tier for tier in TIERS if self.grid.size(tier) > 1)
 
@@ -115,7 +116,7 @@ class Cluster:
         """The ranks of a node."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def tier_between(self, a: int, b: int) -> str:
+    def tier_between(self, a: int, b: int) -> Tier:
         """The tier whose links carry what rank ``a`` sends to rank ``b``.
 
         Raises:
@@ -130,7 +131,7 @@ class Cluster:
             return "node"
         return "gpu" if a // self.gcds_per_gpu != b // self.gcds_per_gpu else "gcd"
 
-    def peers(self, rank: int, tier: str) -> list[int]:
+    def peers(self, rank: int, tier: Tier) -> list[int]:
         """Ranks that ``rank`` reaches over the links of a tier."""
         return [other for other in range(self.world_size) if other != rank and self.tier_between(rank, other) == tier]
 
@@ -149,7 +150,7 @@ class Cluster:
     def __str__(self) -> str:
         return f"{self.grid}; {', '.join(f'{tier} {self.rate_text(tier)}' for tier in TIERS)}"
 
-    def rate_text(self, tier: str) -> str:
+    def rate_text(self, tier: Tier) -> str:
         """A tier's rate, for people."""
         if tier not in self.tiers:
             return "unused"
@@ -166,11 +167,11 @@ def check_rate(key: str, rate: Any) -> None:
     if rate is None:
         return
     number = isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate)
-    if not number or not LEAST_MBIT <= rate <= MOST_MBIT:
-        raise ConfigError(f"{key}: found {rate!r}, expected {LEAST_MBIT:g} to {MOST_MBIT:,.0f} Mbit/s, or none")
+    if not number or not MIN_MBIT <= rate <= MAX_MBIT:
+        raise ConfigError(f"{key}: found {rate!r}, expected {MIN_MBIT:g} to {MAX_MBIT:,.0f} Mbit/s, or none")
 
 
-def _check(where: str, counts: Mapping[str, Any], rates: Mapping[str, Any], rates_at: str | None = None) -> None:
+def _check(where: str, counts: Mapping[str, Any], rates: Mapping[Any, Any], rates_at: str | None = None) -> None:
     for key, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"{where}.{key}: found {count!r}, expected a whole number of at least 1")
@@ -183,7 +184,7 @@ def _check(where: str, counts: Mapping[str, Any], rates: Mapping[str, Any], rate
         check_rate(f"{at}.{tier}", rate)
 
 
-def _block(where: str, block: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+def _block(where: str, block: Any, keys: Sequence[str]) -> dict[str, Any]:
     if not isinstance(block, Mapping):
         raise ConfigError(f"{where}: found {block!r}, expected a block with keys {', '.join(keys)}")
     for key in block:
@@ -195,7 +196,7 @@ def _block(where: str, block: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     return dict(block)
 
 
-def _rate_of_text(tier: str, word: str) -> float | None:
+def _rate_of_text(tier: Tier, word: str) -> float | None:
     if word == "none":
         return None
     try:

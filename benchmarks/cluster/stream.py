@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.cluster.namespace import inside
 from benchmarks.cluster.shape import Cluster
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
 #: Longest time in which nothing at all arrives.

@@ -1,4 +1,4 @@
-"""``make bench``: takes all measurements of the chosen suites that are not there yet, with an estimate of the time left."""
+"""``make bench``: takes the missing measurements of the chosen suites, then writes the report of all results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from benchmarks.cluster.network import check_tools
-from benchmarks.compare import launch
 from benchmarks.compare.machine import ROOT
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.compare.suite import read
+from benchmarks.compare.take import take_measurement
 from benchmarks.compare.training import Training
-from hzero.config import ConfigError
-from hzero.train.conf import check_options, conf_dir, one_line
-from hzero.train.launch import INTERRUPTED
-from hzero.train.progress import clock
+from hzero.formatting import clock
+from hzero.launcher import INTERRUPTED
+from hzero.settings.conf import check_options, conf_dir, one_line
+from hzero.validation import ConfigError
 
 
 def main(overrides: list[str]) -> int:
@@ -68,7 +68,7 @@ def main(overrides: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # as of `| head`, which has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as left:  # Hydra's --help
@@ -92,12 +92,12 @@ def _leave(number: int, frame: object) -> None:
 
 
 def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool) -> int:
-    """Takes what is not in the store yet, or all of it again. Returns the exit status."""
+    """Takes what is not in the store yet, or all of it again, and writes the report. Returns the exit status."""
     waiting = [item for item in wanted if again or not store.has(item.id, item.rows)]
     if any(isinstance(item, Measurement) for item in waiting):
         check_tools()
     guesses = [item.estimated_s() for item in waiting]
-    there = f"; {len(wanted) - len(waiting)} are in {store.path} already" if len(waiting) < len(wanted) else ""
+    there = f"; {store.path} has the other {len(wanted) - len(waiting)}" if len(waiting) < len(wanted) else ""
     print(f"{len(waiting)} measurements to take, about {clock(sum(guesses))}{there}", flush=True)
     failed = []
     factor, took, guessed = 1.0, 0.0, 0.0
@@ -106,10 +106,10 @@ def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool)
         left = clock(guesses[index] * factor + after)
         print(f"[{index + 1}/{len(waiting)}] {item.title}; about {left} of all left", flush=True)
         began = time.monotonic()
-        status = item.take(store, again=again) if isinstance(item, Training) else launch.take(item, store, after)
+        status = item.take(store, again=again) if isinstance(item, Training) else take_measurement(item, store, after)
         if status == INTERRUPTED:
             then = "again=true takes all of it once more" if again else "the same command goes on"
-            print(f"interrupted; what was measured is in {store.path}, and {then}", flush=True)
+            print(f"interrupted; finished measurements are in {store.path}, and {then}", flush=True)
             return INTERRUPTED
         if status:
             failed.append(item.title)
@@ -118,7 +118,12 @@ def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool)
         factor = took / guessed
     for title in failed:
         print(f"bench: error: {title} failed; its messages are above", file=sys.stderr)
-    print(f"results: {store.path}\nreport:  hzero bench report {store.folder}", flush=True)
+    print(f"results: {store.path}", flush=True)
+    if not store.empty:
+        from benchmarks.report import write_report
+        from benchmarks.report.__main__ import show
+
+        show(*write_report([store.folder], store.folder / "report", overwrite=True))
     return 1 if failed else 0
 
 

@@ -1,7 +1,8 @@
-"""What a result was measured on and with."""
+"""Machine and versions of a measurement."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import subprocess
@@ -9,27 +10,33 @@ from importlib.metadata import version
 from pathlib import Path
 
 import hzero
+from benchmarks.rows import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def machine() -> dict[str, object]:
+def now() -> datetime.datetime:
+    """The time to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+
+
+def machine() -> Machine:
     """Cores, processor, memory and system of this machine."""
     try:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
     except OSError:
         system = platform.system()
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": _processor(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{system}, {platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-    }
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        processor=_processor(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{system}, {platform.system()} {platform.release()}",
+        python=platform.python_version(),
+    )
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part; ``commit`` is that of this checkout, with + where files have changed since."""
+    """Versions of the packages; ``commit`` is that of this checkout, with + if files have changed since."""
     found = {"hzero": hzero.__version__, **{name: version(name) for name in ("torch", "deepspeed", "transformers")}}
     commit = _git("rev-parse", "--short=10", "HEAD")
     if commit:

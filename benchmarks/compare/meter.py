@@ -1,4 +1,4 @@
-"""What one step takes beside time: memory kept, memory at its peak, and a trace."""
+"""Memory and trace of one step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
         path: Where to write the Chrome trace, gzipped; None writes none.
 
     Returns:
-        ``peak``: most bytes of tensors that were live at once beyond those at the start. ``breakdown``: seconds of the
+        ``peak``: maximum bytes of live tensors beyond those at the start. ``breakdown``: seconds of the
         step in all (``step``), of the main thread inside operators of torch and hzero (``operators``), and with a
         collective under way (``collectives``, which may run beside operators).
     """

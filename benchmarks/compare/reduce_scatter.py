@@ -1,4 +1,4 @@
-"""Reduce-scatter for peers on gloo, whose own moves about twice the bytes that RCCL's would."""
+"""Reduce-scatters for gloo, whose own moves about twice the bytes of RCCL's."""
 
 from __future__ import annotations
 

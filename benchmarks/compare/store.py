@@ -1,61 +1,49 @@
-"""Store: the results folder. One JSON object a line; a measurement's lines are written together, when all of it is there."""
+"""Store: the results folder. All rows of a measurement are written together once it is whole."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.compare.machine import machine
-from hzero.config import ConfigError
-
-FORMAT = 1
+from benchmarks.rows import RESULTS, Row, line_of, read_rows
+from hzero.validation import ConfigError
 
 
 class Store:
-    """Results and what lies beside them: ``results.jsonl``, ``traces/``, ``logs/``, ``convergence/``.
+    """The rows in ``results.jsonl``, and next to it ``traces/``, ``logs/``, ``convergence/`` and ``report/``.
 
     Args:
-        folder: Made if it is not there.
+        folder: Created if missing.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The folder cannot be written, or the rows in it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().resolve()
-        self.path = self.folder / "results.jsonl"
+        self.path = self.folder / RESULTS
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab"):
                 pass
         except OSError as error:
             raise ConfigError(f"results: cannot write below {str(folder)!r}: {error.strerror}") from None
-        self._rows: Counter[str] = Counter()
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                self._rows[json.loads(line)["id"]] += 1
-            except (ValueError, KeyError, TypeError):
-                continue  # the end of a line that was being written when the machine went down
+        self._rows = Counter(row.id for row in read_rows(self.path)[0])
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row is stored."""
+        return not self._rows
 
     def has(self, identity: str, rows: int) -> bool:
-        """Whether all rows of the measurement of this digest are there."""
+        """Whether all rows of the measurement with this digest are stored."""
         return self._rows[identity] >= rows
 
-    def add(self, rows: Iterable[dict[str, Any]], identity: str) -> None:
-        """Appends the rows of one measurement, with date and machine."""
-        common = {
-            "format": FORMAT,
-            "id": identity,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
-        }
-        lines = [json.dumps({**row, **common}) + "\n" for row in rows]
-        text = "".join(lines)
+    def add(self, rows: Sequence[Row]) -> None:
+        """Appends the rows of one measurement."""
+        text = "".join(map(line_of, rows))
         with open(self.path, "r+b") as file:
             file.seek(0, os.SEEK_END)
             if file.tell():
@@ -65,7 +53,7 @@ class Store:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        self._rows[identity] += len(lines)
+        self._rows.update(row.id for row in rows)
 
     def logs(self, name: str) -> Path:
         """An empty folder for the logs of a measurement."""

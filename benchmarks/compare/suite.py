@@ -1,4 +1,4 @@
-"""Suites: what a composed configuration asks to be measured and trained."""
+"""Suites: the measurements and trainings that a composed configuration asks for."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, field_validator
 
-from benchmarks.compare.measurement import PARTS, Measurement, at_least, check
+from benchmarks.compare.measurement import PARTS, Measurement, check
 from benchmarks.compare.training import SUITE, Training
-from hzero.config import ConfigError, one_of
-from hzero.train.conf import compose, one_line, plain
-from hzero.train.settings import Settings
+from benchmarks.rows import Count, Index
+from hzero.settings.conf import compose, one_line, plain
+from hzero.settings.settings import Settings
+from hzero.validation import ConfigError, Frozen, one_of, validated
 
 _KEYS = (*PARTS, "catalog", "suite", "results", "again")
-#: Keys that the suite of trainings has a use for.
+#: Keys that the suite of trainings uses.
 _OF_TRAINING = ("suite", "data", "results", "again")
-#: Keys that say what to measure of what, where results go and how long measuring takes: no part of a measurement's name.
-_HOW = ("suite", "results", "again", "rounds", "warmup", "peers", "threads", "timeout_s")
+#: Keys that do not become part of a measurement's name: what to run, where results go, how long to measure.
+_HOW = ("suite", "results", "again", "rounds", "warmup", "schemes", "threads", "timeout_s")
 
 
 def read(config: DictConfig, given: Sequence[str] = ()) -> list[Measurement | Training]:
-    """What a composed configuration asks for.
+    """Measurements and trainings of a composed configuration.
 
     Args:
         config: As Hydra composed it.
         given: The user's overrides: they win over what a suite sets, and become part of the measurements' names.
 
     Raises:
-        ConfigError: Naming the key, what was found, what is possible.
+        ConfigError: Names the key, what was found and what is possible.
     """
     OmegaConf.set_struct(config, True)
     keys = [override.lstrip("+~").partition("=")[0] for override in given]
@@ -70,22 +72,29 @@ def read(config: DictConfig, given: Sequence[str] = ()) -> list[Measurement | Tr
     return found + _trainings(block, OmegaConf.to_container(config.data, resolve=True))  # type: ignore[arg-type]
 
 
+class _Block(Frozen):
+    """The suite of trainings, as the configuration has it."""
+
+    presets: list[str] = Field(min_length=1)
+    seeds: list[Index] = Field(min_length=1)
+    model: str
+    steps: Count
+    eval_every: Index
+
+    @field_validator("presets", "seeds")
+    @classmethod
+    def _distinct(cls, values: list[Any]) -> list[Any]:
+        if len(set(values)) < len(values):
+            raise ValueError(f"found {values}, expected each one once")
+        return values
+
+
 def _trainings(block: Any, data: dict[str, Any]) -> list[Measurement | Training]:
-    where = f"suite.{SUITE}"
-    keys = {"presets", "seeds", "model", "steps", "eval_every"}
-    if not isinstance(block, dict) or set(block) != keys:
-        raise ConfigError(f"{where}: found {block!r}, expected the keys {', '.join(sorted(keys))}")
-    for key in ("presets", "seeds"):
-        if not isinstance(block[key], list) or not block[key] or len(set(map(str, block[key]))) < len(block[key]):
-            raise ConfigError(f"{where}.{key}: found {block[key]!r}, expected a list, nothing in it twice")
-    for key, least in (("steps", 1), ("eval_every", 0)):
-        at_least(f"{where}.{key}", block[key], least)
-    for seed in block["seeds"]:
-        at_least(f"{where}.seeds", seed, 0)
+    parsed = validated(_Block, block, f"suite.{SUITE}")
     found: list[Measurement | Training] = [
-        Training(preset, seed, block["model"], block["steps"], block["eval_every"], data)
-        for seed in block["seeds"]  # an interrupted comparison has whole comparisons of fewer seeds
-        for preset in block["presets"]
+        Training(preset, seed, parsed.model, parsed.steps, parsed.eval_every, data)
+        for seed in parsed.seeds  # an interrupted comparison has whole comparisons of fewer seeds
+        for preset in parsed.presets
     ]
     for training in found:
         assert isinstance(training, Training)

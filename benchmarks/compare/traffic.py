@@ -1,16 +1,17 @@
-"""Bytes by tier that a peer's collectives move in one step, in closed form."""
+"""Bytes by tier that a scheme's collectives move in one step, in closed form."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import TIERS, parse_config
+from hzero.config import SCOPES, TIERS, Scope, Tier, parse_config
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.traffic import plan_traffic
-from hzero.topology.grid import Grid
+from hzero.sharding.traffic import TierTraffic, plan_traffic, ring_links
+from hzero.topology import Grid
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,22 @@ class Collective:
     """One kind of collective of a step.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
-        inside: Scope whose ranks form a group, each scope its own.
-        across: Whether groups are instead of the ranks at the same place of every scope ``inside``.
+        kind: Its name.
+        inside: The ranks of each such scope form a group.
+        across: Instead, the ranks at the same position of every such scope form a group.
         size: Bytes of the whole tensor that a group gathers or reduces.
         times: How often in a step, on average over the weights.
     """
 
-    kind: str
-    inside: str
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    inside: Scope
     size: float
     times: float
     across: bool = False
 
 
 def step_bytes(
-    peer: dict[str, Any],
+    scheme: dict[str, Any],
     cluster: Cluster,
     numels: Sequence[int],
     *,
@@ -41,37 +42,37 @@ def step_bytes(
     accumulation: int,
     reduce_scatter: str,
     fetches: float = 2,
-) -> dict[str, float]:
+) -> dict[Tier, float]:
     """Bytes that all ranks send in one optimizer step, by tier; tiers of size 1 are left out.
 
     Args:
-        peer: The catalog's entry.
+        scheme: The catalog's entry.
         cluster: Where ranks stand.
         numels: Elements of every parameter.
         itemsize: Bytes of one element on a wire without codec.
-        accumulation: Micro-steps a step.
+        accumulation: Micro-steps per step.
         reduce_scatter: ``gloo``, ``all_to_all`` or ``ring``, as in `benchmarks.compare.reduce_scatter`.
-        fetches: Gathers of every weight a micro-step. DeepSpeed keeps what it is about to use again, the last weights of
-            forward, so it is below 2 there.
+        fetches: Gathers of each weight per micro-step. It is below 2 for DeepSpeed, which keeps the last weights of forward
+            for backward.
     """
     grid = cluster.grid
-    if peer["engine"] == "hzero":
-        return _hzero_bytes(peer["block"], grid, numels, itemsize, accumulation, reduce_scatter, fetches)
+    if scheme["engine"] == "hzero":
+        return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, reduce_scatter, fetches)
     total = dict.fromkeys(TIERS, 0.0)
-    for collective in collectives(peer, grid, sum(numels) * itemsize, accumulation, fetches):
+    for collective in collectives(scheme, grid, sum(numels) * itemsize, accumulation, fetches):
         for tier, size in _collective_bytes(collective, cluster, reduce_scatter).items():
             total[tier] += size
     return _present(total, grid)
 
 
 def collectives(
-    peer: dict[str, Any], grid: Grid, weights: float, accumulation: int, fetches: float = 2
+    scheme: dict[str, Any], grid: Grid, weights: float, accumulation: int, fetches: float = 2
 ) -> list[Collective]:
-    """What a step of DDP, FSDP or DeepSpeed consists of, with weights of ``weights`` bytes."""
-    if peer["engine"] == "ddp":
+    """Collectives of a step of DDP, FSDP or DeepSpeed, with weights of ``weights`` bytes."""
+    if scheme["engine"] == "ddp":
         return [Collective("all_reduce", "world", weights, 1)]
-    if peer["engine"] == "deepspeed":
-        hpz = peer.get("hpz")
+    if scheme["engine"] == "deepspeed":
+        hpz = scheme.get("hpz")
         # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
         far = 1 if hpz else fetches * accumulation
         near = [Collective("all_gather", hpz, weights, fetches * accumulation - 1)] if hpz else []
@@ -80,8 +81,8 @@ def collectives(
             *near,
             Collective("reduce_scatter", "world", weights, accumulation),
         ]
-    shard = peer.get("shard", "world")
-    between = peer.get("reshard_after_forward") or shard
+    shard = scheme.get("shard", "world")
+    between = scheme.get("reshard_after_forward") or shard
     steps = [
         Collective("all_gather", shard, weights, accumulation),
         Collective("all_gather", between, weights, accumulation),
@@ -93,31 +94,28 @@ def collectives(
     return steps
 
 
-def _collective_bytes(collective: Collective, cluster: Cluster, reduce_scatter: str) -> dict[str, float]:
-    size, world = cluster.grid.scope_size(collective.inside), cluster.world_size
-    if collective.across:
-        groups = [list(range(first, world, size)) for first in range(size)]
-    else:
-        groups = [list(range(first, first + size)) for first in range(0, world, size)]
+def _collective_bytes(collective: Collective, cluster: Cluster, reduce_scatter: str) -> dict[Tier, float]:
+    grid = cluster.grid
+    within = TIERS[: SCOPES.index(collective.inside) + 1]
+    tiers = [tier for tier in TIERS if (tier in within) != collective.across]
+    sizes = [grid.size(tier) for tier in tiers]
+    count = math.prod(sizes)
+    groups = grid.world_size // count
     pairwise = collective.kind == "reduce_scatter" and reduce_scatter == "all_to_all"
     # gloo reduces and then gathers around a ring, also where only a part of the sum is asked for.
     rounds = (
         2 if collective.kind == "all_reduce" or (collective.kind, reduce_scatter) == ("reduce_scatter", "gloo") else 1
     )
     total = dict.fromkeys(TIERS, 0.0)
-    for ranks in groups:
-        count = len(ranks)
-        if count == 1:
-            continue
-        for index, rank in enumerate(ranks):
-            if pairwise:
-                for other in ranks:
-                    if other != rank:
-                        total[cluster.tier_between(rank, other)] += collective.size / count
-            else:
-                ahead = ranks[(index + 1) % count]
-                total[cluster.tier_between(rank, ahead)] += rounds * collective.size * (count - 1) / count
-    return {tier: bytes_ * collective.times for tier, bytes_ in total.items()}
+    inside = 1
+    for tier, size, links in zip(tiers, sizes, ring_links(sizes)):
+        if pairwise:  # every rank sends each of the others its part
+            sent = count * inside * (size - 1) * collective.size / count
+            inside *= size
+        else:
+            sent = links * rounds * collective.size * (count - 1) / count
+        total[tier] = groups * sent * collective.times
+    return total
 
 
 def _hzero_bytes(
@@ -128,14 +126,16 @@ def _hzero_bytes(
     accumulation: int,
     reduce_scatter: str,
     fetches: float,
-) -> dict[str, float]:
+) -> dict[Tier, float]:
     plan = ShardPlan.from_config(parse_config(block), grid, 0)
-    total = dict.fromkeys(TIERS, 0.0)
-    for row in plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches):
+    rows = plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
+
+    def sent(row: TierTraffic) -> float:
         twice = row.role == "gradients" and row.codec == "none" and reduce_scatter == "gloo"
-        total[row.tier] += row.wire_bytes * grid.world_size * (2 if twice else 1)
-    return _present(total, grid)
+        return row.wire_bytes * grid.world_size * (2 if twice else 1)
+
+    return _present({tier: sum(sent(row) for row in rows if row.tier == tier) for tier in TIERS}, grid)
 
 
-def _present(total: dict[str, float], grid: Grid) -> dict[str, float]:
+def _present(total: dict[Tier, float], grid: Grid) -> dict[Tier, float]:
     return {tier: total[tier] for tier in TIERS if grid.size(tier) > 1}

@@ -1,4 +1,4 @@
-"""Training: a run of `hzero train` whose losses are kept beside the measurements."""
+"""Training: a run of `hzero train` whose losses are stored next to the measurements."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compare.machine import ROOT, versions
+from benchmarks.compare.machine import ROOT, machine, now, versions
 from benchmarks.compare.store import Store
-from hzero.config import ConfigError
+from benchmarks.rows import Evaluation, TrainingRow
+from hzero.launcher import GRACE_S, INTERRUPTED, die_with_parent
+from hzero.settings.settings import without_nulls
 from hzero.train.folder import CONFIG, SUMMARY, finished, read_metrics
-from hzero.train.launch import GRACE_S, INTERRUPTED
-from hzero.train.settings import without_nulls
-from hzero.train.worker import die_with_parent
+from hzero.validation import ConfigError
 
 SUITE = "convergence"
 #: Steps after which an interrupted run can go on.
@@ -64,7 +64,7 @@ class Training:
 
     @property
     def id(self) -> str:
-        """Digest of what is trained."""
+        """Digest of the job."""
         what = [self.preset, self.seed, self.model, self.steps, self.eval_every, without_nulls(self.data)]
         text = json.dumps(what, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -92,7 +92,7 @@ class Training:
         """Trains, or goes on, unless the folder holds the whole run; then stores its row.
 
         Returns:
-            Exit status, as of `hzero train`.
+            Exit status of `hzero train`.
         """
         folder = store.folder / self.folder
         trained_with: dict[str, str] = {}
@@ -103,37 +103,39 @@ class Training:
             status = _run(command)
             if status:
                 return status
-        store.add([self._row(folder, trained_with)], self.id)
+        store.add([self._row(folder, trained_with)])
         return 0
 
-    def _row(self, folder: Path, trained_with: dict[str, str]) -> dict[str, Any]:
+    def _row(self, folder: Path, trained_with: dict[str, str]) -> TrainingRow:
         config = yaml.safe_load((folder / CONFIG).read_text())
         train = config["train"]
         found = (train["seed"], train["steps"], config["model"]["name"], config["zero"]["preset"] or "stock")
         expected = (self.seed, self.steps, self.model, self.preset)
         if found != expected:
             raise ConfigError(f"{folder}: holds a run of seed, steps, model and preset {found}, expected {expected}")
-        # Rows are published, and say nothing of this machine: the folder is that in the results' folder.
+        # Rows are published and must not name this machine's paths: the folder is relative to the results.
         config["run"]["dir"] = self.folder
         summary = json.loads((folder / SUMMARY).read_text())
-        rows = read_metrics(folder)[0]
-        return {
-            "kind": SUITE,
-            "versions": {**summary["versions"], **trained_with},  # of the training, which may be older than we are
-            "suite": SUITE,
-            "measurement": f"{self.preset}-seed{self.seed}",
-            "config": config,
-            "preset": self.preset,
-            "seed": self.seed,
-            "parameters": summary["parameters"],
-            "world_size": summary["world_size"],
-            "losses": [row["loss"] for row in rows if row["kind"] == "step"],
-            "evaluations": [
-                {key: row[key] for key in ("step", "loss_decoded", "loss_exact")}
-                for row in rows
-                if row["kind"] == "eval"
+        metrics = read_metrics(folder)[0]
+        return TrainingRow(
+            suite=SUITE,
+            measurement=f"{self.preset}-seed{self.seed}",
+            id=self.id,
+            date=now(),
+            machine=machine(),
+            versions={**summary["versions"], **trained_with},  # of the training, which may be older than this command
+            parameters=summary["parameters"],
+            world_size=summary["world_size"],
+            config=config,
+            preset=self.preset,
+            seed=self.seed,
+            losses=[one["loss"] for one in metrics if one["kind"] == "step"],
+            evaluations=[
+                Evaluation(step=one["step"], loss_decoded=one["loss_decoded"], loss_exact=one["loss_exact"])
+                for one in metrics
+                if one["kind"] == "eval"
             ],
-        }
+        )
 
 
 def _run(command: list[str]) -> int:

@@ -1,6 +1,6 @@
-"""One rank of a measurement: ``python -m benchmarks.compare.worker FOLDER``, started by `benchmarks.compare.launch`.
+"""One rank of a measurement: ``python -m benchmarks.compare.worker FOLDER``, started by `benchmarks.compare.take`.
 
-All peers live in the same ranks and take turns step by step, so that whatever else the machine does meets all of them.
+All schemes live in the same ranks and take turns step by step, so that anything else on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -8,35 +8,24 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from hzero.train.progress import clock
-from hzero.train.worker import PatientStream, die_with_parent, end_with, prepare_process
+from hzero.config import Tier
+from hzero.files import replacing
+from hzero.formatting import clock
+from hzero.launcher import STARTED, run_rank
+from hzero.train.worker import prepare_process
 
 #: Files of a measurement's folder.
-JOB, RESULT, STARTED = "job.json", "result.json", "started"
+JOB, RESULT = "job.json", "result.json"
 
 
-def main() -> None:
-    """Entry point of a rank."""
-    die_with_parent()
-    folder = Path(sys.argv[1])
-    try:
-        job = json.loads((folder / JOB).read_text())
-        prepare_process(job["config"]["threads"])
-        sys.stdout = PatientStream(sys.stdout)
-        _measure(job, folder)
-    except BaseException as error:
-        end_with(error, folder)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _measure(job: dict[str, Any], folder: Path) -> None:
+def _measure(folder: Path) -> None:
+    job = json.loads((folder / JOB).read_text())
+    prepare_process(job["config"]["threads"])
     import torch.distributed as dist
 
     from benchmarks.compare import reduce_scatter
@@ -52,28 +41,27 @@ def _measure(job: dict[str, Any], folder: Path) -> None:
     turns.measure()
     results = turns.results()
     if dist.get_rank() == 0:
-        partial = folder / f"{RESULT}.partial"
-        partial.write_text(json.dumps(results))
-        partial.rename(folder / RESULT)
+        with replacing(folder / RESULT) as file:
+            json.dump(results, file)
     dist.barrier()
 
 
 class _Turns:
-    """All peers of one measurement on this rank."""
+    """All schemes of one measurement on this rank."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         import torch.distributed as dist
 
-        from benchmarks.compare.peers import Job
-        from hzero.topology.grid import Grid
+        from benchmarks.compare.scheme import Job
+        from hzero.settings.settings import model_numels
+        from hzero.topology import Grid
         from hzero.train import data
-        from hzero.train.settings import model_numels
 
         self._config: dict[str, Any] = job["config"]
         self._catalog: dict[str, Any] = job["catalog"]
         self._after_s: float = job["after_s"]
         self._traces = Path(job["traces"]) if job["traces"] else None
-        self._names: list[str] = self._config["peers"]
+        self._names: list[str] = self._config["schemes"]
         cluster = self._config["cluster"]
         grid = Grid(cluster["nodes"], cluster["gpus_per_node"], cluster["gcds_per_gpu"])
         model = self._config["model"]
@@ -81,7 +69,7 @@ class _Turns:
         self._job = Job(model, self._config["train"], grid, bucket_numel=layer)
         self._tokens = data.load(Path(job["tokens"]), self._config["data"]["eval_share"], job["source"])
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._peers: dict[str, Any] = {}
+        self._schemes: dict[str, Any] = {}
         self._losses: dict[str, list[Any]] = {name: [] for name in self._names}
         self._times: dict[str, list[float]] = {name: [] for name in self._names}
         self._sent: dict[str, dict[str, int]] = {name: {} for name in self._names}
@@ -89,13 +77,13 @@ class _Turns:
         self._measured: dict[str, dict[str, Any]] = {name: {} for name in self._names}
 
     def build(self) -> None:
-        """Builds every peer and warms it up; notes its memory and traces one of its steps."""
-        from benchmarks.compare import meter, peers
+        """Builds every scheme and warms it up; notes its memory and traces one of its steps."""
+        from benchmarks.compare import meter, schemes
 
         for index, name in enumerate(self._names):
             self._say(f"building {name} ({index + 1}/{len(self._names)})")
             before = sum(meter.live_storages().values())
-            self._peers[name] = peers.build(self._catalog[name], self._job)
+            self._schemes[name] = schemes.build(self._catalog[name], self._job)
             for step in range(self._config["warmup"]):
                 if step == 1 and self._rank == 0:
                     path = self._traces / f"{name}.json.gz" if self._traces else None
@@ -103,12 +91,12 @@ class _Turns:
                 else:
                     self._step(name)
             kept = sum(meter.live_storages().values()) - before
-            self._measured[name]["memory"] = {**self._peers[name].memory(), "kept": kept}
+            self._measured[name]["memory"] = {**self._schemes[name].memory(), "kept": kept}
 
     def measure(self) -> None:
-        """Rounds of timed steps, in which all peers take their turn."""
+        """Rounds of timed steps, in which all schemes take their turn."""
         for name in self._names:
-            self._peers[name].start_counting()
+            self._schemes[name].start_counting()
         rounds, begun = self._config["rounds"], time.monotonic()
         for index in range(rounds):
             order = self._names if index % 2 == 0 else self._names[::-1]
@@ -155,10 +143,10 @@ class _Turns:
             for micro in range(train["accumulation"])
         ]
         rate = learning_rate({**train, "steps": math.inf, "min_lr_ratio": 1.0}, step)
-        self._losses[name].append(self._peers[name].step(batches, rate))
+        self._losses[name].append(self._schemes[name].step(batches, rate))
 
     def results(self) -> dict[str, Any]:
-        """By peer, what all ranks have measured; on rank 0."""
+        """Results of all ranks by scheme, on rank 0."""
         import torch
         import torch.distributed as dist
 
@@ -180,20 +168,20 @@ class _Turns:
             memory = {key: max(one[name]["memory"][key] for one in everyones) for key in mine[name]["memory"]}
             sent = [one[name]["sent"] for one in everyones]
             found[name] = {
-                "parameters": self._peers[name].parameters,
+                "parameters": self._schemes[name].parameters,
                 "step_s": self._times[name],
                 "losses": [value if math.isfinite(value) else None for value in (losses[index] / self._world).tolist()],
                 "measured": {tier: sum(one[tier] for one in sent) / rounds for tier in sent[0]},
                 "busiest": {tier: self._busiest(tier, [one[tier] for one in sent]) / rounds for tier in sent[0]},
                 "cpu_s": sum(one[name]["cpu_s"] for one in everyones) / rounds,
-                "fetches": self._peers[name].fetches(),
+                "fetches": self._schemes[name].fetches(),
                 "memory": {**memory, "peak": self._measured[name].get("peak")},
                 "breakdown": self._measured[name].get("breakdown"),
             }
         return found
 
-    def _busiest(self, tier: str, sent: list[int]) -> int:
-        """Bytes over the link of a tier that carries most: a rank's own in gcd and gpu, a node's trunk in node."""
+    def _busiest(self, tier: Tier, sent: list[int]) -> int:
+        """Bytes over the busiest link of a tier: a rank's own in gcd and gpu, a node's trunk in node."""
         share = self._job.grid.scope_size("node") if tier == "node" else 1
         return max(sum(sent[first : first + share]) for first in range(0, self._world, share))
 
@@ -203,4 +191,5 @@ class _Turns:
 
 
 if __name__ == "__main__":
-    main()
+    folder = Path(sys.argv[1])
+    run_rank(folder, functools.partial(_measure, folder))

@@ -1,4 +1,4 @@
-"""``hzero bench links``: as a rank of a launcher it measures; alone it starts the ranks on this machine.
+"""``hzero bench links``: measures as a rank of srun, torchrun or mpiexec; otherwise starts the ranks on this machine.
 
 A rank that the command has started itself is ``python -m hzero.bench.links LOGS ARGUMENTS..``.
 """
@@ -6,7 +6,6 @@ A rank that the command has started itself is ``python -m hzero.bench.links LOGS
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import platform
 import shutil
@@ -14,7 +13,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,34 +21,30 @@ from rich.console import Console
 
 from hzero import __version__
 from hzero.bench.settings import LinksSettings, check_output, parse
-from hzero.config import TIERS, ConfigError, TopologyConfig
+from hzero.config import TIERS, TopologyConfig
+from hzero.launcher import INTERRUPTED, REFUSED, Ranks, local_ranks, on_rank_0, run_rank
+from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
+from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.bootstrap import Bootstrap, bootstrap
-from hzero.topology.grid import Grid
-from hzero.topology.links_file import LinkRow, LinksFile, tier_rate, write_links
 from hzero.topology.local import machine_of
-from hzero.topology.resolve import declared_grid, resolve_grid
-from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
-from hzero.train.worker import PatientStream, die_with_parent, end_with
+from hzero.validation import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from hzero.bench.show import Table
-
-#: Longest wait for all ranks to import torch and meet, in seconds; hops wait for --timeout.
+#: How long the ranks may take to import torch and meet, in seconds; hops wait for --timeout.
 START_TIMEOUT_S = 300.0
-#: Most ranks that the command starts on one machine.
-MOST_RANKS = 256
-#: Variable of the environment of ranks that the command has started.
+#: Maximum number of ranks that the command starts on one machine.
+MAX_RANKS = 256
+#: Environment variable of ranks that the command has started.
 _STARTED_HERE = "HZERO_BENCH_RANK"
-_NOTHING = "there is nothing to measure: a single rank has no link"
 
 
 def run_links(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments.
 
     Returns:
-        Exit status: 0, 1 where a rank failed, 2 for input that cannot be used, 130 after Ctrl-C.
+        Exit status: 0, 1 if a rank failed, 2 for input that the ranks refused, 130 after Ctrl-C.
 
     Raises:
         ConfigError: Input that cannot be used, or nothing to measure.
@@ -60,17 +55,16 @@ def run_links(arguments: Sequence[str]) -> int:
     check_output(settings)
     ranks = ranks_to_start(settings.topology)
     if ranks == 1:
-        raise ConfigError(f"--topology: {_NOTHING}")
-    if ranks > MOST_RANKS:
-        raise ConfigError(f"--topology: {ranks:,} ranks cannot be started on one machine, at most {MOST_RANKS}")
+        raise ConfigError("--topology: a single rank has no links to measure")
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"--topology: {ranks:,} ranks cannot be started on one machine, at most {MAX_RANKS}")
     logs = Path(tempfile.mkdtemp(prefix="hzero-bench-"))
-    port = free_port()
+    command = [sys.executable, "-m", "hzero.bench.links", str(logs), *arguments]
     status = Ranks(
-        [sys.executable, "-m", "hzero.bench.links", str(logs), *arguments],
-        [{**rank_environment(rank, ranks, port, threads=1), _STARTED_HERE: "1"} for rank in range(ranks)],
+        command,
+        local_ranks(ranks, more={_STARTED_HERE: "1"}),
         logs,
-        logs / "started",
-        math.inf,  # every wait of the ranks has its own end
+        imports=("torch.distributed", "hzero.bench.probe") if _on_processors(settings) else (),
         stopping="nothing is written",
     ).run()
     if status == INTERRUPTED:
@@ -80,14 +74,22 @@ def run_links(arguments: Sequence[str]) -> int:
     return status
 
 
+def _on_processors(settings: LinksSettings) -> bool:
+    if settings.device == "cpu":
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
+
+
 def ranks_to_start(topology: str | TopologyConfig) -> int:
-    """How many ranks a topology means on this machine.
+    """The number of ranks that a topology has on this machine.
 
     Args:
         topology: As in `LinksSettings`.
 
     Raises:
-        ConfigError: It does not say.
+        ConfigError: The topology does not say.
     """
     declared = declared_grid(topology, "--topology") if isinstance(topology, str) else topology
     if declared is not None:
@@ -102,7 +104,7 @@ def ranks_to_start(topology: str | TopologyConfig) -> int:
 
 
 def _as_launched(settings: LinksSettings) -> NoReturn:
-    """One rank of srun, torchrun or mpiexec. Ends the process: the threads of a process group can outlive its group."""
+    """Measures as one rank of srun, torchrun or mpiexec, and ends the process: threads can outlive their process group."""
     from hzero.collectives import HopError
 
     status = 0
@@ -128,7 +130,7 @@ def measure_as_rank(settings: LinksSettings) -> None:
         ConfigError: Input that cannot be used.
         HopError: A collective failed or timed out.
     """
-    warnings.simplefilter("ignore")  # torch's, of what it calls itself
+    warnings.simplefilter("ignore")  # torch's, about its own calls
     import torch
     import torch.distributed as dist
 
@@ -143,43 +145,21 @@ def measure_as_rank(settings: LinksSettings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(start.environment())
-    device = _device(start, use_gpu)
-    if not use_gpu:
+    device = torch.device("cuda", start.local_rank) if use_gpu else torch.device("cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    patience = datetime.timedelta(seconds=max(settings.timeout_s, START_TIMEOUT_S))
+    patience = datetime.timedelta(seconds=max(settings.timeout, START_TIMEOUT_S))
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=patience)
-    _on_rank_0(start.rank, lambda: check_output(settings))
+    on_rank_0(lambda: check_output(settings))
     grid = resolve_grid(settings.topology, start.world_size, "--topology")
     _check_memory(settings, start, device)
     _measure(settings, start, grid, device)
 
 
-def _on_rank_0(rank: int, check: Callable[[], None]) -> None:
-    """Runs a check on rank 0 and ends all ranks where it fails. Collective."""
-    import torch.distributed as dist
-
-    refusal: list[str | None] = [None]
-    if rank == 0:
-        try:
-            check()
-        except ConfigError as error:
-            refusal = [str(error)]
-    dist.broadcast_object_list(refusal, 0)
-    if refusal[0] is not None:
-        raise ConfigError(refusal[0]) if rank == 0 else ConfigError.of_rank_0(refusal[0])
-
-
-def _device(start: Bootstrap, use_gpu: bool) -> torch.device:
-    import torch
-
-    if not use_gpu:
-        return torch.device("cpu")
-    torch.cuda.set_device(start.local_rank)
-    return torch.device("cuda", start.local_rank)
-
-
 def _check_memory(settings: LinksSettings, start: Bootstrap, device: torch.device) -> None:
-    """Refuses sizes for which the memory of any rank is not enough, on all ranks alike. Collective."""
+    """Refuses sizes for which any rank has too little memory, on all ranks alike. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -189,10 +169,13 @@ def _check_memory(settings: LinksSettings, start: Bootstrap, device: torch.devic
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     else:
         there = torch.cuda.mem_get_info(device)[0]
-    least = torch.tensor([there], device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    if needed > int(least):
-        message = f"--max-bytes: {settings.sizes()[-1]:,} take {needed:,} bytes of memory a rank, and a rank has {int(least):,}"
+    smallest = torch.tensor([there], device=device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    if needed > int(smallest):
+        message = (
+            f"--max-bytes: {settings.sizes()[-1]:,} needs {needed:,} bytes of memory per rank, and a rank has "
+            f"{int(smallest):,}"
+        )
         raise ConfigError(message) if start.rank == 0 else ConfigError.of_rank_0(message)
 
 
@@ -200,12 +183,12 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
     import torch
     import torch.distributed as dist
 
-    from hzero.bench.probe import Probe, measurements
-    from hzero.bench.show import Table
+    from hzero.bench.probe import Probe, timings
+    from hzero.bench.show import Table, summary
     from hzero.codecs.backends import choice
 
     dtypes = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16, "fp32": torch.float32}
-    plan = measurements(grid, settings, dtypes.get(settings.dtype, torch.bfloat16))
+    plan = timings(grid, settings, dtypes.get(settings.dtype, torch.bfloat16))
     table = Table(plan, start.world_size, enabled=start.rank == 0)
     backend = dist.get_backend()
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -216,60 +199,38 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
     )
     rows = table.follow(Probe(grid, settings, device).rows(plan))
     if start.rank == 0:
-        _write(settings, start, grid, rows, table, backend, name, codecs)
+        from hzero.bench.plot import draw
+
+        tiers = [tier for tier in TIERS if grid.size(tier) > 1]
+        links = LinksFile(
+            schema=SCHEMA,
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
+            versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
+            backend=backend,
+            device=name,
+            codecs=codecs,
+            launcher="hzero" if _STARTED_HERE in os.environ else start.launcher,
+            grid={tier: grid.size(tier) for tier in TIERS},
+            settings=settings.model_dump(mode="json", exclude={"topology", "device", "out", "overwrite"}),
+            tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in tiers},
+            rows=rows,
+        )
+        write_links(settings.out, links)
+        draw(links, settings.plot)
+        table.say(summary(links))
+        table.say(
+            f"written: {settings.out} and {settings.plot}; `hzero plan ... --links {settings.out}` computes with it"
+        )
     dist.barrier()  # mpiexec ends all ranks with the first that leaves
-
-
-def _write(
-    settings: LinksSettings,
-    start: Bootstrap,
-    grid: Grid,
-    rows: list[LinkRow],
-    table: Table,
-    backend: str,
-    device: str,
-    codecs: str,
-) -> None:
-    """Writes file and plot, and sums up."""
-    import torch
-
-    from hzero.bench.plot import draw
-    from hzero.bench.show import summary
-
-    tiers = [tier for tier in TIERS if grid.size(tier) > 1]
-    links = LinksFile(
-        schema="hzero-links-1",
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        machine={"host": platform.node(), "processor": platform.processor() or platform.machine()},
-        versions={"python": platform.python_version(), "hzero": __version__, "torch": torch.__version__},
-        backend=backend,
-        device=device,
-        codecs=codecs,
-        launcher="hzero" if _STARTED_HERE in os.environ else start.launcher,
-        grid={tier: grid.size(tier) for tier in TIERS},
-        settings=settings.as_dict(),
-        tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in tiers},
-        rows=rows,
-    )
-    write_links(settings.out, links)
-    draw(links, settings.plot)
-    table.say(summary(links))
-    table.say(f"written: {settings.out} and {settings.plot}; `hzero plan ... --links {settings.out}` computes with it")
 
 
 def main() -> None:
     """Entry point of a rank that the command has started itself."""
-    die_with_parent()
-    sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
-    logs = Path(sys.argv[1])
-    try:
-        measure_as_rank(parse(sys.argv[2:]))
-    except BaseException as error:
-        from hzero.collectives import HopError
+    from hzero.collectives import HopError
 
-        end_with(error, logs, plain=isinstance(error, HopError))
-    sys.stdout.flush()
-    os._exit(0)
+    logs, *arguments = sys.argv[1:]
+    run_rank(Path(logs), lambda: measure_as_rank(parse(arguments)), plain=(HopError,))
 
 
 if __name__ == "__main__":

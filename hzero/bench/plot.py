@@ -1,9 +1,7 @@
-"""Plot of a links file: bus bandwidth against size, one panel a tier."""
+"""Plot of a links file: bus bandwidth against size, one panel per tier."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from hzero.config import ConfigError
-from hzero.topology.links_file import LinkRow, LinksFile
+from hzero.config import Tier
+from hzero.files import replacing
+from hzero.plan.links_file import LinkRow, LinksFile
+from hzero.validation import ConfigError
 
 #: Okabe and Ito's colours, which stay apart for colour-blind readers; bare collectives are grey.
 _COLOURS = {"none": "#0072B2", "bf16": "#E69F00", "int8": "#009E73", "int4": "#D55E00", None: "#777777"}
@@ -41,19 +41,16 @@ def draw(links: LinksFile, path: Path) -> None:
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"Links of {links.grid_text()}, {links.backend} on {links.device}, {links.date[:10]}", fontsize=11)
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        figure.savefig(partial, dpi=130, format="png")
-        os.replace(partial, path)
+        with replacing(path, "wb") as file:
+            figure.savefig(file, dpi=130, format="png")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
     finally:
         plt.close(figure)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
-def _panel(axes: Any, links: LinksFile, tier: str) -> None:
+def _panel(axes: Any, links: LinksFile, tier: Tier) -> None:
     lines: dict[tuple[str, str | None], list[LinkRow]] = {}
     for row in links.rows:
         if row.tier == tier:

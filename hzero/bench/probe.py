@@ -14,19 +14,19 @@ from hzero.bench.settings import LinksSettings
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, TieredCollectives, Transport, WireLog
 from hzero.collectives.wirelog import HopTimer
-from hzero.config import DEFAULT_BLOCK_SIZE, ROLES, TIERS, CodecConfig, parse_config
+from hzero.config import DEFAULT_BLOCK_SIZE, ROLES, TIERS, CodecConfig, CodecName, Role, Tier, parse_config
+from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
 from hzero.sharding.plan import Hop, ShardPlan
-from hzero.topology.grid import Grid
-from hzero.topology.links_file import LinkRow, algorithm_bandwidth, bus_bandwidth
+from hzero.topology import Grid
 
-COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter")
-#: Added to the bytes of a measurement to foresee how long it takes: what a collective costs whatever its size.
+COLLECTIVES: tuple[Operation, ...] = ("all_gather", "all_to_all", "reduce_scatter")
+#: Added to the bytes of a collective to estimate its duration: the cost that does not depend on its size.
 FIXED_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One line of the table before it is measured.
+class HopTiming:
+    """A line of the table that is to be measured: one collective or hop at one size.
 
     Attributes:
         tier: The tier.
@@ -37,10 +37,10 @@ class Measurement:
         dtype: Their type.
     """
 
-    tier: str
+    tier: Tier
     ranks: int
-    op: str
-    codec: str | None
+    op: Operation
+    codec: CodecName | None
     count: int
     dtype: torch.dtype
 
@@ -51,18 +51,18 @@ class Measurement:
 
     @property
     def cost(self) -> int:
-        """How long it takes against others, in no unit."""
+        """Relative duration, without a unit."""
         return self.size_bytes + FIXED_BYTES
 
 
-def measurements(grid: Grid, settings: LinksSettings, dtype: torch.dtype) -> list[Measurement]:
-    """All that there is to measure on a grid, in order; nothing on tiers of size 1."""
-    ops: list[tuple[str, str | None, torch.dtype]] = [
+def timings(grid: Grid, settings: LinksSettings, dtype: torch.dtype) -> list[HopTiming]:
+    """Everything to measure on a grid, in order; nothing on tiers of size 1."""
+    ops: list[tuple[Operation, CodecName | None, torch.dtype]] = [
         (op, None, dtype if op == "reduce_scatter" else torch.uint8) for op in COLLECTIVES
     ]
     ops += [(role, codec, dtype) for role in ROLES for codec in settings.codecs]
     return [
-        Measurement(tier, grid.size(tier), op, codec, count, kind)
+        HopTiming(tier, grid.size(tier), op, codec, count, kind)
         for tier in TIERS
         if grid.size(tier) > 1
         for op, codec, kind in ops
@@ -81,35 +81,35 @@ class Probe:
 
     def __init__(self, grid: Grid, settings: LinksSettings, device: torch.device) -> None:
         plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), grid, dist.get_rank())
-        self._transport = Transport(plan, timedelta(seconds=settings.timeout_s))
+        self._transport = Transport(plan, timedelta(seconds=settings.timeout))
         self._collectives = TieredCollectives(plan, self._transport, WireLog())
         self._settings = settings
         self._device = device
 
-    def rows(self, plan: Sequence[Measurement]) -> Iterator[LinkRow]:
+    def rows(self, plan: Sequence[HopTiming]) -> Iterator[LinkRow]:
         """Measures one after the other.
 
         Raises:
             HopError: A collective failed or timed out.
         """
-        for measurement in plan:
-            run = self._hop(measurement) if measurement.codec else self._collective(measurement)
+        for timing in plan:
+            run = self._hop(timing) if timing.codec else self._collective(timing)
             times = [max(time, 1e-9) for time in self._times(run)]  # a device's clock may not tell less
             seconds = statistics.median(times)
-            size = measurement.size_bytes
+            size = timing.size_bytes
             yield LinkRow(
-                tier=measurement.tier,  # type: ignore[arg-type]
-                ranks=measurement.ranks,
-                op=measurement.op,  # type: ignore[arg-type]
-                codec=measurement.codec,  # type: ignore[arg-type]
+                tier=timing.tier,
+                ranks=timing.ranks,
+                op=timing.op,
+                codec=timing.codec,
                 size_bytes=size,
-                count=measurement.count,
-                type=str(measurement.dtype).removeprefix("torch."),
+                count=timing.count,
+                type=str(timing.dtype).removeprefix("torch."),
                 median_us=seconds * 1e6,
                 min_us=min(times) * 1e6,
                 max_us=max(times) * 1e6,
                 algbw_gb_s=algorithm_bandwidth(size, seconds),
-                busbw_gb_s=bus_bandwidth(size, seconds, measurement.ranks),
+                busbw_gb_s=bus_bandwidth(size, seconds, timing.ranks),
             )
 
     def _times(self, run: Callable[[], object]) -> list[float]:
@@ -129,18 +129,19 @@ class Probe:
     def _values(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randint(1, 128, (count,), dtype=torch.uint8, device=self._device).to(dtype)
 
-    def _collective(self, measurement: Measurement) -> Callable[[], object]:
-        start = getattr(self._transport, measurement.op)
-        count = measurement.count * (1 if measurement.op == "all_gather" else measurement.ranks)
-        message = self._values(count, measurement.dtype)
-        return lambda: start(measurement.tier, message, "a probe", lambda: None).wait()
+    def _collective(self, timing: HopTiming) -> Callable[[], object]:
+        start = getattr(self._transport, timing.op)
+        count = timing.count * (1 if timing.op == "all_gather" else timing.ranks)
+        message = self._values(count, timing.dtype)
+        return lambda: start(timing.tier, message, "a probe", lambda: None).wait()
 
-    def _hop(self, measurement: Measurement) -> Callable[[], object]:
+    def _hop(self, timing: HopTiming) -> Callable[[], object]:
         """One hop of a bucket of one tensor: encoding, collective, decoding."""
-        settings = CodecConfig(codec=str(measurement.codec), block_size=DEFAULT_BLOCK_SIZE)
-        hop = Hop(measurement.tier, measurement.ranks, settings)
+        settings = CodecConfig(codec=timing.codec or "none", block_size=DEFAULT_BLOCK_SIZE)
+        hop = Hop(timing.tier, timing.ranks, settings)
         codec = Codec.from_config(settings)
-        bucket = Bucket((0,), (measurement.count,), measurement.dtype, measurement.op)
+        role: Role = "weights" if timing.op == "weights" else "gradients"
+        bucket = Bucket((0,), (timing.count,), timing.dtype, role)
 
         def gather() -> object:
             message = codec.encode([shard], bucket.chunks)
@@ -148,10 +149,10 @@ class Probe:
             return received.decode(payload, bucket.chunks, dtype=bucket.dtype, outer=outer)
 
         def reduce() -> object:
-            return self._collectives.reduce([hop], bucket, [whole], rows=hop.size, whole=False).wait()
+            return self._collectives.reduce([hop], bucket, [whole], rows=hop.size, shard_order=False).wait()
 
-        if measurement.op == "weights":
-            shard = self._values(measurement.count, measurement.dtype)
+        if timing.op == "weights":
+            shard = self._values(timing.count, timing.dtype)
             return gather
-        whole = self._values(measurement.count * measurement.ranks, measurement.dtype)
+        whole = self._values(timing.count * timing.ranks, timing.dtype)
         return reduce

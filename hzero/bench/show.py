@@ -1,20 +1,14 @@
-"""What rank 0 shows of a probe: rccl-tests' columns as they come, and the time left."""
+"""What rank 0 shows of a probe: the columns of rccl-tests, row by row, and the time left."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from hzero.bench.probe import Measurement
+from hzero.bench.probe import HopTiming
 from hzero.config import ROLES
-from hzero.topology.links_file import LinkRow, LinksFile
+from hzero.plan.links_file import LinkRow, LinksFile
+from hzero.progress import Progress
 
-#: Seconds between lines about the time left, where there is no terminal.
-EVERY_S = 5.0
 _HEAD = (
     "#      size      count      type  op                     time         min         max      algbw      busbw\n"
     "#       (B)                                              (us)        (us)        (us)     (GB/s)     (GB/s)"
@@ -30,57 +24,29 @@ class Table:
         enabled: False shows nothing: every rank but the first.
     """
 
-    def __init__(self, plan: Sequence[Measurement], world_size: int, *, enabled: bool) -> None:
-        self._plan, self._world_size, self._enabled = plan, world_size, enabled
-        self._console = Console(soft_wrap=True)
+    def __init__(self, plan: Sequence[HopTiming], world_size: int, *, enabled: bool) -> None:
+        self._plan, self._world_size = plan, world_size
+        self._progress = Progress(sum(timing.cost for timing in plan), enabled=enabled)
 
     def say(self, text: str) -> None:
         """Prints a line."""
-        if self._enabled:
-            self._console.print(text, highlight=False, markup=False)
+        self._progress.message(text)
 
     def follow(self, rows: Iterable[LinkRow]) -> list[LinkRow]:
         """Shows rows as they come and returns all of them."""
-        if not self._enabled:
-            return list(rows)
-        if not self._console.is_terminal:
-            return list(self._with_lines(rows))
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        found = []
-        with Progress(*columns, console=self._console) as bar:
-            task = bar.add_task("", total=sum(measurement.cost for measurement in self._plan))
-            for measurement, row in zip(self._plan, self._with_heads(rows)):
+        found: list[LinkRow] = []
+        done = 0
+        with self._progress as progress:
+            for timing, row in zip(self._plan, rows):
+                if not found or found[-1].tier != row.tier:
+                    groups = self._world_size // row.ranks
+                    many = f"{groups} groups of {row.ranks} ranks, all at once"
+                    self.say(f"# tier {row.tier}: {many if groups > 1 else f'1 group of {row.ranks} ranks'}\n{_HEAD}")
+                self.say(line(row))
                 found.append(row)
-                done = f"tier {row.tier}, {len(found)} of {len(self._plan)}"
-                bar.update(task, advance=measurement.cost, description=done)
+                done += timing.cost
+                progress.update(done, f"# tier {row.tier}, {len(found)} of {len(self._plan)} measurements")
         return found
-
-    def _with_lines(self, rows: Iterable[LinkRow]) -> Iterator[LinkRow]:
-        began = shown = time.monotonic()
-        total, done = sum(measurement.cost for measurement in self._plan), 0
-        for index, row in enumerate(self._with_heads(rows)):
-            done += self._plan[index].cost
-            now = time.monotonic()
-            if now - shown >= EVERY_S and done < total:
-                shown = now
-                left = timedelta(seconds=round((now - began) / done * (total - done)))
-                self.say(f"# {index + 1} of {len(self._plan)} measurements, {left} left")
-            yield row
-
-    def _with_heads(self, rows: Iterable[LinkRow]) -> Iterator[LinkRow]:
-        tier = None
-        for row in rows:
-            if row.tier != tier:
-                tier = row.tier
-                groups = self._world_size // row.ranks
-                many = (
-                    f"{groups} groups of {row.ranks} ranks, all at once"
-                    if groups > 1
-                    else f"1 group of {row.ranks} ranks"
-                )
-                self.say(f"# tier {tier}: {many}\n{_HEAD}")
-            self.say(line(row))
-            yield row
 
 
 def line(row: LinkRow) -> str:
@@ -92,12 +58,12 @@ def line(row: LinkRow) -> str:
 
 
 def summary(links: LinksFile) -> str:
-    """A line a tier: bandwidth, latency, and what the codecs gain or cost at the largest size."""
+    """One line per tier: bandwidth, latency, and the speed of hops with codecs at the largest size."""
     lines = []
     for tier, rate in links.tiers.items():
         rows = [row for row in links.rows if row.tier == tier]
         smallest = min(row.size_bytes for row in rows if row.op == "all_gather")
-        text = f"tier {tier}: {rate.gb_s:.4g} GB/s a device; latency {rate.latency_us:.1f} us (all-gather of {smallest:,} B)"
+        text = f"tier {tier}: {rate.gb_s:.4g} GB/s per device; latency {rate.latency_us:.1f} us (all-gather of {smallest:,} B)"
         for role in ROLES:
             size = max((row.size_bytes for row in rows if row.op == role), default=0)
             times = {row.codec: row.median_us for row in rows if row.op == role and row.size_bytes == size}

@@ -1,4 +1,4 @@
-"""Which backend computes the operators on a device, and why."""
+"""Chooses the backend that computes the operators on a device, and says why."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hzero.codecs import reference
 from hzero.codecs.device import DeviceKernels
 from hzero.codecs.host import HostLibrary
 from hzero.codecs.kernels import KernelBackend
-from hzero.config import ConfigError, one_of
+from hzero.validation import ConfigError, one_of
 
-#: Environment variable that names a backend which has to be used for the devices that it serves (``reference`` serves
-#: all). Where it is not set, and for other devices, the fastest that works is used.
+#: Environment variable that forces a backend for the devices that it serves (``reference`` serves all). Where it is not
+#: set, and for other devices, the fastest that works is used.
 VARIABLE = "HZERO_BACKEND"
 BACKENDS = ("reference", "host", "hip", "cuda")
 
@@ -32,9 +32,9 @@ class Choice:
 
     Attributes:
         name: One of `BACKENDS`.
-        backend: Has the functions of `hzero.codecs.reference`.
-        why: One line.
-        fallback: Whether a better one was expected here and is missing.
+        backend: Has the operators' functions, with the parameters that `hzero.codecs.reference` gives them.
+        why: The reason, on one line.
+        fallback: Whether a faster one is expected here and missing.
     """
 
     name: str
@@ -75,7 +75,7 @@ def choice(kind: str) -> Choice:
 
 @functools.cache
 def _announced(kind: str) -> Choice:
-    """`choice`; says once, on the first rank, if the reference has to step in."""
+    """`choice`; warns once, on rank 0, if it falls back to the reference."""
     chosen = choice(kind)
     if chosen.fallback and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         logger.warning("hzero: codecs run in plain torch on %s tensors, several times slower: %s", kind, chosen.why)
@@ -84,7 +84,7 @@ def _announced(kind: str) -> Choice:
 
 @contextlib.contextmanager
 def reference_instead() -> Iterator[None]:
-    """Within it the reference computes everything: to compare with, in one process."""
+    """Inside, the reference computes everything: for comparisons in one process."""
     _reference_only.append(True)
     try:
         yield
@@ -96,7 +96,7 @@ _reference_only: list[bool] = []
 
 
 def of(device: torch.device) -> Any:
-    """The backend in use for a device: its operations have the names and arguments of `hzero.codecs.reference`."""
+    """The backend in use for a device."""
     return _current(device.type) if device.type in ("cpu", "cuda") else reference
 
 
@@ -105,7 +105,7 @@ def _current(kind: str) -> Any:
 
 
 class Current:
-    """Stands for the backend of a kind of device, which is chosen when an operator first needs it."""
+    """Stands for the backend of a kind of device, chosen when an operator first needs it."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

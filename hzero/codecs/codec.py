@@ -1,4 +1,4 @@
-"""Codec: one tier's way to turn shards into a payload and back."""
+"""Codec: turns shards into a payload and back, with the settings of one tier."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from hzero.codecs import ops  # noqa: F401 - defines the operators
+from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.reference import SCALE_DTYPES, scale_limit
-from hzero.config import CodecConfig
+from hzero.config import CodecConfig, CodecName
 from hzero.sharding.records import RecordFormat, record_format
 
 #: Largest relative error of rounding a normal number to each type, and largest absolute error of rounding any other.
@@ -41,33 +42,33 @@ class Codec:
         return Codec(config, record_format(config))
 
     @property
-    def name(self) -> str:
-        """One of `hzero.config.CODECS`."""
+    def name(self) -> CodecName:
+        """Name of the codec."""
         return self.config.codec
 
     @property
     def block_size(self) -> int:
-        """Elements that share a scale; without meaning for ``none`` and ``bf16``, which have none."""
+        """Elements that share a scale; no meaning for ``none`` and ``bf16``, which have no scales."""
         return self.config.block_size
 
     @property
     def scale(self) -> str:
-        """Type of the scales, ``bf16`` or ``fp32``; without meaning for ``none`` and ``bf16``."""
+        """Type of the scales, ``bf16`` or ``fp32``; no meaning for ``none`` and ``bf16``."""
         return self.config.scale
 
     @property
     def stochastic(self) -> bool:
-        """Whether codes are rounded stochastically, not to nearest even. ``none`` and ``bf16`` never are."""
+        """Whether codes are rounded stochastically, not to nearest even; never with ``none`` and ``bf16``."""
         return self.config.rounding == "stochastic" and self.format.scale_bytes > 0
 
     @property
     def exact(self) -> bool:
-        """Whether every element comes back as it went in, whatever its type."""
+        """Whether every element is decoded to its original bits, whatever its type."""
         return self.name == "none"
 
     @property
     def bits(self) -> float:
-        """Bits an element takes in a long record, scales included; of codec ``none`` those of float32."""
+        """Bits per element in a long record, scales included; for codec ``none`` those of float32."""
         block = self.config.block_size
         return 8 * self.format.record_bytes(block * 16, torch.float32.itemsize) / (block * 16)
 
@@ -76,11 +77,11 @@ class Codec:
 
         Args:
             block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself).
-            dtype: Type encoded from and decoded to, or a wider one encoded from of which nothing exceeds this one.
+            dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
 
         Returns:
-            The bound, in the unit of the elements; infinity where codec ``bf16`` may overflow. Proofs are on
-            docs/payload_format.md.
+            The bound, in the unit of the elements; infinity where codec ``bf16`` may overflow. docs/payload_format.md
+            derives it.
         """
         if self.name == "none":
             return 0.0
@@ -98,26 +99,27 @@ class Codec:
 
     def _block_error(self, absmax: float) -> float:
         """`error_bound` of a block codec in float32."""
-        levels = 127 if self.name == "int8" else 8
+        codes = self.format.codes
+        levels = -codes.lowest
         roundoff, tiny = _ROUNDOFF[SCALE_DTYPES[self.format.scale_bytes]]
         single = 2.0**-24
         scale = absmax / levels
         clamped = any(scale > scale_limit(self.format, t) and absmax <= torch.finfo(t).max for t in _ROUNDOFF)
-        # How far the stored scale may be from the exact one, and what that costs the element it belongs to.
+        # Largest distance of the stored scale from the exact one, and the resulting error of an element.
         drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150
         step = (scale + drift) * (1.0 if self.stochastic else 0.5)
         cut = levels * drift
-        if self.name == "int4":
-            # The sign opposite to the largest element's has 7 levels of the 8.
-            cut = max(cut, scale + 7 * drift)
+        if codes.highest < levels:
+            # int4: the sign opposite to that of the largest element has 7 levels of the 8.
+            cut = max(cut, scale + codes.highest * drift)
         return max(step, cut) + 3 * single * absmax + 2.0**-149
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""
         return self.format.message_bytes(chunks, rows, itemsize)
 
-    def _settings(self) -> tuple[str, int, str]:
-        return self.config.codec, self.config.block_size, self.config.scale
+    def _rounding(self, seed: int) -> Rounding:
+        return Rounding(self.stochastic, seed)
 
     def encode(
         self,
@@ -133,14 +135,14 @@ class Codec:
 
         Args:
             source: Contiguous floating tensors of one dtype (float32, bfloat16, float16) and device, each of at most
-                ``rows * chunk`` elements, shards in order; what is missing is encoded as zero.
+                ``rows * chunk`` elements, shards in order; missing elements are encoded as zero.
             chunks: Elements of one shard of each tensor.
             sizes: Axes of the rows; their product is the number of rows. None takes as few rows as hold the sources
-                and fill ``outer`` pieces, at least one a piece.
+                and fill ``outer`` pieces, at least one per piece.
             strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` is shard
                 ``i * strides[0] + j * strides[1] + ..``; rows and shards correspond one to one. None: in order.
-            outer: How many pieces the message falls into, each ``[tensor][rows / outer][record]``.
-            seed: Of stochastic rounding.
+            outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``.
+            seed: Seed of stochastic rounding.
 
         Returns:
             uint8 ``[message_bytes]``.
@@ -149,18 +151,12 @@ class Codec:
             TypeError: A dtype or device that cannot be encoded, named.
             ValueError: Sizes that do not fit, named.
         """
-        rows = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
-        pieces = max(outer, 1)
-        axes = _axes(sizes, strides, max(-(-rows // pieces), 1) * pieces)
-        return torch.ops.hzero.encode(
-            list(source),
-            list(chunks),
-            *axes,
-            outer,
-            *self._settings(),
-            self.stochastic,
-            seed,
-        )
+        if sizes is None:
+            rows = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
+            pieces = max(outer, 1)
+            sizes = _one_axis(strides, max(-(-rows // pieces), 1) * pieces)
+        rounding = self._rounding(seed)
+        return torch.ops.hzero.encode(list(source), *_rows(chunks, sizes, strides, outer), *self.format, *rounding)
 
     def encode_feedback(
         self,
@@ -174,37 +170,29 @@ class Codec:
         outer: int = 1,
         seed: int = 0,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Encodes ``source + factor * residual``, product and sum rounded to float32 each, and tells what that loses.
+        """Encodes ``source + factor * residual``, product and sum rounded to float32 each, and returns the loss.
 
         Args:
-            source: As `encode`.
-            residuals: float32, of as many elements as the sources, or of none: nothing is added.
+            source: As in `encode`.
+            residuals: float32, of as many elements as the sources; an empty one adds nothing.
             factors: One for each residual.
-            chunks: As `encode`.
-            sizes: As `encode`.
-            strides: As `encode`.
-            outer: As `encode`.
-            seed: As `encode`.
+            chunks: As in `encode`.
+            sizes: As in `encode`.
+            strides: As in `encode`.
+            outer: As in `encode`.
+            seed: As in `encode`.
 
         Returns:
-            The message, that of `encode` on float32 sums; and one flat float32 tensor for each source: the sum less
+            The message, that of `encode` on float32 sums; and one flat float32 tensor for each source: the sum minus
             what the message decodes to, zero in blocks that are not finite.
 
         Raises:
-            TypeError: As `encode`.
-            ValueError: As `encode`.
+            TypeError: As in `encode`.
+            ValueError: As in `encode`.
         """
+        rows, rounding = _rows(chunks, sizes, strides, outer), self._rounding(seed)
         return torch.ops.hzero.encode_feedback(
-            list(source),
-            list(residuals),
-            list(factors),
-            list(chunks),
-            list(sizes),
-            list(strides),
-            outer,
-            *self._settings(),
-            self.stochastic,
-            seed,
+            list(source), list(residuals), list(factors), *rows, *self.format, *rounding
         )
 
     def decode(
@@ -231,12 +219,13 @@ class Codec:
             One flat tensor of ``dtype`` each, ``[rows * chunk]``, shards in order.
 
         Raises:
-            TypeError: As `encode`.
+            TypeError: As in `encode`.
             ValueError: The payload's size is not that of such a message.
         """
-        row = self.message_bytes(chunks, 1, dtype.itemsize)
-        axes = _axes(sizes, strides, max(payload.numel() // row, 1) if row else outer)
-        return torch.ops.hzero.decode(payload, list(chunks), *axes, outer, *self._settings(), dtype)
+        if sizes is None:
+            row = self.message_bytes(chunks, 1, dtype.itemsize)
+            sizes = _one_axis(strides, max(payload.numel() // row, 1) if row else outer)
+        return torch.ops.hzero.decode(payload, *_rows(chunks, sizes, strides, outer), *self.format, dtype)
 
     def decode_sum(
         self, payload: torch.Tensor, peers: int, chunks: Sequence[int], *, inner: int, dtype: torch.dtype
@@ -245,15 +234,15 @@ class Codec:
 
         Args:
             payload: uint8, ``peers`` messages of ``inner`` rows, one after the other.
-            peers: How many.
+            peers: Number of messages.
             chunks: As encoded.
             inner: Rows of each message.
-            dtype: Type that codec ``none`` encoded; of the others only its size has to fit, and it does.
+            dtype: Type that codec ``none`` encoded; for the others any floating type.
 
         Returns:
             One flat float32 tensor each, ``[inner * chunk]``.
         """
-        return torch.ops.hzero.decode_sum(payload, peers, list(chunks), inner, *self._settings(), dtype)
+        return torch.ops.hzero.decode_sum(payload, *Messages(peers, chunks, inner), *self.format, dtype)
 
     def decode_sum_encode(
         self,
@@ -272,26 +261,17 @@ class Codec:
         Returns:
             uint8 message of ``inner`` rows in the codec ``to``, in ``outer`` pieces.
         """
-        return torch.ops.hzero.decode_sum_encode(
-            payload,
-            peers,
-            list(chunks),
-            inner,
-            *self._settings(),
-            dtype,
-            outer,
-            *to._settings(),
-            to.stochastic,
-            seed,
-        )
+        messages, rounding = Messages(peers, chunks, inner), to._rounding(seed)
+        return torch.ops.hzero.decode_sum_encode(payload, *messages, *self.format, dtype, outer, *to.format, *rounding)
 
 
-def _axes(sizes: Sequence[int] | None, strides: Sequence[int] | None, rows: int) -> tuple[list[int], list[int]]:
-    """Sizes and strides of the rows; where they are not given, those of ``rows`` rows in order."""
-    if sizes is None:
-        if strides is not None:
-            raise ValueError(f"sizes: found None, expected as many as strides {list(strides)}")
-        sizes = (rows,)
+def _rows(chunks: Sequence[int], sizes: Sequence[int], strides: Sequence[int] | None, outer: int) -> Rows:
     if strides is None:
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    return list(sizes), list(strides)
+    return Rows(chunks, sizes, strides, outer)
+
+
+def _one_axis(strides: Sequence[int] | None, rows: int) -> tuple[int]:
+    if strides is not None:
+        raise ValueError(f"sizes: found None, expected as many as strides {list(strides)}")
+    return (rows,)

@@ -1,4 +1,4 @@
-"""The ``hz_bucket`` structure of hip_kernels/bucket.h: what one call of a kernel works on, as a numpy record."""
+"""The ``hz_bucket`` structure of hip_kernels/bucket.h, the argument of every kernel, as a numpy type."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hzero.codecs.arguments import Rounding
 from hzero.codecs.layout import layout_of
 from hzero.codecs.reference import noise_key, scale_limit
 from hzero.sharding.records import RecordFormat
@@ -46,19 +47,19 @@ BUCKET = np.dtype(
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything of a call but addresses, counts of elements and the seed.
+    """A kernel call without addresses, counts of elements and the seed.
 
     Attributes:
         chunks: Elements of one shard of each tensor.
-        rows: Rows to work on: those of the payload, or of one peer's.
+        rows: Rows to work on: those of the payload, or of one peer's message.
         sizes: Axes of the rows.
-        strides: Their strides, in shards.
-        outer: Pieces of the payload; peers of a sum.
+        strides: Strides of the axes, in shards.
+        outer: Pieces of the payload; for a sum, its peers.
         inner: Rows of a piece.
         fmt: Format of the payload.
-        dtype: Of the elements; only its size and range matter.
-        out: Format of the payload that is written besides; None where there is none.
-        out_outer: Its pieces.
+        dtype: Type of the elements; only its size and range matter.
+        out: Format of a second payload, to write, or None.
+        out_outer: Pieces of that payload.
         wave: Lanes of the device's wave; 0 for a processor.
     """
 
@@ -85,9 +86,10 @@ class Shape:
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether kernels can do it: not with shards of 2**31 elements, nor with rows of more than six axes.
+        """Whether kernels can do it.
 
-        Nor with more workgroups than a device starts: AMD's count threads in 32 bits.
+        They take shards of fewer than 2**31 elements, rows of at most six axes, and no more workgroups than a device
+        starts: AMD's devices count threads in 32 bits.
         """
         if max(self.chunks) >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
             return False
@@ -96,7 +98,7 @@ class Shape:
 
 @functools.lru_cache(maxsize=1024)
 def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
-    """Structures that lack addresses, counts of elements and keys; and which tensors each is of."""
+    """Structures without addresses, counts of elements and keys; and the indices of the tensors in each."""
     layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
     # Sums are float32, whatever was encoded.
     out = layout_of(shape.chunks, shape.out, torch.float32.itemsize) if shape.out else None
@@ -141,24 +143,22 @@ def buckets_of(
     residuals: Sequence[torch.Tensor] = (),
     factors: Sequence[float] = (),
     left: Sequence[torch.Tensor] = (),
-    stochastic: bool = False,
-    seed: int = 0,
+    rounding: Rounding | None = None,
 ) -> Iterator[np.ndarray]:
-    """The structures of one call; several where the bucket has more tensors than one holds, none where it has none.
+    """The structures of one call: several where the bucket has more tensors than one holds, none where it has none.
 
     Args:
-        shape: Everything else.
-        payload: uint8 payload that is read or written.
-        tensors: What is encoded, or where decoded elements go, one of each chunk; none where neither is done.
-        out_payload: uint8 payload that is written besides.
-        residuals: float32 to add before encoding, of the sizes of ``tensors``; without elements: nothing.
-        factors: Of the residuals.
-        left: Where the new residuals go.
-        stochastic: Whether rounding is.
-        seed: Of stochastic rounding.
+        shape: The rest of the call.
+        payload: uint8 payload to read or write.
+        tensors: The source, or the output of decoding, one tensor of each chunk; empty where neither is involved.
+        out_payload: A second uint8 payload, to write.
+        residuals: float32 tensors to add before encoding, of the sizes of ``tensors``; an empty one adds nothing.
+        factors: Factors of the residuals.
+        left: Outputs for the new residuals.
+        rounding: How to round; None where nothing is encoded.
 
     Yields:
-        Records of `BUCKET`, ready for a kernel.
+        Values of `BUCKET`, ready for a kernel.
     """
     for template, some in _templates(shape):
         # A copy of the array itself would go field by field.
@@ -166,8 +166,8 @@ def buckets_of(
         bucket["payload"] = payload.data_ptr()
         if out_payload is not None:
             bucket["out_payload"] = out_payload.data_ptr()
-        if stochastic:
-            bucket["stochastic"], bucket["key"] = 1, noise_key(seed)
+        if rounding is not None and rounding.stochastic:
+            bucket["stochastic"], bucket["key"] = 1, noise_key(rounding.seed)
         each: Any = bucket["tensor"][: len(some)]
         if tensors:
             each["data"] = [tensors[index].data_ptr() for index in some]
@@ -180,6 +180,6 @@ def buckets_of(
 
 
 def axes_of(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of more than one row, as `Shape` wants them; one of size 1 where there is no other."""
+    """The axes of more than one row, as `Shape` wants them; one of size 1 if all have size 1."""
     kept = [(size, stride) for size, stride in zip(sizes, strides) if size > 1] or [(1, 1)]
     return tuple(size for size, _ in kept), tuple(stride for _, stride in kept)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,25 @@ import torch
 
 from hzero.codecs.descriptor import THREADS
 from hzero.codecs.host import NATIVE
+from hzero.files import replacing
 
-#: The kernels' files.
+#: Files of the kernels, one per operator.
 FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
 
-#: Where the sources of the kernels are: in an installation, in a checkout.
+#: Folders of the kernels' sources: in an installation, in a checkout.
 SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")
 
 
 class DeviceKernels:
     """Starts device kernels on torch's current stream, without copies and without waiting; graphs can capture them.
 
-    A code object that was built with the installation is used where it is for the device's architecture. Otherwise the
-    sources are compiled when first needed, by hiprtc or NVRTC, and the result is kept on disk.
+    A code object built with the installation is used where it fits the device's architecture. Otherwise hiprtc or NVRTC
+    compiles the sources at first use, and the result is kept on disk.
 
     Raises:
-        ImportError: CuPy is not installed, cannot be loaded, or finds no compiler; the extra that brings it is named.
-        OSError: There is no device, or it is none that the kernels are written for, or their sources are missing.
+        ImportError: CuPy is not installed, cannot be loaded, or finds no compiler; the message names the extra to
+            install.
+        OSError: No device, a device that the kernels do not support, or missing sources.
     """
 
     alignment = 16
@@ -49,7 +50,7 @@ class DeviceKernels:
         if bool(cupy.cuda.runtime.is_hip) != bool(torch.version.hip):
             raise ImportError(f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"')
         if not torch.cuda.is_available():
-            raise OSError("torch finds no GPU")
+            raise OSError("torch sees no GPU")
         self._cupy, self._compiler = cupy, nvrtc
         sources = next((folder for folder in SOURCES if folder.is_dir()), None)
         if sources is None:
@@ -67,7 +68,7 @@ class DeviceKernels:
             ) from error
 
     def describe(self) -> str:
-        """What a kernel would be started from on the current device."""
+        """Architecture of the current device, and where its kernels come from."""
         architecture = self._architecture(torch.cuda.current_device())
         built = self._built("encode", architecture).exists()
         how = "built with the installation" if built else "compiled on this machine"
@@ -90,16 +91,16 @@ class DeviceKernels:
         return f"sm_{properties.major}{properties.minor}"
 
     def _built(self, family: str, architecture: str) -> Path:
-        """The code object of the installation: of these very sources, or it would not have this name."""
+        """The installation's code object; its name holds the hash of these sources."""
         return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
-    @functools.cache  # noqa: B019 - there is one of these a process, for its whole life
+    @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
     def _function(self, index: int, family: str, kernel: str) -> Any:
         return self._modules(index)[family].get_function(kernel)
 
     @functools.cache  # noqa: B019
     def _modules(self, index: int) -> dict[str, Any]:
-        """All families at once, so that none has to be compiled or loaded while a graph is captured."""
+        """Loads all families at once, so that none is compiled or loaded while a graph is captured."""
         architecture = self._architecture(index)
         modules = {}
         with torch.cuda.device(index):
@@ -141,26 +142,24 @@ class DeviceKernels:
 
 
 def hash_files(paths: Sequence[Path]) -> str:
-    """What CMakeLists.txt calls by the same name: twelve digits for the names and contents of files."""
+    """Twelve digits for the names and contents of files, as the function of this name in CMakeLists.txt computes them."""
     lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
+    """Folder of the kernels compiled at run time: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
 
 
 def _keep(path: Path, code: bytes) -> None:
-    """Writes a file at once or not at all; ranks may do so at the same time. A folder that cannot be written is none."""
+    """Keeps compiled code for later processes. Where the folder cannot be written they compile again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            unfinished = Path(folder) / path.name
-            unfinished.write_bytes(code)
-            os.replace(unfinished, path)
+        with replacing(path, "wb") as file:
+            file.write(code)
 
 
 def _line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -12,7 +12,7 @@ import torch
 
 from hzero.codecs.descriptor import BUCKET, VERSION
 
-#: Where an installation and a checkout that was set up have the compiled parts.
+#: Folder of the compiled parts, in an installation and in a checkout that was set up.
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 LIBRARY = NATIVE / "libhzero_host.so"
 
@@ -21,7 +21,7 @@ class HostLibrary:
     """Starts kernels of the host library, on as many threads as torch was given.
 
     Args:
-        path: Of the library.
+        path: The library.
 
     Raises:
         OSError: It is not there, cannot be loaded, or was built for another version of hzero.
@@ -29,7 +29,7 @@ class HostLibrary:
 
     name = "host"
     alignment = 4
-    wave = 0  # a block is one thread's
+    wave = 0  # one thread computes a whole block
 
     def __init__(self, path: Path = LIBRARY) -> None:
         if not path.exists():
@@ -51,7 +51,7 @@ class HostLibrary:
 
     @property
     def instruction_set(self) -> str:
-        """The one in use: ``avx512``, ``avx2`` or ``baseline``."""
+        """The instruction set in use: ``avx512``, ``avx2`` or ``baseline``."""
         return self._library.hz_instruction_set().decode()
 
     @instruction_set.setter
@@ -60,16 +60,16 @@ class HostLibrary:
             raise ValueError(f"instruction_set: this processor or library has no {name!r}")
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
-        """Runs a kernel; returns when it is done. Other Python threads go on meanwhile."""
+        """Runs a kernel to its end. Other Python threads go on meanwhile."""
         getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
 
 
 def _check_whole(path: Path) -> None:
-    """Raises OSError for a file that ends too early: loading one kills the process where its end would have been."""
+    """Raises OSError for a truncated file: loading one kills the process when it touches the missing part."""
     with path.open("rb") as file:
         header = file.read(64)
         size = os.fstat(file.fileno()).st_size
-    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; all else the loader refuses by itself
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":  # a 64-bit ELF; the loader itself refuses all else
         (sections,), (width, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
         if sections + width * count > size:
             raise OSError(f"{path} is cut short: {size} bytes of {sections + width * count}")

@@ -1,4 +1,4 @@
-"""Kernel backends: the four operations by compiled kernels, on a processor or on a device, the same but for the launch.
+"""Kernel backends: the operators by compiled kernels. On a processor and on a device only the launch differs.
 
 Formats without blocks (``none``, ``bf16``) are copies and casts, which torch does as fast as memory allows: they stay
 with the reference. So do the few buckets that the kernels' structure cannot describe (`Shape.fits`).
@@ -6,7 +6,6 @@ with the reference. So do the few buckets that the kernels' structure cannot des
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hzero.codecs import reference
+from hzero.codecs import outputs, reference
+from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.descriptor import Shape, axes_of, buckets_of
 from hzero.sharding.records import RecordFormat
 
@@ -26,7 +26,7 @@ class Launcher(Protocol):
 
     Attributes:
         name: Of the backend.
-        alignment: What the address of a payload must be a multiple of.
+        alignment: The address of a payload must be a multiple of it.
         wave: Lanes of a wave; 0 where a kernel has no lanes.
     """
 
@@ -35,20 +35,20 @@ class Launcher(Protocol):
     wave: int
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
-        """Starts ``kernel`` of ``family`` on a record of `hzero.codecs.descriptor.BUCKET`."""
+        """Starts ``kernel`` of ``family`` on one `hzero.codecs.descriptor.BUCKET`."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Kernels ready to run, as often as wanted, into outputs that exist.
+    """A kernel ready to run, any number of times, into outputs that exist.
 
     Attributes:
-        outputs: What they write.
-        kernel: Name of the kernel, as hip_kernels has it.
+        outputs: The tensors that it writes.
+        kernel: Name of the kernel in hip_kernels.
         family: File of the kernel.
-        buckets: One call each.
-        launcher: Starts them.
-        inputs: What they read; held, since buckets have only addresses.
+        buckets: One launch each.
+        launcher: Starts the kernel.
+        inputs: The tensors that it reads; held here, since buckets have only addresses.
     """
 
     outputs: list[torch.Tensor]
@@ -59,14 +59,14 @@ class Prepared:
     inputs: list[torch.Tensor]
 
     def run(self) -> list[torch.Tensor]:
-        """Runs them and returns the outputs."""
+        """Runs the kernel and returns the outputs."""
         for bucket in self.buckets:
             self.launcher.launch(self.family, self.kernel, bucket, self.inputs[0].device)
         return self.outputs
 
 
 class KernelBackend:
-    """The codec operations by kernels; arguments as `hzero.codecs.reference` has them, checked before.
+    """The operators by kernels. Arguments are those of `hzero.codecs.reference`, already checked.
 
     Args:
         launcher: Starts the kernels.
@@ -75,8 +75,9 @@ class KernelBackend:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.name = launcher.name
+        self._wave = launcher.wave
 
-    # ---- what the operators call -----------------------------------------------------------------------------------
+    # ---- called by the operators -----------------------------------------------------------------------------------
 
     def encode(self, *arguments: Any) -> torch.Tensor:
         """Encodes a bucket."""
@@ -86,7 +87,7 @@ class KernelBackend:
     def encode_feedback(
         self, source: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], factors: Sequence[float], *how: Any
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Encodes a bucket with residuals added, and tells what that loses."""
+        """Encodes a bucket with residuals added, and returns the loss."""
         call = self.prepare_encode(source, *how, residuals=residuals, factors=factors)
         if call is None:
             return reference.encode_feedback(source, residuals, factors, *how)
@@ -108,135 +109,102 @@ class KernelBackend:
         call = self.prepare_decode_sum_encode(*arguments)
         if call:
             return call.run()[0]
-        payload, peers, chunks, inner, fmt, dtype, *encoding = arguments
-        sums = self.decode_sum(payload, peers, chunks, inner, fmt, dtype)
-        return self.encode(sums, chunks, (inner,), (1,), *encoding)
+        payload, messages, fmt, dtype, outer, *encoding = arguments
+        sums = self.decode_sum(payload, messages, fmt, dtype)
+        return self.encode(sums, Rows.in_order(messages.chunks, messages.inner, outer), *encoding)
 
     # ---- calls, with their outputs ---------------------------------------------------------------------------------
 
     def prepare_encode(
         self,
         source: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
+        rows: Rows,
         fmt: RecordFormat,
-        stochastic: bool,
-        seed: int,
+        rounding: Rounding,
         *,
         residuals: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
     ) -> Prepared | None:
-        """`encode`, or `encode_feedback` where there are residuals; None where no kernel does it."""
-        dtype, rows = source[0].dtype, math.prod(sizes)
-        # What is encoded with residuals is a float32 sum.
-        shape = self._shape(
-            chunks, rows, (sizes, strides), (outer, rows // outer), fmt, torch.float32 if residuals else dtype
-        )
+        """`encode`, or `encode_feedback` if residuals are given; None if no kernel supports it."""
+        dtype = source[0].dtype
+        # With residuals, float32 sums are encoded.
+        shape = self._shape(rows, fmt, torch.float32 if residuals else dtype)
         if shape is None:
             return None
-        payload = source[0].new_empty(fmt.message_bytes(chunks, rows, dtype.itemsize), dtype=torch.uint8)
-        left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source] if residuals else []
-        buckets = buckets_of(
-            shape, payload, source, residuals=residuals, factors=factors, left=left, stochastic=stochastic, seed=seed
-        )
+        left: list[torch.Tensor] = []
+        if residuals:
+            payload, left = outputs.encode_feedback(source, residuals, factors, rows, fmt)
+        else:
+            payload = outputs.encode(source, rows, fmt)
+        buckets = buckets_of(shape, payload, source, residuals=residuals, factors=factors, left=left, rounding=rounding)
         kernel = f"encode_{fmt.codec}_{_NAMES[dtype]}{self._wide(shape)}"
         return Prepared([payload, *left], kernel, "encode", list(buckets), self.launcher, [*source, *residuals])
 
     def prepare_decode(
-        self,
-        payload: torch.Tensor,
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
+        self, payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype
     ) -> Prepared | None:
         """`decode`; None where no kernel does it."""
-        rows = math.prod(sizes)
-        shape = self._shape(chunks, rows, (sizes, strides), (outer, rows // outer), fmt, dtype)
+        shape = self._shape(rows, fmt, dtype)
         if shape is None:
             return None
         payload = self._aligned(payload)
-        decoded = [payload.new_empty(rows * chunk, dtype=dtype) for chunk in chunks]
-        buckets = buckets_of(shape, payload, decoded)
+        decoded = outputs.decode(payload, rows, fmt, dtype)
         kernel = f"decode_{fmt.codec}_{_NAMES[dtype]}"
-        return Prepared(decoded, kernel, "decode", list(buckets), self.launcher, [payload])
+        return Prepared(decoded, kernel, "decode", list(buckets_of(shape, payload, decoded)), self.launcher, [payload])
 
     def prepare_decode_sum(
-        self,
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
+        self, payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype
     ) -> Prepared | None:
         """`decode_sum`; None where no kernel does it."""
-        shape = self._shape(chunks, inner, ((inner,), (1,)), (peers, inner), fmt, dtype)
+        shape = self._sum_shape(messages, fmt, dtype)
         if shape is None:
             return None
         payload = self._aligned(payload)
-        sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
+        sums = outputs.decode_sum(payload, messages)
         buckets = list(buckets_of(shape, payload, sums))
         return Prepared(sums, f"decode_sum_{fmt.codec}", "decode_sum", buckets, self.launcher, [payload])
 
     def prepare_decode_sum_encode(
         self,
         payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
+        messages: Messages,
         fmt: RecordFormat,
         dtype: torch.dtype,
         outer: int,
         out: RecordFormat,
-        stochastic: bool,
-        seed: int,
+        rounding: Rounding,
     ) -> Prepared | None:
         """`decode_sum_encode`; None where no kernel does it in one."""
         if fmt.block_size != out.block_size:
             return None
-        axes = ((inner,), (1,))
-        shape = self._shape(chunks, inner, axes, (peers, inner), fmt, dtype, out=out, out_outer=outer)
+        shape = self._sum_shape(messages, fmt, dtype, out=out, out_outer=outer)
         if shape is None:
             return None
         payload = self._aligned(payload)
-        message = payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)
-        buckets = buckets_of(shape, payload, out_payload=message, stochastic=stochastic, seed=seed)
+        message = outputs.decode_sum_encode(payload, messages, fmt, dtype, outer, out)
+        buckets = buckets_of(shape, payload, out_payload=message, rounding=rounding)
         kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{self._wide(shape)}"
         return Prepared([message], kernel, "decode_sum_encode", list(buckets), self.launcher, [payload])
 
-    def _shape(
-        self,
-        chunks: Sequence[int],
-        rows: int,
-        axes: tuple[Sequence[int], Sequence[int]],
-        pieces: tuple[int, int],
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        *,
-        out: RecordFormat | None = None,
-        out_outer: int = 1,
-    ) -> Shape | None:
+    def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> Shape | None:
         if not fmt.scale_bytes:
             return None
-        sizes, strides = axes_of(*axes)
-        shape = Shape(
-            chunks=tuple(chunks),
-            rows=rows,
-            sizes=sizes,
-            strides=strides,
-            outer=pieces[0],
-            inner=pieces[1],
-            fmt=fmt,
-            dtype=dtype,
-            out=out,
-            out_outer=out_outer,
-            wave=self.launcher.wave,
+        sizes, strides = axes_of(rows.sizes, rows.strides)
+        return self._fitting(
+            Shape(tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, wave=self._wave)
         )
+
+    def _sum_shape(self, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, **out: Any) -> Shape | None:
+        if not fmt.scale_bytes:
+            return None
+        peers, chunks, inner = messages
+        sizes, strides = axes_of((inner,), (1,))
+        return self._fitting(
+            Shape(tuple(chunks), inner, sizes, strides, peers, inner, fmt, dtype, wave=self._wave, **out)
+        )
+
+    @staticmethod
+    def _fitting(shape: Shape) -> Shape | None:
         return shape if shape.fits else None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Layout: where the records of a bucket stand in a message, and in the float32 staging buffer of the block codecs."""
+"""Layout: positions of a bucket's records in a message, and in the float32 staging buffer of the block codecs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Layout:
     Attributes:
         chunks: Elements of one shard of each tensor.
         record_bytes: Bytes of one record of each tensor.
-        record_starts: Sum of the record bytes of the tensors before.
-        scales_offsets: Where the scales start inside each record.
+        record_starts: Sum of the record bytes of the preceding tensors.
+        scales_offsets: Offset of the scales inside each record.
         row_bytes: Bytes of one row: one record of every tensor.
-        block_starts: Blocks of the tensors before.
+        block_starts: Blocks of the preceding tensors.
         row_blocks: Blocks of one row.
     """
 

@@ -1,76 +1,80 @@
-"""The codec operators of the torch.library namespace ``hzero``: schema, checks, fake, and what computes them."""
+"""The codec operators of the torch.library namespace ``hzero``: schemas, checks, and dispatch to the backends.
+
+The functions of `hzero.codecs.reference` named in `OPERATORS` state the signatures. Schemas follow from their
+annotations; a parameter that is a tuple of `hzero.codecs.arguments`, or a format, becomes its fields, one by one. Every
+backend, and the fake, has functions of the same names and parameters. So a new argument is a new field, and whatever
+the kernels do with it.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from hzero.codecs import backends, reference
+from hzero.codecs import backends, outputs, reference
+from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.config import CODECS
-from hzero.sharding.records import SCALE_BYTES, RecordFormat
+from hzero.sharding.records import BLOCK_CODECS, SCALE_BYTES, RecordFormat
+
+#: Names of the operators.
+OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_sum_encode")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-torch.library.define(
-    "hzero::encode",
-    "(Tensor[] source, int[] chunks, int[] sizes, int[] strides, int outer, str codec, int block_size, str scale, "
-    "bool stochastic, int seed) -> Tensor",
-)
-torch.library.define(
-    "hzero::encode_feedback",
-    "(Tensor[] source, Tensor[] residuals, float[] factors, int[] chunks, int[] sizes, int[] strides, int outer, "
-    "str codec, int block_size, str scale, bool stochastic, int seed) -> (Tensor, Tensor[])",
-)
-torch.library.define(
-    "hzero::decode",
-    "(Tensor payload, int[] chunks, int[] sizes, int[] strides, int outer, str codec, int block_size, str scale, "
-    "ScalarType dtype) -> Tensor[]",
-)
-torch.library.define(
-    "hzero::decode_sum",
-    "(Tensor payload, int peers, int[] chunks, int inner, str codec, int block_size, str scale, ScalarType dtype) "
-    "-> Tensor[]",
-)
-torch.library.define(
-    "hzero::decode_sum_encode",
-    "(Tensor payload, int peers, int[] chunks, int inner, str codec, int block_size, str scale, ScalarType dtype, "
-    "int outer, str out_codec, int out_block_size, str out_scale, bool stochastic, int seed) -> Tensor",
-)
 
 
 # ---- checks: one line, the argument first ---------------------------------------------------------------------------
 
 
-def _format(codec: str, block_size: int, scale: str, prefix: str = "") -> RecordFormat:
-    if codec not in CODECS:
-        raise ValueError(f"{prefix}codec: found {codec!r}, possible: {', '.join(CODECS)}")
-    if codec not in ("none", "bf16"):
-        if scale not in SCALE_BYTES:
-            raise ValueError(f"{prefix}scale: found {scale!r}, possible: {', '.join(SCALE_BYTES)}")
-        if not 16 <= block_size <= 4096 or block_size % 16:
-            raise ValueError(f"{prefix}block_size: found {block_size}, expected a multiple of 16 from 16 to 4096")
-    return RecordFormat.of(codec, block_size, scale)
+def _check_format(prefix: str, fmt: RecordFormat) -> RecordFormat:
+    if fmt.codec not in CODECS:
+        raise ValueError(f"{prefix}codec: found {fmt.codec!r}, possible: {', '.join(CODECS)}")
+    if fmt.codec in BLOCK_CODECS:
+        if fmt.scale not in SCALE_BYTES:
+            raise ValueError(f"{prefix}scale: found {fmt.scale!r}, possible: {', '.join(SCALE_BYTES)}")
+        if not 16 <= fmt.block_size <= 4096 or fmt.block_size % 16:
+            raise ValueError(f"{prefix}block_size: found {fmt.block_size}, expected a multiple of 16 from 16 to 4096")
+    return RecordFormat.of(*fmt)
 
 
-def _rows(sizes: Sequence[int], strides: Sequence[int], outer: int) -> int:
-    _check_axes(tuple(sizes), tuple(strides))
-    rows = math.prod(sizes)
-    if outer < 1 or rows % outer:
-        raise ValueError(f"outer: found {outer}, which does not divide the {rows} rows")
+def _check_rows(prefix: str, rows: Rows) -> Rows:
+    rows = Rows(tuple(rows.chunks), tuple(rows.sizes), tuple(rows.strides), rows.outer)
+    _check_chunks(rows.chunks)
+    _check_axes(rows.sizes, rows.strides)
+    _check_outer(rows.outer, rows.total)
     return rows
 
 
+def _check_messages(prefix: str, messages: Messages) -> Messages:
+    _check_chunks(messages.chunks)
+    for name, count in (("peers", messages.peers), ("inner", messages.inner)):
+        if count < 1:
+            raise ValueError(f"{name}: found {count}, expected at least 1")
+    return messages._replace(chunks=tuple(messages.chunks))
+
+
+def _check_chunks(chunks: Sequence[int]) -> None:
+    if not chunks or min(chunks) < 0:
+        raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, none negative")
+
+
+def _check_outer(outer: int, rows: int) -> None:
+    if outer < 1 or rows % outer:
+        raise ValueError(f"outer: found {outer}, which does not divide the {rows} rows")
+
+
 @functools.lru_cache(maxsize=256)
-def _check_axes(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def _check_axes(sizes: Sequence[int], strides: Sequence[int]) -> None:
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sizes: found {list(sizes)}, expected at least one, each at least 1")
     if len(strides) != len(sizes):
         raise ValueError(f"strides: found {len(strides)} of them for {len(sizes)} sizes")
-    # Sums of multiples of the strides are 0, 1, .. without gap or repetition just where each stride is the product of
+    # Sums of multiples of the strides are 0, 1, .. without gap or repetition exactly where each stride is the product of
     # the sizes of smaller ones. Otherwise some shard would be written twice and another never.
     reached = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes) if size > 1):
@@ -87,25 +91,19 @@ def _check_dtype(dtype: torch.dtype, name: str) -> None:
         raise TypeError(f"{name}: found {dtype}, expected float32, bfloat16 or float16")
 
 
-def _check_chunks(chunks: Sequence[int]) -> None:
-    if not chunks or min(chunks) < 0:
-        raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, none negative")
-
-
 def _check_storage(tensor: torch.Tensor, name: str) -> None:
-    """Refuses a tensor whose memory was taken away, as sharding engines do: a kernel would read what is there now."""
+    """Refuses a tensor whose memory was freed, as sharding engines do: a kernel would read what is there now."""
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
     found = tensor.untyped_storage().nbytes()
     if found < needed:
         raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
 
 
-def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: int) -> None:
-    _check_chunks(chunks)
-    if len(source) != len(chunks):
-        raise ValueError(f"source: found {len(source)} tensors for {len(chunks)} chunks")
-    dtype, device = source[0].dtype, source[0].device
-    for index, (tensor, chunk) in enumerate(zip(source, chunks)):
+def _check_source(source: Sequence[torch.Tensor], rows: Rows) -> None:
+    if len(source) != len(rows.chunks):
+        raise ValueError(f"source: found {len(source)} tensors for {len(rows.chunks)} chunks")
+    dtype, device, total = source[0].dtype, source[0].device, rows.total
+    for index, (tensor, chunk) in enumerate(zip(source, rows.chunks)):
         _check_dtype(tensor.dtype, f"source[{index}]")
         if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
@@ -114,10 +112,10 @@ def _check_source(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: i
         if not tensor.is_contiguous():
             raise ValueError(f"source[{index}]: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
         _check_storage(tensor, f"source[{index}]")
-        if tensor.numel() > rows * chunk:
+        if tensor.numel() > total * chunk:
             raise ValueError(
-                f"source[{index}]: found {tensor.numel()} elements, expected at most {rows * chunk}: "
-                f"{rows} shards of {chunk}"
+                f"source[{index}]: found {tensor.numel()} elements, expected at most {total * chunk}: "
+                f"{total} shards of {chunk}"
             )
 
 
@@ -140,18 +138,10 @@ def _check_residuals(
             )
 
 
-def _summed_rows(peers: int, inner: int) -> int:
-    for name, count in (("peers", peers), ("inner", inner)):
-        if count < 1:
-            raise ValueError(f"{name}: found {count}, expected at least 1")
-    return peers * inner
-
-
 def _check_payload(
     payload: torch.Tensor, fmt: RecordFormat, chunks: Sequence[int], rows: int, dtype: torch.dtype
 ) -> None:
     _check_dtype(dtype, "dtype")
-    _check_chunks(chunks)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
     if not payload.is_contiguous():
@@ -165,172 +155,115 @@ def _check_payload(
         )
 
 
-# ---- backends: what computes behind the checks ----------------------------------------------------------------------
+class _Checks:
+    """Checks of arguments against each other, in the form of a backend."""
 
+    @staticmethod
+    def encode(source: Sequence[torch.Tensor], rows: Rows, *_: Any) -> None:
+        _check_source(source, rows)
 
-def _operators(backend: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every operator by its qualified name: the checks, then the function of that name of ``backend``.
-
-    A backend takes formats in place of their settings; `hzero.codecs.reference` shows the functions.
-    """
-
-    def encode(
-        source: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        codec: str,
-        block_size: int,
-        scale: str,
-        stochastic: bool,
-        seed: int,
-    ) -> torch.Tensor:
-        fmt = _format(codec, block_size, scale)
-        _check_source(source, chunks, _rows(sizes, strides, outer))
-        return backend.encode(source, chunks, sizes, strides, outer, fmt, stochastic, seed)
-
+    @staticmethod
     def encode_feedback(
-        source: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor],
-        factors: Sequence[float],
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        codec: str,
-        block_size: int,
-        scale: str,
-        stochastic: bool,
-        seed: int,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        fmt = _format(codec, block_size, scale)
-        _check_source(source, chunks, _rows(sizes, strides, outer))
+        source: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], factors: Sequence[float], rows: Rows, *_: Any
+    ) -> None:
+        _check_source(source, rows)
         _check_residuals(residuals, factors, source)
-        return backend.encode_feedback(source, residuals, factors, chunks, sizes, strides, outer, fmt, stochastic, seed)
-
-    def decode(
-        payload: torch.Tensor,
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        codec: str,
-        block_size: int,
-        scale: str,
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        fmt = _format(codec, block_size, scale)
-        _check_payload(payload, fmt, chunks, _rows(sizes, strides, outer), dtype)
-        return backend.decode(payload, chunks, sizes, strides, outer, fmt, dtype)
-
-    def decode_sum(
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
-        codec: str,
-        block_size: int,
-        scale: str,
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        fmt = _format(codec, block_size, scale)
-        _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
-        return backend.decode_sum(payload, peers, chunks, inner, fmt, dtype)
-
-    def decode_sum_encode(
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
-        codec: str,
-        block_size: int,
-        scale: str,
-        dtype: torch.dtype,
-        outer: int,
-        out_codec: str,
-        out_block_size: int,
-        out_scale: str,
-        stochastic: bool,
-        seed: int,
-    ) -> torch.Tensor:
-        fmt, out = _format(codec, block_size, scale), _format(out_codec, out_block_size, out_scale, "out_")
-        _check_payload(payload, fmt, chunks, _summed_rows(peers, inner), dtype)
-        _rows((inner,), (1,), outer)
-        return backend.decode_sum_encode(payload, peers, chunks, inner, fmt, dtype, outer, out, stochastic, seed)
-
-    for operator in (encode, encode_feedback, decode, decode_sum, decode_sum_encode):
-        yield f"hzero::{operator.__name__}", operator
-
-
-class _Fake:
-    """The backend of tracing: outputs of the right size, type and device, without their content."""
 
     @staticmethod
-    def encode(
-        source: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        fmt: RecordFormat,
-        *rounding: Any,
-    ) -> torch.Tensor:
-        size = fmt.message_bytes(chunks, math.prod(sizes), source[0].dtype.itemsize)
-        return source[0].new_empty(size, dtype=torch.uint8)
-
-    @classmethod
-    def encode_feedback(
-        cls,
-        source: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor],
-        factors: Sequence[float],
-        *layout: Any,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        # What is encoded are float32 sums.
-        left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
-        return cls.encode(left, *layout), left
+    def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> None:
+        _check_payload(payload, fmt, rows.chunks, rows.total, dtype)
 
     @staticmethod
-    def decode(
-        payload: torch.Tensor,
-        chunks: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        return [payload.new_empty(math.prod(sizes) * chunk, dtype=dtype) for chunk in chunks]
-
-    @staticmethod
-    def decode_sum(
-        payload: torch.Tensor, peers: int, chunks: Sequence[int], inner: int, fmt: RecordFormat, dtype: torch.dtype
-    ) -> list[torch.Tensor]:
-        return [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
+    def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype) -> None:
+        _check_payload(payload, fmt, messages.chunks, messages.peers * messages.inner, dtype)
 
     @staticmethod
     def decode_sum_encode(
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        inner: int,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        outer: int,
-        out: RecordFormat,
-        *rounding: Any,
-    ) -> torch.Tensor:
-        return payload.new_empty(out.message_bytes(chunks, inner, torch.float32.itemsize), dtype=torch.uint8)
+        payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, outer: int, *_: Any
+    ) -> None:
+        _check_payload(payload, fmt, messages.chunks, messages.peers * messages.inner, dtype)
+        _check_outer(outer, messages.inner)
+
+
+# ---- from signatures to operators -----------------------------------------------------------------------------------
+
+#: Parameters that become their fields, and the check of each: takes the prefix of the fields' names and the value.
+_TUPLES: dict[type, Callable[[str, Any], Any]] = {
+    RecordFormat: functools.lru_cache(maxsize=256)(_check_format),
+    Rows: _check_rows,
+    Messages: _check_messages,
+    Rounding: lambda _, rounding: rounding,
+}
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    Sequence[torch.Tensor]: "Tensor[]",
+    list[torch.Tensor]: "Tensor[]",
+    tuple[torch.Tensor, list[torch.Tensor]]: "(Tensor, Tensor[])",
+    Sequence[int]: "int[]",
+    Sequence[float]: "float[]",
+    int: "int",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+
+def _parameters(name: str) -> Iterator[tuple[str, Any, str]]:
+    """Name and type of every parameter of an operator's function, and the prefix that its fields take.
+
+    A second parameter of the same type has its name as the prefix: the format ``out`` gives ``out_codec``.
+    """
+    function = getattr(reference, name)
+    types, seen = typing.get_type_hints(function), set()
+    for parameter in inspect.signature(function).parameters:
+        yield parameter, types[parameter], f"{parameter}_" if types[parameter] in seen else ""
+        seen.add(types[parameter])
+
+
+def _schema(name: str) -> str:
+    """The torch.library schema of an operator."""
+    flat: list[tuple[str, Any]] = []
+    for parameter, kind, prefix in _parameters(name):
+        fields = typing.get_type_hints(kind) if kind in _TUPLES else None
+        flat += [(prefix + field, type_) for field, type_ in fields.items()] if fields else [(parameter, kind)]
+    arguments = (f"{_SCHEMA_TYPES[str if typing.get_origin(t) is Literal else t]} {name}" for name, t in flat)
+    returned = typing.get_type_hints(getattr(reference, name))["return"]
+    return f"({', '.join(arguments)}) -> {_SCHEMA_TYPES[returned]}"
+
+
+def _implementation(name: str, backend: Any) -> Callable[..., Any]:
+    """An operator of flat arguments: rebuilds the tuples, checks them, and calls the backend's function."""
+    parts: list[tuple[Callable[[Any], Any] | None, int, int]] = []
+    start = 0
+    for _, kind, prefix in _parameters(name):
+        stop = start + (len(kind._fields) if kind in _TUPLES else 1)
+        parts.append((functools.partial(_rebuilt, kind, prefix) if kind in _TUPLES else None, start, stop))
+        start = stop
+    check = getattr(_Checks, name)
+
+    def operator(*flat: Any) -> Any:
+        arguments = [rebuild(flat[start:stop]) if rebuild else flat[start] for rebuild, start, stop in parts]
+        check(*arguments)
+        return getattr(backend, name)(*arguments)
+
+    return operator
+
+
+def _rebuilt(kind: Any, prefix: str, fields: Sequence[Any]) -> Any:
+    return _TUPLES[kind](prefix, kind._make(fields))
+
+
+def flat(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments of a backend's function as the operator takes them."""
+    return [part for value in arguments for part in (value if type(value) in _TUPLES else (value,))]
 
 
 # Tensors of a processor and of a GPU go to the backend that is in use for them, all others to the reference.
-for _key, _backend in (
-    ("CompositeExplicitAutograd", reference),
-    ("CPU", backends.Current("cpu")),
-    ("CUDA", backends.Current("cuda")),
-):
-    for _name, _operator in _operators(_backend):
-        torch.library.impl(_name, _key)(_operator)
-for _name, _operator in _operators(_Fake):
-    torch.library.register_fake(_name)(_operator)
+for _name in OPERATORS:
+    _qualified = f"hzero::{_name}"
+    torch.library.define(_qualified, _schema(_name))
+    torch.library.impl(_qualified, "CompositeExplicitAutograd")(_implementation(_name, reference))
+    torch.library.impl(_qualified, "CPU")(_implementation(_name, backends.Current("cpu")))
+    torch.library.impl(_qualified, "CUDA")(_implementation(_name, backends.Current("cuda")))
+    torch.library.register_fake(_qualified)(_implementation(_name, outputs))

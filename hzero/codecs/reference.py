@@ -1,8 +1,8 @@
 """Reference backend: the payload formats in plain torch, on any device. The other backends follow it bit for bit.
 
 docs/payload_format.md says what is computed here; the order of the operations in the block functions is part of it.
-Block codecs stage a bucket in one float32 buffer ``[rows, blocks * block_size]``, so that the arithmetic is a fixed
-number of operations; what remains for each tensor are copies. Nothing loops over rows or blocks.
+Block codecs stage a bucket in one float32 buffer ``[rows, blocks * block_size]``: the arithmetic takes a fixed number of
+operations, and only copies remain for each tensor. Nothing loops over rows or blocks.
 
 Buffers come from ``new_empty`` of an argument: DeepSpeed's ``zero.Init`` turns what ``torch.empty`` makes into its own
 type, and a default dtype other than float32 would do the same.
@@ -16,44 +16,34 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.layout import Layout, layout_of
 from hzero.sharding.records import RecordFormat
 
 SCALE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _SCALE_BITS = {2: 8, 4: 24}  # significant bits of each
-_LARGEST_CODE = {"int8": 127, "int4": 8}
-_CODE_RANGE = {"int8": (-127, 127), "int4": (-8, 7)}
-_CODES_A_BYTE = {"int8": 1, "int4": 2}
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
-# ---- the four operations ------------------------------------------------------------------------------------------
+# ---- the operators: their signatures are stated here, and only here (hzero.codecs.ops) -------------------------------
 
 
 @torch.no_grad()
-def encode(
-    source: Sequence[torch.Tensor],
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
-    fmt: RecordFormat,
-    stochastic: bool,
-    seed: int,
-) -> torch.Tensor:
+def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, rounding: Rounding) -> torch.Tensor:
     """Encodes a bucket; see `hzero.codecs.Codec.encode`."""
-    dtype, rows = source[0].dtype, math.prod(sizes)
-    layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
+    dtype = source[0].dtype
+    layout = layout_of(tuple(rows.chunks), fmt, dtype.itemsize)
     if not fmt.scale_bytes:
-        return _encode_elements(source, layout, fmt, sizes, strides, outer)
-    staged = source[0].new_empty(rows, layout.row_blocks * fmt.block_size, dtype=torch.float32)
-    for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, chunks, rows), chunks):
+        return _encode_elements(source, layout, fmt, rows)
+    total = rows.total
+    staged = source[0].new_empty(total, layout.row_blocks * fmt.block_size, dtype=torch.float32)
+    for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, rows.chunks, total), rows.chunks):
         if column.shape[1] > chunk:
             column[:, chunk:].zero_()
             column = column[:, :chunk]
-        column.view(*sizes, chunk).copy_(_shards(flat, chunk, sizes, strides))
-    return _encode_staged(staged, layout, fmt, outer, dtype, stochastic, seed)
+        column.view(*rows.sizes, chunk).copy_(_shards(flat, chunk, rows.sizes, rows.strides))
+    return _encode_staged(staged, layout, fmt, rows.outer, dtype, rounding)
 
 
 @torch.no_grad()
@@ -61,59 +51,46 @@ def encode_feedback(
     source: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor],
     factors: Sequence[float],
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
+    rows: Rows,
     fmt: RecordFormat,
-    stochastic: bool,
-    seed: int,
+    rounding: Rounding,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Encodes ``source + factor * residual`` and what that loses of it; see `hzero.codecs.Codec.encode_feedback`."""
+    """Encodes ``source + factor * residual`` and returns the loss; see `hzero.codecs.Codec.encode_feedback`."""
     meant = []
     for tensor, residual, factor in zip(source, residuals, factors):
         total = tensor.new_empty(tensor.numel(), dtype=torch.float32).copy_(tensor.view(-1))
-        # Product and sum are rounded each: whether `add_` with alpha fuses them depends on the processor.
+        # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
         meant.append(total.add_(residual.view(-1) * factor) if residual.numel() else total)
-    message = encode(meant, chunks, sizes, strides, outer, fmt, stochastic, seed)
-    sent = decode(message, chunks, sizes, strides, outer, fmt, torch.float32)
+    message = encode(meant, rows, fmt, rounding)
+    sent = decode(message, rows, fmt, torch.float32)
     # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
     left = [total.sub_(part[: total.numel()]).nan_to_num_(0.0, 0.0, 0.0) for total, part in zip(meant, sent)]
     return message, left
 
 
 @torch.no_grad()
-def decode(
-    payload: torch.Tensor,
-    chunks: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
-    fmt: RecordFormat,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
+def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> list[torch.Tensor]:
     """Decodes a message into flat tensors in shard order; see `hzero.codecs.Codec.decode`."""
-    rows = math.prod(sizes)
-    layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
+    layout = layout_of(tuple(rows.chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
+    sizes, strides, total = rows.sizes, rows.strides, rows.total
     if fmt.scale_bytes:
-        parts = _columns(_decode_staged(payload, layout, fmt, outer, rows // outer), layout, fmt)
+        parts = _columns(_decode_staged(payload, layout, fmt, rows.outer, rows.inner), layout, fmt)
     else:
-        parts = _records(payload, layout, outer, rows // outer, dtype if fmt.codec == "none" else torch.bfloat16)
-        sizes, strides, _ = _axes(tuple(sizes), tuple(strides), outer)
+        parts = _records(payload, layout, rows.outer, rows.inner, dtype if fmt.codec == "none" else torch.bfloat16)
+        sizes, strides, _ = _axes(tuple(sizes), tuple(strides), rows.outer)
     decoded = []
-    for part, chunk in zip(parts, chunks):
-        flat = payload.new_empty(rows * chunk, dtype=dtype)
+    for part, chunk in zip(parts, rows.chunks):
+        flat = payload.new_empty(total * chunk, dtype=dtype)
         _shards(flat, chunk, sizes, strides).copy_(part[..., :chunk].reshape(*sizes, chunk))
         decoded.append(flat)
     return decoded
 
 
 @torch.no_grad()
-def decode_sum(
-    payload: torch.Tensor, peers: int, chunks: Sequence[int], inner: int, fmt: RecordFormat, dtype: torch.dtype
-) -> list[torch.Tensor]:
+def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype) -> list[torch.Tensor]:
     """Decodes the messages of several peers and sums them in float32, in their order."""
+    peers, chunks, inner = messages
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
     # Outputs are copies: those of an operator may not share memory.
@@ -134,25 +111,22 @@ def decode_sum(
 @torch.no_grad()
 def decode_sum_encode(
     payload: torch.Tensor,
-    peers: int,
-    chunks: Sequence[int],
-    inner: int,
+    messages: Messages,
     fmt: RecordFormat,
     dtype: torch.dtype,
     outer: int,
     out: RecordFormat,
-    stochastic: bool,
-    seed: int,
+    rounding: Rounding,
 ) -> torch.Tensor:
-    """`decode_sum` and `encode` of its result, rows in order, without the tensors between where blocks agree."""
+    """`decode_sum` and `encode` of its result, rows in order; without intermediate tensors where the blocks agree."""
+    peers, chunks, inner = messages
     if fmt.scale_bytes and out.scale_bytes and fmt.block_size == out.block_size:
         layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
         # Beyond a record's elements the sums are zero, or NaN in a block that is NaN anyway: no code changes by it.
         total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)
         target = layout_of(tuple(chunks), out, torch.float32.itemsize)
-        return _encode_staged(total, target, out, outer, torch.float32, stochastic, seed)
-    sums = decode_sum(payload, peers, chunks, inner, fmt, dtype)
-    return encode(sums, chunks, (inner,), (1,), outer, out, stochastic, seed)
+        return _encode_staged(total, target, out, outer, torch.float32, rounding)
+    return encode(decode_sum(payload, messages, fmt, dtype), Rows.in_order(chunks, inner, outer), out, rounding)
 
 
 # ---- elements: codecs none and bf16 ---------------------------------------------------------------------------------
@@ -162,21 +136,19 @@ def _encode_elements(
     source: Sequence[torch.Tensor],
     layout: Layout,
     fmt: RecordFormat,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    outer: int,
+    rows: Rows,
 ) -> torch.Tensor:
-    rows = math.prod(sizes)
+    total, outer = rows.total, rows.outer
     dtype = source[0].dtype if fmt.codec == "none" else torch.bfloat16
     widths = [size // dtype.itemsize for size in layout.record_bytes]
-    sizes, strides, splits = _axes(tuple(sizes), tuple(strides), outer)
-    if outer == 1 and sizes == (rows,) and (rows == 1 or list(layout.chunks) == widths):
-        # The message is the sources one after the other, each followed by zeros.
-        elements = _cat_padded(source, [rows * width for width in widths]).to(dtype)
+    sizes, strides, splits = _axes(tuple(rows.sizes), tuple(rows.strides), outer)
+    if outer == 1 and sizes == (total,) and (total == 1 or list(layout.chunks) == widths):
+        # The message is the concatenated sources, each padded with zeros.
+        elements = _cat_padded(source, [total * width for width in widths]).to(dtype)
     else:
-        elements = source[0].new_empty(rows * sum(widths), dtype=dtype)
-        records = _records(elements.view(torch.uint8), layout, outer, rows // outer, dtype)
-        for record, flat, chunk in zip(records, _whole(source, layout.chunks, rows), layout.chunks):
+        elements = source[0].new_empty(total * sum(widths), dtype=dtype)
+        records = _records(elements.view(torch.uint8), layout, outer, rows.inner, dtype)
+        for record, flat, chunk in zip(records, _whole(source, layout.chunks, total), layout.chunks):
             if record.shape[-1] > chunk:
                 record[..., chunk:].zero_()
                 record = record[..., :chunk]
@@ -200,10 +172,9 @@ def _encode_staged(
     fmt: RecordFormat,
     outer: int,
     dtype: torch.dtype,
-    stochastic: bool,
-    seed: int,
+    rounding: Rounding,
 ) -> torch.Tensor:
-    """A message from float32 ``[rows, blocks * block_size]``, zeros beyond short blocks. Overwrites it."""
+    """A message from float32 ``[rows, blocks * block_size]``, zero beyond short blocks. Overwrites the input."""
     rows = staged.shape[0]
     if not staged.numel():
         return staged.new_empty(0, dtype=torch.uint8)
@@ -212,12 +183,12 @@ def _encode_staged(
     # A block of zero or NaN scale has no codes: dividing by infinity makes them zero.
     divisors = scales.float().masked_fill((scales == 0) | scales.isnan(), math.inf)
     blocks.div_(divisors.unsqueeze(-1))
-    if stochastic:
-        staged.add_(_noise(staged, seed)).floor_()
+    if rounding.stochastic:
+        staged.add_(_noise(staged, rounding.seed)).floor_()
     else:
         staged.round_()
     # Infinity over infinity is NaN; its block decodes to NaN whatever the codes are.
-    codes = staged.nan_to_num_(0.0).clamp_(*_CODE_RANGE[fmt.codec]).to(torch.int8)
+    codes = staged.nan_to_num_(0.0).clamp_(fmt.codes.lowest, fmt.codes.highest).to(torch.int8)
     if fmt.codec == "int4":
         # Pairs as little-endian 16-bit words: the element of even index is the low byte.
         pairs = codes.view(torch.int16)
@@ -248,8 +219,8 @@ def _extremes(blocks: torch.Tensor) -> torch.Tensor:
         return _first_extremes(blocks)
     low, high = blocks.amin(-1), blocks.amax(-1)
     extremes = torch.where(-low > high, low, high)
-    # An argmax costs ten times these, so here it is spent on blocks where both signs reach the magnitude. Elsewhere
-    # the host would have to wait to know which they are.
+    # An argmax takes ten times as long, so only blocks where both signs reach the magnitude get one. On a device the
+    # host would have to wait to find them.
     tied = (-low == high) & (high > 0)
     if tied.any():
         extremes[tied] = _first_extremes(blocks[tied])
@@ -263,14 +234,14 @@ def _first_extremes(blocks: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def scale_limit(fmt: RecordFormat, dtype: torch.dtype) -> float:
     """Largest scale whose largest code still decodes to a finite number of the source type."""
-    mantissa, exponent = math.frexp(torch.finfo(dtype).max / _LARGEST_CODE[fmt.codec])
+    mantissa, exponent = math.frexp(torch.finfo(dtype).max / -fmt.codes.lowest)
     bits = _SCALE_BITS[fmt.scale_bytes]
     return math.ldexp(math.floor(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, inner: int) -> torch.Tensor:
     """Float32 ``[rows, blocks * block_size]``; beyond a record's elements zero, or NaN where the block is."""
-    rows, width = outer * inner, layout.row_blocks * fmt.block_size // _CODES_A_BYTE[fmt.codec]
+    rows, width = outer * inner, layout.row_blocks * fmt.block_size * fmt.codes.bits // 8
     if not width:
         return payload.new_empty(rows, 0, dtype=torch.float32)
     codes = payload.new_zeros(rows, width)
@@ -300,7 +271,7 @@ def _sum_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, peers:
 
 
 def noise_key(seed: int) -> int:
-    """The unsigned 32-bit word that a seed stands for."""
+    """The unsigned 32-bit key of a seed."""
     return _mixed_word(_mixed_word((seed + 0x9E3779B9) & _WORD) ^ ((seed >> 32) & _WORD))
 
 
@@ -314,7 +285,7 @@ def _noise(staged: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _words(count: int, like: torch.Tensor) -> torch.Tensor:
-    """0, 1, .. modulo 2**32, as int32: torch has little arithmetic for unsigned types, and that of int32 wraps."""
+    """0, 1, .. modulo 2**32, as int32: torch supports little arithmetic on unsigned types, and int32 wraps."""
     return torch.arange(count, dtype=torch.int64, device=like.device).to(torch.int32)
 
 
@@ -346,14 +317,14 @@ def _signed(word: int) -> int:
 
 
 def _whole(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: int) -> Iterator[torch.Tensor]:
-    """The sources, flat, with zeros after them up to ``rows * chunk`` elements. One copy at a time is alive."""
+    """The sources, flat, padded with zeros to ``rows * chunk`` elements. Only one copy at a time is alive."""
     for tensor, chunk in zip(source, chunks):
         missing = rows * chunk > tensor.numel()
         yield _cat_padded([tensor], [rows * chunk]) if missing else tensor.view(-1)
 
 
 def _cat_padded(source: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """One flat copy of all, each with zeros after it up to its size."""
+    """One flat copy of all sources, each padded with zeros to its size."""
     gaps = [size - tensor.numel() for tensor, size in zip(source, sizes)]
     zeros = source[0].new_zeros(max(gaps))
     return torch.cat([piece for tensor, gap in zip(source, gaps) for piece in (tensor.view(-1), zeros[:gap])])
@@ -368,9 +339,9 @@ def _shards(flat: torch.Tensor, chunk: int, sizes: Sequence[int], strides: Seque
 def _axes(
     sizes: tuple[int, ...], strides: tuple[int, ...], outer: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """The same rows with the fewest axes that keep ``outer`` apart, and whether they do.
+    """The same rows with as few axes as possible that separate ``outer`` from the rest, and whether they separate it.
 
-    They do where the first axes count ``outer`` rows, the others the rest: a view ``[outer, inner]`` of the message
+    They do where the first axes have ``outer`` rows and the others the rest: a view ``[outer, inner]`` of the message
     then splits into the axes.
     """
     axes: list[tuple[int, int]] = []
@@ -393,7 +364,7 @@ def _axes(
 
 
 def _columns(staged: torch.Tensor, layout: Layout, fmt: RecordFormat) -> Sequence[torch.Tensor]:
-    """Views of one tensor each, whole blocks, of a staging buffer ``[rows, blocks * block_size]``."""
+    """One view per tensor, whole blocks, of a staging buffer ``[rows, blocks * block_size]``."""
     return staged.split([fmt.blocks(chunk) * fmt.block_size for chunk in layout.chunks], dim=1)
 
 
@@ -412,7 +383,7 @@ def _regions(
     """
     inner = codes.shape[0] // outer
     counts = [fmt.blocks(chunk) for chunk in layout.chunks]
-    per_block = fmt.block_size // _CODES_A_BYTE[fmt.codec]
+    per_block = fmt.block_size * fmt.codes.bits // 8
     staged = zip(codes.split([count * per_block for count in counts], dim=1), scales.split(counts, dim=1))
     records = _records(payload, layout, outer, inner, torch.uint8)
     for record, (code, scale), chunk, count, offset in zip(
@@ -427,12 +398,12 @@ def _regions(
 
 
 def _records(payload: torch.Tensor, layout: Layout, outer: int, inner: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Views ``[outer, inner, record]`` of one tensor's records each, in elements of ``dtype``."""
+    """One view ``[outer, inner, record]`` per tensor, in elements of ``dtype``."""
     widths = [size // dtype.itemsize for size in layout.record_bytes]
     pieces = payload.view(dtype).view(outer, inner * sum(widths)).split([inner * width for width in widths], dim=1)
     return [piece.view(outer, inner, width) for piece, width in zip(pieces, widths)]
 
 
 def _aligned(payload: torch.Tensor) -> torch.Tensor:
-    """The payload itself, or a copy where it starts at an odd place of its storage."""
+    """The payload itself, or a copy where its storage offset is not a multiple of 4."""
     return payload if payload.storage_offset() % 4 == 0 else payload.clone()

@@ -1,4 +1,4 @@
-"""Bucket: the parameters that share one message a hop."""
+"""Bucket: the parameters that share one message per hop."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from typing import TypeVar
 
 import torch
 
+from hzero.config import Role
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a chain has to know of the tensors it moves.
+    """Description of the tensors that a chain moves.
 
     Attributes:
-        keys: One stable id a tensor (DeepSpeed's ``ds_id``), by which residuals are kept.
+        keys: One stable id per tensor (DeepSpeed's ``ds_id``), by which residuals are kept.
         chunks: Elements of one shard of each tensor: its size over the world, rounded up.
-        dtype: Type of the elements where they are decoded, and on the wire under codec ``none``.
-        role: ``weights`` or ``gradients``.
+        dtype: Type of the decoded elements; also their type on the wire under codec ``none``.
+        role: The kind of state.
     """
 
     keys: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: torch.dtype
-    role: str
+    role: Role
 
     @property
     def label(self) -> str:
-        """The bucket in an error message."""
+        """Name of the bucket in an error message."""
         return f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
 
 

@@ -1,4 +1,4 @@
-"""Chain: the hops of one bucket, one after the other, behind one handle."""
+"""Chain: the hops of one bucket, run in order behind one handle."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hzero.collectives.transport import Pending
 
 T = TypeVar("T")
 
-#: Yields each hop once started; is resumed when the hop has ended; returns the chain's result.
+#: Yields each hop when it is started, is resumed when the hop has ended, and returns the chain's result.
 Hops = Generator[Pending, None, T]
 
 
 class Chain(Generic[T]):
-    """Runs the hops of one bucket in order. The first hop is under way when the constructor returns.
+    """Runs the hops of one bucket in order. The constructor starts the first hop.
 
     Args:
-        hops: Generator that starts a hop, yields it, and goes on with its output.
+        hops: Generator that starts a hop, yields it, and continues with its output.
     """
 
     def __init__(self, hops: Hops[T]) -> None:
@@ -35,7 +35,7 @@ class Chain(Generic[T]):
             self._pending, self._result, self.done = None, stop.value, True
 
     def advance(self) -> None:
-        """Waits for the hop under way and starts the next one; nothing where the chain is done."""
+        """Waits for the hop under way and starts the next one. Does nothing where the chain is done."""
         if self._pending is not None:
             self._pending.wait()
             self._resume()
@@ -48,13 +48,13 @@ class Chain(Generic[T]):
 
 
 def pipelined(starts: Iterable[Callable[[], Chain[T]]]) -> Iterator[T]:
-    """Runs chains so that hop k of one runs beside hop k+1 of the one before it; yields results in order.
+    """Overlaps chains: hop k of a chain runs during hop k+1 of the chain before it.
 
-    Tiers use different wires, so the time of many buckets is that of the slowest tier and not the sum of all.
-    Every rank starts and advances the same chains in the same order, so hops of one group meet their peers.
+    Tiers use different links, so many buckets take the time of the slowest tier, not the sum over tiers. Every rank
+    starts and advances the same chains in the same order, so the ranks of a group enter their collectives alike.
 
     Args:
-        starts: One function a bucket, which starts its chain. Each is called when the pipe has room.
+        starts: One function per bucket, which starts its chain. Each is called when the pipeline has room.
 
     Yields:
         The result of each chain, in the order of ``starts``.

@@ -1,9 +1,7 @@
-"""Tiered all-gather and reduce-scatter: one hop a tier, one message a hop, each with that tier's codec.
+"""Tiered all-gather and reduce-scatter: one hop per tier, one message per hop, each with its tier's codec.
 
-The message layout is ``[outer][tensor][inner][record]`` (docs/payload_format.md). Gathers go node, gpu, gcd and pass
-payloads on as they are while codecs agree, so all ranks decode the same bytes and end with the same bits. Reduces go
-gcd, gpu, node: every hop decodes what it received, sums in float32 in peer order, and encodes for the next.
-The tiers are those of MI250X machines in arXiv 2501.04266; sum-then-requantise hops follow ZeRO++ (arXiv 2306.10209).
+The tiers are those of MI250X machines in arXiv 2501.04266; hops that sum and quantise again follow ZeRO++
+(arXiv 2306.10209). Messages have the layout ``[outer][tensor][inner][record]`` (docs/payload_format.md).
 """
 
 from __future__ import annotations
@@ -18,19 +16,39 @@ from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.chain import Chain, Hops
 from hzero.collectives.feedback import ErrorFeedback
-from hzero.collectives.transport import Pending, Transport
+from hzero.collectives.transport import Collective, Pending, Transport
 from hzero.collectives.wirelog import HopTimer, WireLog
 from hzero.config import CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
 
 
 class TieredCollectives:
-    """Starts chains of hops for one stage.
+    """All-gathers and reduce-scatters that cross one tier at a time.
+
+    Both take a `Bucket`: several tensors, each cut into one shard per rank, which travel as one message. A hop is one
+    collective in one tier group, with the tier's codec. `gather` and `reduce` start the first hop and return a `Chain`;
+    waiting on it runs the other hops. `pipelined` overlaps the chains of several buckets, since tiers use different
+    links.
+
+    A gather crosses the tiers outermost first: node, gpu, gcd. A rank encodes its shards once. A hop all-gathers the
+    payloads, and where the next tier has the same codec it passes them on unchanged; otherwise the rank decodes them
+    and encodes them again (transcodes), with the same seed on all ranks. So all ranks decode the same bytes and hold
+    the same bits. `decode_gathered` writes the tensors in shard order, whatever the order of ranks.
+
+    A reduce crosses the tiers innermost first: gcd, gpu, node. A hop with codec ``none`` is a plain reduce-scatter in
+    the communication type. A hop with any other codec is an all-to-all: each rank receives one encoded message per
+    peer, decodes them, sums them in float32 in peer order, and encodes the sums for the next hop. Each hop leaves a
+    rank with its size-th part of the rows, so the tier with the most bytes to move is the innermost. Where a tier
+    keeps error feedback, the loss of its encoding is added to the next gradients of the same tensors.
+
+    A chain needs the message that it sends and the one that it receives; a gather ends with whole tensors, a lossy
+    reduce stages its sums in float32. Nothing here averages, accumulates or keeps a copy between calls, except the
+    residuals of error feedback: `hzero.zero` decides what to gather, what to keep resident, and when to reduce.
 
     Args:
         plan: The shard plan of this rank.
         transport: Its tier groups.
-        wire_log: Where every hop is counted.
+        wire_log: Counts every hop.
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
     """
 
@@ -56,11 +74,11 @@ class TieredCollectives:
             message: uint8 payload of this rank, layout ``[tensor][rows][record]``, in ``codec``.
             codec: Codec of ``message``.
             rows: Shards of every tensor that this rank holds.
-            seed: Of stochastic rounding where a hop transcodes. Must be the same on all ranks.
+            seed: Seed of stochastic rounding where a hop transcodes. Must be the same on all ranks.
 
         Returns:
-            A chain. Its result: the payload ``[outer][tensor][rows][record]`` with the outermost index that of the
-            last hop, the codec it is in, and ``outer``.
+            A chain. Its result: the payload ``[outer][tensor][rows][record]``, whose outermost index is that of the
+            last hop; the codec of the payload; and ``outer``.
         """
         return Chain(self._gather(hops, bucket, message, codec, rows, seed))
 
@@ -88,16 +106,16 @@ class TieredCollectives:
         rows: int,
         seed: int,
     ) -> tuple[torch.Tensor, Codec]:
-        """The message in the codec of ``target``: as it is where that is the codec it is in, decoded and encoded else.
+        """The message in the codec of ``target``: unchanged where it has that codec, else decoded and encoded again.
 
         Args:
             bucket: The tensors.
             message: uint8 payload ``[outer][tensor][rows][record]``.
             codec: Codec of ``message``.
-            target: Settings of the codec wanted.
+            target: Settings of the wanted codec.
             outer: Size of the message's outer index; kept.
             rows: Size of its inner index; kept.
-            seed: Of stochastic rounding; the same on all ranks, so that copies stay bit-identical.
+            seed: Seed of stochastic rounding; the same on all ranks, so that copies stay bit-identical.
 
         Returns:
             The payload and its codec.
@@ -118,7 +136,7 @@ class TieredCollectives:
             outer: Size of its outer index.
 
         Returns:
-            One flat tensor of ``bucket.dtype`` each, ``[world * chunk]``; what lies beyond the tensor's size is zero.
+            One flat tensor of ``bucket.dtype`` each, ``[world * chunk]``; zero beyond the tensor's size.
         """
         if not self.plan.grid.regular:
             rows = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
@@ -142,7 +160,7 @@ class TieredCollectives:
         tensors: Sequence[torch.Tensor],
         *,
         rows: int,
-        whole: bool,
+        shard_order: bool,
         seed: int = 0,
         scale: float = 1.0,
     ) -> Chain[list[torch.Tensor]]:
@@ -151,17 +169,18 @@ class TieredCollectives:
         Args:
             hops: Tiers to cross, innermost first.
             bucket: The tensors; ``bucket.dtype`` is the communication type of hops with codec ``none``.
-            tensors: Flat floating tensors of up to ``rows * chunk`` elements each; what is missing counts as zero.
-            rows: Shards that each tensor holds: the world's for whole gradients, fewer for partial sums.
-            whole: Whether ``tensors`` are in shard order (whole gradients) or in hop order (results of earlier hops).
-            seed: Of stochastic rounding.
-            scale: Loss scale of these gradients, by which residuals are brought to the same scale.
+            tensors: Flat floating tensors of up to ``rows * chunk`` elements each; missing elements count as zero.
+            rows: Shards that each tensor holds: the world size for whole gradients, fewer for partial sums.
+            shard_order: Whether the shards of ``tensors`` are in shard order, as in whole gradients, or in hop order,
+                as in the results of earlier hops.
+            seed: Seed of stochastic rounding.
+            scale: Loss scale of these gradients; residuals are converted to it.
 
         Returns:
             A chain. Its result: one flat tensor each, ``[rows / product of hop sizes * chunk]``, in hop order; float32
             after a hop with a codec, the communication type after one with ``none``.
         """
-        return Chain(self._reduce(hops, bucket, tensors, rows, whole, seed, scale))
+        return Chain(self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale))
 
     def _reduce(
         self,
@@ -169,16 +188,16 @@ class TieredCollectives:
         bucket: Bucket,
         tensors: Sequence[torch.Tensor],
         rows: int,
-        whole: bool,
+        shard_order: bool,
         seed: int,
         scale: float,
     ) -> Hops[list[torch.Tensor]]:
         chunks = bucket.chunks
         sizes: Sequence[int] = (rows,)
         strides: Sequence[int] = (1,)
-        if whole and self.plan.grid.regular:
+        if shard_order and self.plan.grid.regular:
             sizes, strides = self.plan.hop_sizes, self.plan.hop_strides
-        elif whole:
+        elif shard_order:
             tensors = [self._in_hop_order(tensor, chunk) for tensor, chunk in zip(tensors, chunks)]
         message: torch.Tensor | None = None
         for index, hop in enumerate(hops):
@@ -197,7 +216,7 @@ class TieredCollectives:
                 else:
                     message = codec.encode(tensors, chunks, sizes=sizes, strides=strides, outer=pieces, seed=seed)
             elements = rows * sum(chunks)
-            kind = "reduce_scatter" if codec.name == "none" else "all_to_all"
+            kind: Collective = "reduce_scatter" if codec.name == "none" else "all_to_all"
             pending = self._start(kind, hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
             yield pending
             received = pending.wait()
@@ -225,10 +244,10 @@ class TieredCollectives:
 
     @staticmethod
     def _pieces(hops: Sequence[Hop]) -> int:
-        """How many pieces to encode a message in for the first of ``hops``.
+        """Number of pieces to encode a message in for the first of ``hops``.
 
-        Where it and those after it have codec none, their sums go on as they are: the pieces of one hop are laid out for
-        the next at once.
+        While successive hops have codec none, sums are passed on unchanged: the pieces of all those hops are laid out
+        at once.
         """
         pieces = hops[0].size
         for before, hop in itertools.pairwise(hops):
@@ -257,7 +276,7 @@ class TieredCollectives:
     # ---- one hop -----------------------------------------------------------------------------------------------
 
     def _start(
-        self, kind: str, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
+        self, kind: Collective, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
     ) -> Pending:
         timer = HopTimer(message.device)
         payload = message.numel()

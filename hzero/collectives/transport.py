@@ -1,25 +1,28 @@
-"""Transport: one process group a tier, and the three collectives that hops are made of."""
+"""Transport: one process group per tier, and the three collectives that hops are made of."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from hzero.config import TIERS
+from hzero.config import TIERS, Tier
 from hzero.sharding.plan import ShardPlan
+
+Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter"]
 
 
 class HopError(RuntimeError):
-    """A hop failed or timed out. The message names the collective, what it carried, its tier and its ranks."""
+    """A hop failed or timed out. The message names the collective, its payload, tier and ranks."""
 
 
 class Pending:
-    """A collective on its way. `wait` returns its output, once it may be read on the current stream."""
+    """A collective under way."""
 
     def __init__(
         self, work: dist.Work | None, output: torch.Tensor, what: str, on_done: Callable[[], None] | None = None
@@ -32,6 +35,9 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Waits for the collective.
+
+        Returns:
+            Its output, which the current stream may read.
 
         Raises:
             HopError: The collective failed, a peer is gone or the group's timeout passed.
@@ -51,8 +57,8 @@ class Pending:
 class _Groups:
     """The tier groups of this process, shared by its engines for as long as torch.distributed's world lives.
 
-    They cannot be made anew for every engine: with ``use_local_synchronization`` torch names a group after its ranks, and
-    a group made after another of the same ranks was destroyed meets what that one left in the store, and hangs.
+    They cannot be made anew for every engine. With ``use_local_synchronization`` torch names a group after its ranks: a
+    group made after one of the same ranks was destroyed finds that one's keys in the store, and hangs.
     """
 
     def __init__(self) -> None:
@@ -60,7 +66,7 @@ class _Groups:
         self._made: dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup] = {}
 
     def get(self, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-        """The group of ``ranks``, in this order; made if this is the first time. All its ranks must ask alike."""
+        """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike."""
         if self._world is not dist.group.WORLD:
             self._world, self._made = dist.group.WORLD, {}
         key = (tuple(ranks), timeout)
@@ -73,28 +79,28 @@ _groups = _Groups()
 
 
 def world_timeout() -> timedelta:
-    """The timeout that the world's process group was made with; a group made later does not inherit it by itself."""
+    """Timeout of the world's process group; groups made later do not inherit it."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)  # not every torch shows them
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)  # not every torch exposes them
     return options._timeout if options is not None else default_pg_timeout
 
 
 class Transport:
     """Tier groups over torch.distributed, and collectives on them.
 
-    Every rank asks for one group a tier, its own, in the order gcd, gpu, node; a tier of size 1 has none. The number of
-    calls and the memory do not depend on the size of the world.
+    Every rank makes only its own group of each tier, in the order gcd, gpu, node; a tier of size 1 has none. The number
+    of calls and the memory do not depend on the size of the world.
 
     Args:
         plan: The shard plan of this rank.
-        timeout: Longest wait for one hop; None takes the world's.
+        timeout: Longest wait for one hop; None takes the world's timeout.
     """
 
     def __init__(self, plan: ShardPlan, timeout: timedelta | None = None) -> None:
         timeout = timeout or world_timeout()
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._ranks: dict[str, list[int]] = {}
+        self._groups: dict[Tier, dist.ProcessGroup] = {}
+        self._ranks: dict[Tier, list[int]] = {}
         self._rank = plan.rank
         for tier in TIERS:
             if plan.grid.size(tier) == 1:
@@ -102,26 +108,26 @@ class Transport:
             self._ranks[tier] = list(plan.tier_group(tier))
             self._groups[tier] = _groups.get(self._ranks[tier], timeout)
 
-    def all_gather(self, tier: str, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+    def all_gather(self, tier: Tier, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
         output = message.new_empty(message.numel() * len(self._ranks[tier]))
         work = dist.all_gather_into_tensor(output, message, group=self._groups[tier], async_op=True)
-        return Pending(work, output, self._describe("all-gather", tier, what, output), on_done)
+        return Pending(work, output, self._describe("all_gather", tier, what, output), on_done)
 
-    def all_to_all(self, tier: str, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
-        """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part of each peer."""
+    def all_to_all(self, tier: Tier, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+        """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
         work = dist.all_to_all_single(output, message, group=self._groups[tier], async_op=True)
-        return Pending(work, output, self._describe("all-to-all", tier, what, output), on_done)
+        return Pending(work, output, self._describe("all_to_all", tier, what, output), on_done)
 
-    def reduce_scatter(self, tier: str, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
-        """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of everyone's part for this rank."""
+    def reduce_scatter(self, tier: Tier, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+        """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank."""
         output = elements.new_empty(elements.numel() // len(self._ranks[tier]))
         work = dist.reduce_scatter_tensor(output, elements, group=self._groups[tier], async_op=True)
-        return Pending(work, output, self._describe("reduce-scatter", tier, what, elements), on_done)
+        return Pending(work, output, self._describe("reduce_scatter", tier, what, elements), on_done)
 
-    def _describe(self, kind: str, tier: str, what: str, tensor: torch.Tensor) -> str:
+    def _describe(self, kind: Collective, tier: Tier, what: str, tensor: torch.Tensor) -> str:
         ranks = self._ranks[tier]
         shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
         size = tensor.numel() * tensor.element_size()
-        return f"hzero: {kind} of {what} on tier {tier!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+        return f"hzero: {kind.replace('_', '-')} of {what} on tier {tier!r} (rank {self._rank} among {shown}, {size:,} bytes)"

@@ -1,4 +1,4 @@
-"""Wire log: what every hop moved, per role and tier, counted without synchronising the device."""
+"""Wire log: bytes and time of every hop per role and tier, counted without synchronising the device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from typing import Any
 
 import torch
 
+from hzero.config import CodecName, Role, Tier
+
 
 @dataclass
 class WireEntry:
-    """Totals of all hops of one role on one tier with one codec, as this rank saw them.
+    """Totals of all hops of one role on one tier with one codec, on this rank.
 
     Attributes:
-        role: ``weights`` or ``gradients``.
-        tier: ``gcd``, ``gpu`` or ``node``.
-        codec: Name of the codec of the messages.
+        role: Kind of state.
+        tier: Tier of the hops.
+        codec: Codec of the messages.
         hops: Number of collectives.
-        elements: Elements this rank encoded into its own messages.
+        elements: Elements that this rank encoded into its own messages.
         payload_bytes: Bytes of this rank's own messages, scales and record padding included.
-        wire_bytes: Bytes that entered this rank from the other ranks of the tier group.
-        raw_bytes: What ``wire_bytes`` would have been with codec ``none``.
+        wire_bytes: Bytes that this rank received from its peers.
+        raw_bytes: ``wire_bytes`` with codec ``none`` in place of this one.
         seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.
     """
 
-    role: str
-    tier: str
-    codec: str
+    role: Role
+    tier: Tier
+    codec: CodecName
     hops: int = 0
     elements: int = 0
     payload_bytes: int = 0
@@ -39,7 +41,7 @@ class WireEntry:
 
 
 class HopTimer:
-    """Time of one hop: device events where there is a device, the host clock otherwise."""
+    """Time of one hop: by device events on a device, by the host clock otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.Event, torch.Event] | None = None
@@ -50,7 +52,7 @@ class HopTimer:
             self._events[0].record()
 
     def stop(self) -> None:
-        """Marks the end of the hop; on a device only an event is recorded."""
+        """Marks the end of the hop; on a device by an event, without waiting."""
         if self._events is not None:
             self._events[1].record()
         else:
@@ -61,7 +63,7 @@ class HopTimer:
         return self._elapsed is not None or (self._events is not None and self._events[1].query())
 
     def seconds(self) -> float:
-        """Elapsed seconds; waits for the device where the hop has not ended there."""
+        """Elapsed seconds. Waits for the device where the hop has not ended."""
         if self._elapsed is None:
             if self._events is None:
                 return 0.0
@@ -71,25 +73,25 @@ class HopTimer:
 
 
 class WireLog:
-    """Counts every hop of one stage. Asked for totals, it adds up; logging itself never synchronises."""
+    """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str, str], WireEntry] = {}
+        self._entries: dict[tuple[Role, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
 
     def add(
         self,
         *,
-        role: str,
-        tier: str,
-        codec: str,
+        role: Role,
+        tier: Tier,
+        codec: CodecName,
         elements: int,
         payload_bytes: int,
         wire_bytes: int,
         raw_bytes: int,
         timer: HopTimer,
     ) -> None:
-        """Adds one finished hop. Fields as in `WireEntry`; ``timer`` has been stopped."""
+        """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped."""
         entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
         entry.hops += 1
         entry.elements += elements
@@ -114,8 +116,8 @@ class WireLog:
         """`entries` as plain dictionaries, for JSON."""
         return [dataclasses.asdict(entry) for entry in self.entries()]
 
-    def wire_bytes(self, tier: str | None = None, role: str | None = None) -> int:
-        """Bytes received by this rank, of one tier and one role or of all."""
+    def wire_bytes(self, tier: Tier | None = None, role: Role | None = None) -> int:
+        """Bytes that this rank received: of one tier, of one role, or of all."""
         return sum(
             entry.wire_bytes
             for entry in self._entries.values()
@@ -123,6 +125,6 @@ class WireLog:
         )
 
     def reset(self) -> None:
-        """Forgets everything counted so far."""
+        """Sets all counts to zero."""
         self._entries.clear()
         self._running.clear()

@@ -1,4 +1,4 @@
-"""``hzero doctor``: what this machine runs hzero on, and whether that is what it could."""
+"""``hzero doctor``: checks ranks, links, environment and backends."""
 
 from hzero.doctor.command import examine, run_doctor
 

@@ -1,4 +1,4 @@
-"""Environment of a process on a machine with Slingshot: RCCL's plug-in, and the variables that OLCF's guide sets."""
+"""The environment of a process on a machine with Slingshot: RCCL's plug-in, and the variables that OLCF's guide sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Variable:
     Attributes:
         name: Its name.
         good: Values that are as they should be, ``*`` standing for anything; the first is the one to set.
-        reason: What goes wrong otherwise.
+        reason: The fault that it avoids.
         fatal: Values with which a run hangs.
     """
 
@@ -48,7 +48,7 @@ VARIABLES = (
     Variable("MIOPEN_USER_DB_PATH", ("/tmp/*",), "its locks fail on shared file systems"),
     Variable("MIOPEN_CUSTOM_CACHE_DIR", ("/tmp/*",), "its locks fail on shared file systems"),
 )
-#: What RCCL speaks on one node, which has no fabric to use (OLCF user guide).
+#: RCCL's transport on one node, which has no fabric to use (OLCF user guide).
 _ONE_NODE = ("NCCL_NET", "Socket")
 
 _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-net-ofi.so")
@@ -57,14 +57,14 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-n
 def examine_environment(
     findings: Findings, environ: Mapping[str, str] = os.environ, nodes: int | None = None
 ) -> list[dict[str, Any]]:
-    """One row a variable: what is set, what should be, why, and a remark where it is not.
+    """One row per variable: the value found, the value expected, why, and a remark where they differ.
 
     Args:
         findings: Takes what is not as it should be.
         environ: The environment.
         nodes: Nodes of the job; None where that is not known.
     """
-    rows = []
+    rows: list[tuple[str, str | None, str, str, str]] = []
     for variable in VARIABLES:
         found = environ.get(variable.name)
         good = found is not None and any(fnmatch.fnmatchcase(found, value) for value in variable.good)
@@ -73,7 +73,7 @@ def examine_environment(
         remark = "" if good else f"{variable.name} {stands}, expected {variable.good[0]}: {variable.reason}"
         if remark:
             findings.add(UNUSABLE if found in variable.fatal else DEGRADED, remark)
-        rows.append(_row(variable.name, found, variable.good[0], variable.reason, remark))
+        rows.append((variable.name, found, variable.good[0], variable.reason, remark))
     plugin = rccl_plugin(environ)
     remark = ""
     if plugin is None and environ.get("NCCL_NET") != "Socket":
@@ -82,16 +82,12 @@ def examine_environment(
         name = environ.get("NCCL_NET_PLUGIN") or _PLUGINS[0]
         remark = f"RCCL's network plug-in ({name}) is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
         findings.add(UNUSABLE if required else DEGRADED, remark)
-    rows.append(_row("RCCL plug-in", plugin, _PLUGINS[0], "carries RCCL over libfabric", remark))
-    return rows
-
-
-def _row(name: str, found: str | None, expected: str, reason: str, remark: str) -> dict[str, Any]:
-    return {"name": name, "found": found, "expected": expected, "reason": reason, "remark": remark}
+    rows.append(("RCCL plug-in", plugin, _PLUGINS[0], "carries RCCL over libfabric", remark))
+    return [dict(zip(("name", "found", "expected", "reason", "remark"), row)) for row in rows]
 
 
 def rccl_plugin(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Path of the network plug-in that RCCL would load; None where there is none in the library path.
+    """Path of the network plug-in that RCCL would load; None if the library path has none.
 
     ``NCCL_NET_PLUGIN`` names another one, by its path, its file or the middle of its file's name; ``none`` means none.
     """

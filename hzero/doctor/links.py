@@ -1,4 +1,4 @@
-"""Links of a node: each pair that the stage relies on against what a machine of its kind should have; peer access."""
+"""Links of a node: each pair of devices against a machine of its kind; peer access."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hzero.config import ConfigError
+from hzero.doctor.expected import compare, expected_for
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
-from hzero.topology.expected import compare, expected_for
 from hzero.topology.machine import Machine
-from hzero.topology.tiers import Tier, tiers_of
+from hzero.topology.tiers import Level, tiers_of
+from hzero.validation import ConfigError
 
 
 def examine_links(
@@ -21,18 +21,19 @@ def examine_links(
     Args:
         node: Its name, for remarks.
         machine: The node as found.
-        expected: What it should be; None takes the preset that describes its devices, where there is one.
+        expected: What it should be; None takes the preset that describes its devices, if any.
         findings: Takes devices and links that are missing or slow, and why a node cannot be judged.
-        ranks: Whether the node is what ranks have reported: devices without a rank are then not missing.
+        ranks: Whether ranks reported the node: devices without a rank are then not missing.
 
     Returns:
-        What the node was compared with, its pairs, and its tiers where all devices can be read; None for a node without
-        devices.
+        The machine compared with, the pairs, and the tiers if all devices are readable; None for a node without devices.
     """
     if not machine.devices:
+        if expected is not None and expected.devices:
+            findings.add(UNUSABLE, f"{node}: no devices found, {expected.source} has {len(expected.devices)}")
         return None
     hidden = {device.number for device in machine.devices if device.hidden}
-    tiers: Sequence[Tier] = ()
+    tiers: Sequence[Level] = ()
     if not hidden or ranks:
         try:
             tiers = tiers_of(machine, of_ranks=ranks)
@@ -66,10 +67,8 @@ def examine_links(
             continue  # a job may leave devices out
         if pair.pair and hidden.issuperset(pair.pair):
             continue  # a task's cgroup keeps this process from both: what joins them cannot be read
-        if pair.state == "degraded":
-            findings.add(DEGRADED, f"{node}: {pair.text}")
-        elif pair.state == "remark":
-            findings.add(GOOD, f"{node}: {pair.text}")
+        if pair.state != "good":
+            findings.add(DEGRADED if pair.state == "degraded" else GOOD, f"{node}: {pair.text}")
         result["pairs"].append(
             {"pair": list(pair.pair), "state": pair.state, "relied_on": pair.pair in relied, "text": pair.text}
         )
@@ -77,7 +76,7 @@ def examine_links(
 
 
 def examine_peer_access(findings: Findings) -> dict[str, Any]:
-    """Which of the devices that this process sees can read each other's memory.
+    """Peer access between the devices that this process sees.
 
     Task cgroups can cut it (SchedMD bug 17793), so it is asked of the runtime and not taken from the links.
     """

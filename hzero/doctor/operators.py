@@ -1,4 +1,4 @@
-"""Codec operators of this process: which backend computes each, and whether it gives what the reference gives."""
+"""Codec operators of this process: the backend of each, tried against the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hzero.codecs import Codec, backends
-from hzero.config import CodecConfig
+from hzero.config import CodecConfig, CodecName
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 
 OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_sum_encode")
@@ -16,7 +16,7 @@ _CHUNKS = (517, 64)
 
 
 def examine_operators(findings: Findings) -> list[dict[str, Any]]:
-    """One row a kind of device and group of codecs: backend, why it, and whether it gives the reference's bits."""
+    """One row per kind of device and group of codecs: backend, the reason for it, and whether it gives the reference's bits."""
     rows: list[dict[str, Any]] = []
     for kind in ("cpu", "cuda"):
         if kind == "cuda" and not torch.cuda.is_available():
@@ -26,13 +26,13 @@ def examine_operators(findings: Findings) -> list[dict[str, Any]]:
         chosen = backends.choice(kind)
         if chosen.fallback:
             findings.add(DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}")
-        for codecs, name, why in (
+        groups: tuple[tuple[tuple[CodecName, ...], str, str], ...] = (
             (("int8", "int4"), chosen.name, chosen.why),
             (("none", "bf16"), "reference", "copies and casts, which torch does at the speed of memory"),
-        ):
+        )
+        for codecs, name, why in groups:
             wrong = [f"{kind}: {text}" for codec in codecs for text in _wrong(kind, codec)]
-            for text in wrong:
-                findings.add(UNUSABLE, text)
+            findings.add(UNUSABLE, *wrong)
             rows.append(
                 {
                     "device": device,
@@ -46,8 +46,8 @@ def examine_operators(findings: Findings) -> list[dict[str, Any]]:
     return rows
 
 
-def _wrong(kind: str, codec: str) -> list[str]:
-    """Tries a codec's operators on a bucket of awkward sizes: what differs from the reference on the same device."""
+def _wrong(kind: str, codec: CodecName) -> list[str]:
+    """Tries a codec's operators on a bucket of awkward sizes: differences from the reference on the same device."""
     own = Codec.from_config(CodecConfig(codec=codec, block_size=128))
     generator = torch.Generator().manual_seed(0)
     source = [torch.randn(4 * chunk, generator=generator).to(kind) for chunk in _CHUNKS]
@@ -58,7 +58,7 @@ def _wrong(kind: str, codec: str) -> list[str]:
     with backends.reference_instead():
         want = _try(own, source)
     return [
-        f"{name} {codec} is not what the reference gives"
+        f"{name} {codec} differs from the reference"
         for name in OPERATORS
         if not all(torch.equal(ours, theirs) for ours, theirs in zip(got[name], want[name]))
     ]

@@ -1,4 +1,4 @@
-"""Verdict: the worst of what was found, with every finding that is not as it should be."""
+"""The verdict: the worst of all findings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Findings:
         self.status = GOOD
         self.remarks: list[str] = []
 
-    def add(self, status: int, remark: str) -> None:
-        """Adds a finding; the verdict is the worst of all."""
-        self.status = max(self.status, status)
-        self.remarks.append(remark)
+    def add(self, status: int, *remarks: str) -> None:
+        """Adds findings; the verdict is the worst of all."""
+        self.status = max(self.status, status if remarks else GOOD)
+        self.remarks += remarks
 
     @property
     def verdict(self) -> str:

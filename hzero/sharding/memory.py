@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hzero.config import CodecConfig, Tier
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
-from hzero.topology.grid import Grid
+from hzero.topology import Grid
 
 #: DeepSpeed's default ``stage3_prefetch_bucket_size``: elements in flight in a gather, and in a message of the refresh.
 BUCKET_NUMEL = 50_000_000
@@ -16,12 +17,12 @@ BUCKET_NUMEL = 50_000_000
 
 @dataclass(frozen=True)
 class StateMemory:
-    """One state's memory on one rank.
+    """Memory of one state on one rank.
 
     Attributes:
         name: The state, as `hzero.zero.StageState.memory` names it.
         bytes: Bytes on the device.
-        what: What it is made of.
+        what: Description of the content.
     """
 
     name: str
@@ -38,13 +39,13 @@ def plan_memory(
     accumulation_itemsize: int = 4,
     bucket_numel: int = BUCKET_NUMEL,
 ) -> list[StateMemory]:
-    """Bytes of every state of the stage on one rank; activations are not among them.
+    """Bytes of every state of the stage on one rank, without activations.
 
     Args:
         plan: The shard plan.
         numels: Elements of each trainable parameter.
         itemsize: Bytes of one weight.
-        optimizer_bytes: Of one parameter: float32 master and Adam's two moments make 12.
+        optimizer_bytes: Optimizer bytes per parameter: a float32 master and Adam's two moments make 12.
         accumulation_itemsize: Bytes of one element of the gradient shard.
         bucket_numel: Elements of parameters gathered or reduced together.
     """
@@ -54,7 +55,7 @@ def plan_memory(
     resident = 0
     if plan.resident:
         resident = record_format(plan.resident_codec).message_bytes(chunks, plan.resident_rows, itemsize)
-    residual = sum(
+    residual: int = sum(
         2 * 4 * shard * _rows_before(plan, tier)
         for tier in plan.error_feedback
         if plan.grid.size(tier) > 1 and plan.codecs.gradients[tier].codec != "none"
@@ -70,7 +71,7 @@ def plan_memory(
         StateMemory("resident weights", resident, _resident_what(plan)),
         StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
         StateMemory(
-            "node gradients",
+            "gradient accumulators",
             4 * shard * plan.gradient_rows if plan.accumulates else 0,
             f"float32 over the {plan.gradients_scope}" if plan.accumulates else "none: gradients are over the world",
         ),
@@ -115,8 +116,8 @@ def as_dicts(states: Sequence[StateMemory]) -> list[dict[str, object]]:
     return [dataclasses.asdict(state) for state in states]
 
 
-def _rows_before(plan: ShardPlan, tier: str) -> int:
-    """Shards that a rank still holds when a reduction comes to a tier."""
+def _rows_before(plan: ShardPlan, tier: Tier) -> int:
+    """Shards that a rank holds when a reduction reaches a tier."""
     rows = plan.grid.world_size
     for hop in plan.reduce_hops():
         if hop.tier == tier:
@@ -125,12 +126,12 @@ def _rows_before(plan: ShardPlan, tier: str) -> int:
     return 0
 
 
-def _element_bytes(codec: object, itemsize: int) -> float:
-    fmt = record_format(codec)  # type: ignore[arg-type]
+def _element_bytes(codec: CodecConfig, itemsize: int) -> float:
+    fmt = record_format(codec)
     return fmt.record_bytes(1 << 16, itemsize) / (1 << 16)
 
 
 def _resident_what(plan: ShardPlan) -> str:
     if not plan.resident:
-        return "none: nothing lies outside the weights' scope"
+        return "none: the weights' scope is the whole world"
     return f"{plan.resident_codec.codec} over the {plan.weights_scope}"

@@ -1,12 +1,12 @@
-"""Shard plan: which tiers each state crosses, how often, and over which ranks. No process group, no tensor."""
+"""Shard plan: the tiers that each state crosses, how often, and over which ranks. No process group, no tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig
-from hzero.topology.grid import Grid
+from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig, Role, Scope, Tier
+from hzero.topology import Grid
 
 
 @dataclass(frozen=True)
@@ -19,44 +19,82 @@ class Hop:
         codec: Codec of its messages.
     """
 
-    tier: str
+    tier: Tier
     size: int
     codec: CodecConfig
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one rank has to know of its world. Costs the same for 8 ranks and for 75,264.
+    """One rank's view of the stage: which hops weights and gradients make, and what the rank keeps in between.
+
+    A machine has three tiers, innermost first: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``.
+    The scope that ends at a tier is the package, the node or the world. Every parameter is cut into as many shards as
+    the world has ranks, and rank r owns shard r: that is DeepSpeed's partition, which the optimizer and checkpoints use.
+    A scope then says where a state stops being replicated. Optimizer states are sharded over the world; weights and
+    gradients each have a scope of their own, and scopes nest: weights <= gradients <= world.
+
+    Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
+    keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
+    the tiers inside, by `fetch_hops`. Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
+    the gradients' scope and leave `gradient_rows` shards per rank to accumulate; once per step `boundary_hops` cross the
+    others. A tier of size 1 is no hop.
+
+    A rank thus holds 1/(ranks of the scope) of the weights and of the gradient accumulators, the more the smaller the
+    scope: memory is the price of crossing outer tiers less often. `hzero.sharding.memory` and `hzero.sharding.traffic`
+    count both from a plan alone.
+
+    The plan is arithmetic on the grid: it makes no process group and no tensor, chooses nothing at run time, and costs
+    the same for 8 ranks and for 75,264.
+
+    Two nodes of two packages of two devices, with the preset ``lossless`` (weights over the package, gradients over the
+    node), seen from rank 5:
+
+        >>> from hzero.config import parse_config
+        >>> from hzero.topology import Grid
+        >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
+        >>> [list(plan.tier_group(tier)) for tier in ("gcd", "gpu", "node")]
+        [[4, 5], [5, 7], [1, 5]]
+        >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.fetch_hops()]
+        (['node', 'gpu'], 4, ['gcd'])
+        >>> [hop.tier for hop in plan.micro_hops()], plan.gradient_rows, [hop.tier for hop in plan.boundary_hops()]
+        (['gcd', 'gpu'], 2, ['node'])
+        >>> plan.row_order()
+        [0, 4, 2, 6, 1, 5, 3, 7]
+
+    Rank 5 receives shards 1 (node hop), then 3 and 7 (gpu hop), and keeps the four shards 1, 5, 3, 7: the second half of
+    `row_order`. Its package's other device, rank 4, keeps 0, 4, 2, 6; their gcd hop gives both the whole weights. Of
+    gradients it keeps the sums of shards 1 and 5 over its node, until the node hop leaves shard 5, summed over the world.
 
     Attributes:
         grid: The machine.
         rank: This rank.
         weights_scope: Scope over which the weights are resident.
         gradients_scope: Scope over which gradients accumulate.
-        codecs: Codec a role and tier.
+        codecs: Codec of each role and tier.
         error_feedback: Tiers whose gradient encoding keeps its residual.
-        notes: What the user should be told: adapted presets, unused codecs.
+        notes: Notes for the user: adapted presets, unused codecs.
     """
 
     grid: Grid
     rank: int
-    weights_scope: str
-    gradients_scope: str
+    weights_scope: Scope
+    gradients_scope: Scope
     codecs: CodecsConfig
-    error_feedback: tuple[str, ...] = ()
+    error_feedback: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
         """The plan of one rank.
 
-        A degree from a preset that is a single device here becomes the smallest scope of more than one, so that a
-        preset never means whole copies by accident; a degree that the user wrote is honoured.
+        A preset's degree that is a single device here becomes the smallest scope of more than one device, so that a
+        preset never means whole copies by accident. A degree that the user wrote is kept.
         """
         notes = []
-        scopes = {"weights": config.shard.weights, "gradients": config.shard.gradients}
-        from_preset = {"weights": config.preset_shard, "gradients": config.preset_gradients}
-        for role in ("gradients", "weights"):
+        scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
+        from_preset: dict[Role, bool] = {"weights": config.preset_shard, "gradients": config.preset_gradients}
+        for role in reversed(ROLES):
             if from_preset[role] and grid.scope_size(scopes[role]) == 1:
                 # Weights may not become wider than gradients that the user fixed.
                 widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
@@ -78,7 +116,7 @@ class ShardPlan:
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
         return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes))
 
-    def _hops(self, role: str, tiers: tuple[str, ...]) -> tuple[Hop, ...]:
+    def _hops(self, role: Role, tiers: tuple[Tier, ...]) -> tuple[Hop, ...]:
         return tuple(
             Hop(tier, self.grid.size(tier), self.codecs[role][tier]) for tier in tiers if self.grid.size(tier) > 1
         )
@@ -88,11 +126,11 @@ class ShardPlan:
         return self._hops("weights", TIERS[::-1])
 
     def refresh_hops(self) -> tuple[Hop, ...]:
-        """Hops from primary shards to resident payloads: once a step. None where weights are sharded over the world."""
+        """Hops from primary shards to resident payloads: once per step. None where weights are sharded over the world."""
         return self._hops("weights", TIERS[: SCOPES.index(self.weights_scope) : -1])
 
     def fetch_hops(self) -> tuple[Hop, ...]:
-        """Hops from resident payloads to whole weights: at every use."""
+        """Hops from resident payloads to whole weights, at every use."""
         return self._hops("weights", TIERS[SCOPES.index(self.weights_scope) :: -1])
 
     def reduce_hops(self) -> tuple[Hop, ...]:
@@ -104,23 +142,23 @@ class ShardPlan:
         return self._hops("gradients", TIERS[: SCOPES.index(self.gradients_scope) + 1])
 
     def boundary_hops(self) -> tuple[Hop, ...]:
-        """Hops of the boundary: once a step."""
+        """Hops of the boundary, once per step."""
         return self._hops("gradients", TIERS[SCOPES.index(self.gradients_scope) + 1 :])
 
     @property
     def resident(self) -> bool:
-        """Whether a resident payload is kept: there is something outside the weights' scope."""
+        """Whether a resident payload is kept: ranks exist outside the weights' scope."""
         return bool(self.refresh_hops())
 
     @property
     def resident_codec(self) -> CodecConfig:
-        """Settings of the codec that resident payloads are in: the next tier's inwards, else the last one received in."""
+        """Settings of the resident payloads' codec: that of the first fetch hop, else that of the last refresh hop."""
         fetch = self.fetch_hops()
         return fetch[0].codec if fetch else self.refresh_hops()[-1].codec
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait in accumulators of our own for the boundary."""
+        """Whether gradients wait in accumulators for the boundary."""
         return self.gradients_scope != "world"
 
     @property
@@ -140,14 +178,14 @@ class ShardPlan:
 
     @property
     def hop_strides(self) -> tuple[int, int, int]:
-        """Distance in shards between neighbours on each axis of hop order, where ranks are numbered regularly."""
+        """Distance in shards between neighbours on each axis of hop order. Requires regularly numbered ranks."""
         return tuple(self.grid.stride(tier) for tier in TIERS)  # type: ignore[return-value]
 
-    def tier_group(self, tier: str) -> Sequence[int]:
+    def tier_group(self, tier: Tier) -> Sequence[int]:
         """Ranks of this rank's group of a tier."""
         return self.grid.tier_group(self.rank, tier)
 
     def row_order(self) -> list[int]:
-        """Shard of every row of hop order. Costs as much as the world is large."""
+        """Shard of every row of hop order. Its cost grows with the world."""
         gcds, gpus, nodes = map(range, self.hop_sizes)
         return [self.grid.rank(node, gpu, gcd) for gcd in gcds for gpu in gpus for node in nodes]

@@ -1,20 +1,36 @@
-"""Records: how many bytes a shard takes in a payload. Pure arithmetic; codecs build on it (docs/payload_format.md)."""
+"""Records: bytes that a shard takes in a payload. Pure arithmetic; codecs build on it (docs/payload_format.md)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from hzero.config import CodecConfig
+from hzero.config import CodecConfig, CodecName
 
-#: Both regions of a record are rounded up to this many bytes, so that every one starts where a wide load can.
+#: Both regions of a record are rounded up to this many bytes, so that every region starts where a wide load can.
 ALIGNMENT = 16
 
 #: Bytes of a scale, by the name of its type.
 SCALE_BYTES = {"bf16": 2, "fp32": 4}
 
-_BITS = {"bf16": 16, "int8": 8, "int4": 4}
+
+class BlockCodes(NamedTuple):
+    """The codes of a codec whose blocks share a scale.
+
+    Attributes:
+        bits: Bits of a code.
+        lowest: Lowest code that is written; the largest in magnitude.
+        highest: Highest code that is written.
+    """
+
+    bits: int
+    lowest: int
+    highest: int
+
+
+#: The block codecs. All others store the elements themselves.
+BLOCK_CODECS: dict[CodecName, BlockCodes] = {"int8": BlockCodes(8, -127, 127), "int4": BlockCodes(4, -8, 7)}
 
 
 def _aligned(size: int) -> int:
@@ -26,44 +42,50 @@ def chunk_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-@dataclass(frozen=True)
-class RecordFormat:
-    """What fixes the layout of a record.
+class RecordFormat(NamedTuple):
+    """The settings that fix the layout of a record.
 
     Attributes:
         codec: Name of the codec.
-        block_size: Elements that share a scale.
-        scale_bytes: Bytes of a scale; 0 where there are none.
+        block_size: Elements that share a scale; 0 without scales.
+        scale: Type of the scales, a key of `SCALE_BYTES`; "" without scales.
     """
 
-    codec: str
+    codec: CodecName
     block_size: int
-    scale_bytes: int
+    scale: str
 
     @classmethod
-    def of(cls, codec: str, block_size: int, scale: str) -> RecordFormat:
-        """The format of settings that are known to be valid."""
-        if codec in ("none", "bf16"):
-            # No scales, so no blocks: two settings that differ in the block size alone are the same format.
-            return cls(codec, 0, 0)
-        return cls(codec, block_size, SCALE_BYTES[scale])
+    def of(cls, codec: CodecName, block_size: int, scale: str) -> RecordFormat:
+        """The format of valid settings: two that differ only in settings without meaning give the same format."""
+        return cls(codec, block_size, scale) if codec in BLOCK_CODECS else cls(codec, 0, "")
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale; 0 for codecs without scales."""
+        return SCALE_BYTES.get(self.scale, 0)
+
+    @property
+    def codes(self) -> BlockCodes:
+        """The codes of a block codec."""
+        return BLOCK_CODECS[self.codec]
 
     def blocks(self, numel: int) -> int:
         """Scales of a record of ``numel`` elements."""
-        return -(-numel // self.block_size) if self.scale_bytes else 0
+        return -(-numel // self.block_size) if self.block_size else 0
 
     def code_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes of the codes. ``itemsize`` is that of the decoded type; only codec ``none`` depends on it."""
-        if self.codec == "none":
-            return numel * itemsize
-        return -(-numel * _BITS[self.codec] // 8)
+        if self.block_size:
+            return -(-numel * self.codes.bits // 8)
+        return numel * (itemsize if self.codec == "none" else 2)
 
     def scales_offset(self, numel: int, itemsize: int) -> int:
-        """Where the scales start inside the record, in bytes."""
+        """Offset of the scales inside the record, in bytes."""
         return _aligned(self.code_bytes(numel, itemsize))
 
     def record_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the whole record; none for an empty one."""
+        """Bytes of the whole record; 0 for an empty one."""
         return self.scales_offset(numel, itemsize) + _aligned(self.blocks(numel) * self.scale_bytes)
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
@@ -71,11 +93,11 @@ class RecordFormat:
         return rows * _row_bytes(self, tuple(chunks), itemsize)
 
 
-@functools.lru_cache(maxsize=4096)  # the same few buckets are asked for at every hop
+@functools.lru_cache(maxsize=4096)  # every hop asks for the same few buckets
 def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int:
     return sum(fmt.record_bytes(chunk, itemsize) for chunk in chunks)
 
 
 def record_format(config: CodecConfig) -> RecordFormat:
-    """The format that a codec's settings lead to."""
+    """The format of a codec's settings."""
     return RecordFormat.of(config.codec, config.block_size, config.scale)

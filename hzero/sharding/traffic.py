@@ -1,15 +1,19 @@
-"""Traffic: bytes per tier and role of one optimizer step. What the wire log will count, before anything runs."""
+"""Traffic: bytes per tier and role of one optimizer step, and the links' time for them.
+
+For the stage these are exactly the bytes that its wire log counts; for plain ZeRO-3 they are those of flat rings.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hzero.config import ROLES, TIERS
+from hzero.config import ROLES, TIERS, CodecName, Role, Tier
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
-from hzero.topology.grid import Grid
+from hzero.topology import Grid
 
 
 @dataclass(frozen=True)
@@ -17,18 +21,18 @@ class TierTraffic:
     """Bytes that enter one rank over one tier for one role, in one optimizer step.
 
     Attributes:
-        role: ``weights`` or ``gradients``.
-        tier: ``gcd``, ``gpu`` or ``node``.
+        role: The kind of state.
+        tier: The tier.
         codec: Codec of the messages.
         wire_bytes: Bytes received, scales and record padding included.
         raw_bytes: The same with codec ``none``, without padding.
-        crossings: How often a step a whole set of parameters crosses the tier.
+        crossings: How often per step a whole set of parameters crosses the tier.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
     """
 
-    role: str
-    tier: str
-    codec: str
+    role: Role
+    tier: Tier
+    codec: CodecName
     wire_bytes: int
     raw_bytes: int
     crossings: int
@@ -36,15 +40,15 @@ class TierTraffic:
 
 
 class _Tally:
-    """Adds up hops a role and tier."""
+    """Adds up hops by role and tier."""
 
     def __init__(self, chunks: Sequence[int]) -> None:
         self._chunks = chunks
-        self._wire: dict[tuple[str, str], int] = {}
-        self._raw: dict[tuple[str, str], int] = {}
-        self._crossings: dict[tuple[str, str], int] = {}
+        self._wire: dict[tuple[Role, Tier], int] = {}
+        self._raw: dict[tuple[Role, Tier], int] = {}
+        self._crossings: dict[tuple[Role, Tier], int] = {}
 
-    def add(self, role: str, hop: Hop, rows: int, itemsize: int, received: float, times: float) -> None:
+    def add(self, role: Role, hop: Hop, rows: int, itemsize: int, received: float, times: float) -> None:
         key = (role, hop.tier)
         message = record_format(hop.codec).message_bytes(self._chunks, rows, itemsize)
         self._wire[key] = self._wire.get(key, 0) + round(round(message * received) * times)
@@ -83,13 +87,13 @@ def plan_traffic(
         plan: The shard plan; every rank of the grid receives the same.
         numels: Elements of each trainable parameter.
         itemsize: Bytes of one weight (2 for bf16 and fp16).
-        comm_itemsize: Bytes of one gradient on a hop with codec ``none``; as ``itemsize`` where not given.
-        accumulation: Micro-steps a step.
-        fetches: Gathers of every parameter a micro-step, on average: forward and backward. A parameter that is used
+        comm_itemsize: Bytes of one gradient on a hop with codec ``none``; ``itemsize`` if not given.
+        accumulation: Micro-steps per step.
+        fetches: Gathers of every parameter per micro-step, on average: forward and backward. A parameter that is used
             again soon is kept by DeepSpeed (``stage3_max_reuse_distance``), so small models fetch less.
 
     Returns:
-        One entry a role and tier, weights first, tiers innermost first.
+        One entry per role and tier, weights first, tiers innermost first.
     """
     comm_itemsize = comm_itemsize or itemsize
     tally = _Tally([chunk_numel(numel, plan.grid.world_size) for numel in numels])
@@ -110,40 +114,87 @@ def plan_traffic(
 
 
 def node_bytes(traffic: Sequence[TierTraffic], plan: ShardPlan) -> int:
-    """Bytes that enter one node in a step: the node tier's, of all roles and all ranks of the node."""
-    return sum(t.wire_bytes for t in traffic if t.tier == "node") * plan.grid.scope_size("node")
+    """Bytes that enter one node per step: those of the node tier, of both roles and all ranks of the node."""
+    return sum(row.wire_bytes for row in traffic if row.tier == "node") * plan.grid.scope_size("node")
+
+
+def ring_links(sizes: Sequence[int]) -> list[int]:
+    """How many links of every level a ring has that visits the units of each level one after the other.
+
+    A ring over 2 nodes of 4 packages of 2 devices, ``sizes`` (2, 4, 2), has 8 links inside packages, 6 between the packages
+    of a node, and 2 between nodes: it enters and leaves a node once, whatever the number of ranks on it.
+
+    Args:
+        sizes: Units of each level, innermost first.
+    """
+    links, units = [], math.prod(sizes)
+    closing = max((level for level, size in enumerate(sizes) if size > 1), default=None)
+    for level, size in enumerate(sizes):
+        units //= size
+        links.append(units * (size - 1) + (level == closing))
+    return links
 
 
 def zero3_traffic(
     grid: Grid, numels: Sequence[int], *, itemsize: int = 2, accumulation: int = 1, fetches: float = 2
 ) -> list[TierTraffic]:
-    """What plain ZeRO-3 receives a step: flat collectives, every peer's part over the outermost tier between the two.
+    """What plain ZeRO-3 receives per step: flat ring collectives over the world. Averages over the ranks.
 
-    A flat all-gather brings a rank one shard from each peer, and so does an ideal flat reduce-scatter.
+    Over every link of the ring goes each shard but one, M (w - 1) / w of M bytes on w ranks, per all-gather and per
+    reduce-scatter. Rings go node by node and package by package (`ring_links`), as RCCL and NCCL build them, so this is
+    also what enters a node in all. Ranks do not receive the same: those where the ring enters a node receive everything
+    over the node tier and the others nothing. Several rings, each with its part of the bytes, spread this.
+
+    Args:
+        grid: The machine.
+        numels: Elements of each trainable parameter.
+        itemsize: Bytes of one element, of weights and of gradients.
+        accumulation: Micro-steps per step.
+        fetches: Gathers of every parameter per micro-step, on average.
+
+    Returns:
+        As `plan_traffic`, averages rounded to whole bytes.
     """
-    shards = sum(chunk_numel(numel, grid.world_size) for numel in numels) * itemsize
-    inside = 1
+    world = grid.world_size
+    link = sum(chunk_numel(numel, world) for numel in numels) * itemsize * (world - 1)
     rows = []
-    for tier in TIERS:
-        peers = inside * (grid.size(tier) - 1)
-        inside *= grid.size(tier)
-        for role, times in (("weights", fetches * accumulation), ("gradients", accumulation)):
-            size = round(peers * shards * times)
-            rows.append(TierTraffic(role, tier, "none", size, size, round(times), peers > 0))
-    return sorted(rows, key=lambda row: (ROLES.index(row.role), TIERS.index(row.tier)))
+    uses: dict[Role, float] = {"weights": fetches * accumulation, "gradients": accumulation}
+    for role, times in uses.items():
+        for tier, links in zip(TIERS, ring_links([grid.size(tier) for tier in TIERS])):
+            size = round(links * link * times / world)
+            rows.append(TierTraffic(role, tier, "none", size, size, round(times), grid.size(tier) > 1))
+    return rows
 
 
-def peers_node_bytes(
+def schemes_node_bytes(
     grid: Grid, numels: Sequence[int], *, itemsize: int = 2, accumulation: int = 1
 ) -> dict[str, float]:
-    """Bytes into one node a step of what DeepSpeed offers, by the closed forms of the schemes.
+    """Minimum bytes into one node per step under each scheme of DeepSpeed: each byte that a node lacks enters it once.
 
-    With M the bytes of the weights, A the micro-steps, f = (nodes - 1) / nodes: ZeRO-3 gathers twice and reduces once a
-    micro-step, 3 A M f. Its hpZ serves all but a step's first forward from the node, (1 + A) M f. ZeRO++
-    (arXiv 2306.10209) sends 8 and 4 bits where they send 16: (0.5 + 0.25 A) M f.
+    With M the bytes of the weights, A the micro-steps and f = (nodes - 1) / nodes: ZeRO-3 gathers twice and reduces once
+    per micro-step, 3 A M f. Its hpZ serves all gathers but the first of a step from the node, (1 + A) M f. ZeRO++
+    (arXiv 2306.10209) sends 8 and 4 bits where these two send 16, (0.5 + 0.25 A) M f. Flat rings bring (ranks - 1) / ranks
+    in place of f (`zero3_traffic`).
     """
     m, f, a = sum(numels) * itemsize, (grid.nodes - 1) / grid.nodes, accumulation
     return {"ZeRO-3": 3 * a * m * f, "hpZ": (1 + a) * m * f, "ZeRO++": (0.5 + 0.25 * a) * m * f * 2 / itemsize}
+
+
+def link_seconds(traffic: Sequence[TierTraffic], rates_gb_s: Mapping[str, float | None]) -> dict[Tier, float]:
+    """Seconds per step that each tier's links need by their bandwidth alone; tiers without a rate are left out.
+
+    All bytes that cross a tier, over the bandwidth of all its links. Both sides of the division are per device: the
+    average over the devices, and a device's share of the links. On 8 devices that share NICs of 100 GB/s, 12.5 GB/s are a
+    device's share, and a flat ring that brings M bytes into the node has brought M / 8 per device.
+
+    Latency, computation and overlap are left out. The result is a lower bound if no link of the tier carries more than its
+    rate; it is reached if the bytes are spread evenly over the links.
+    """
+    return {
+        tier: sum(row.wire_bytes for row in traffic if row.tier == tier) / (rate * 1e9)
+        for tier in TIERS
+        if (rate := rates_gb_s.get(tier))
+    }
 
 
 def as_dicts(traffic: Sequence[TierTraffic]) -> list[dict[str, object]]:

@@ -1,28 +1,22 @@
-"""Bootstrap: which rank of which world this process is, from what started it.
+"""Bootstrap: the rank of this process in its world, from the variables of its launcher.
 
-Three kinds of launchers tell it, each in variables of its own: torchrun and its like (RANK, WORLD_SIZE, LOCAL_RANK), MPI's
-mpiexec, and a Slurm step. One may run inside another: then the outer one starts a daemon on each node and the inner one the
-ranks. Any other disagreement is an error.
+Three kinds of launchers set them: torchrun and others like it (RANK, WORLD_SIZE, LOCAL_RANK), MPI's mpiexec, and a Slurm
+step. One may run inside another: then the outer one starts a daemon on each node, and the inner one the ranks. Any other
+disagreement is an error.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hzero.config import ConfigError
-from hzero.topology.hosts import hosts_of
-from hzero.topology.mpi import import_mpi, wait_mpi
+from hzero.topology.mpi import address_of_mpi, free_port, size_of_mpi
+from hzero.validation import ConfigError
 
 #: MASTER_PORT where nothing sets it: what OLCF's guide for PyTorch on Frontier uses.
 DEFAULT_PORT = 3442
-
-#: Longest wait for rank 0's address under MPI, in seconds.
-MPI_TIMEOUT_S = 300.0
 
 # Rank, world size (None where the launcher does not say), local index and local size of each kind of MPI. Open MPI: "Environment
 # variables set for MPI applications". PMI_*: MPICH's Hydra and Intel MPI with MPI_LOCALRANKID, Cray's PMI with PMI_LOCAL_RANK.
@@ -38,23 +32,24 @@ _MPI = (
 # whatever SLURM_PROCID says.
 _NO_RANKS = {"4294967290", "4294967291", "4294967292", "4294967293", "batch", "extern", "interactive"}
 
-_TASKS = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
+#: The first host of a list, and what may follow it.
+_HOSTS = re.compile(r"((?:[A-Za-z0-9._-]|\[[0-9]{1,18}(?:[-,][0-9]{1,18})*\])+)(?:,|$)")
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """A rank's place in its world, as its launcher tells it.
+    """A rank's place in its world, as its launcher states it.
 
     Attributes:
         rank: The rank.
         world_size: Ranks of the world.
         local_rank: Index of its device among those that this rank sees: 0 where it sees one.
         local_index: Its index among the ranks of its host; None where unknown. Not the index of a device.
-        local_size: Ranks of its host; None where unknown.
+        local_size: Ranks of its host, by Slurm's count of nodes if it is even; None where unknown.
         master_addr: Host of rank 0.
         master_port: Port there.
         launcher: ``torchrun``, ``environment`` (RANK and WORLD_SIZE set by something else), ``slurm``, ``mpi`` or ``alone``.
-        address_from: What the address follows from: ``MASTER_ADDR``, ``slurm``, ``mpi`` or ``alone``.
+        address_from: Source of the address: ``MASTER_ADDR``, ``slurm``, ``mpi`` or ``alone``.
     """
 
     rank: int
@@ -68,7 +63,7 @@ class Bootstrap:
     address_from: str = "MASTER_ADDR"
 
     def environment(self) -> dict[str, str]:
-        """What torch.distributed and DeepSpeed read, as variables of the environment."""
+        """The variables that torch.distributed and DeepSpeed read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -80,7 +75,7 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class _Source:
-    """What one launcher says; ``size`` None where it does not say."""
+    """The statement of one launcher; None for values it leaves out."""
 
     launcher: str
     rank: int
@@ -95,26 +90,24 @@ def bootstrap(environ: Mapping[str, str] = os.environ, visible: int | None = Non
     """This process' place in the world.
 
     Args:
-        environ: The environment. Where it is of MPI's and tells no master address, this is collective: rank 0 sends its
+        environ: The environment. If it is MPI's and has no master address, this is collective: rank 0 sends its
             own through mpi4py.
         visible: Devices that this process sees; torch is asked where it is None and matters.
 
     Raises:
         ConfigError: A variable is no number, one of a pair is missing, two launchers contradict each other, the local
-            index is beyond the visible devices, or nothing tells the master address. The message names the variables.
+            index is beyond the visible devices, or nothing states the master address. The message names the variables.
     """
-    sources = _sources(environ)
-    if not sources:
-        return _alone(environ, visible)
-    inner, agreeing = sources[0], [sources[0]]
-    for outer in sources[1:]:
-        if _agree(environ, inner, outer):
-            agreeing.append(outer)
+    inner, *others = _sources(environ) or [_Source("alone", 0, "RANK", 1, "WORLD_SIZE")]
+    agreeing = [inner, *(outer for outer in others if _agree(inner, outer))]
     size = next((source.size for source in agreeing if source.size is not None), None)
     if size is None:
-        size = _size_of_mpi(inner)
+        size = size_of_mpi(inner.rank, f"{inner.rank_variable}={inner.rank}")
     for source in agreeing:
-        _check_range(source, size)
+        if size < 1:
+            raise ConfigError(f"{source.size_variable}: found {size}, expected at least 1")
+        if source.rank >= size:
+            raise ConfigError(f"{source.rank_variable}: found {source.rank}, but {source.size_variable} is {size}")
     launcher = inner.launcher
     if launcher == "mpi" and any(source.launcher == "slurm" for source in agreeing):
         launcher = "slurm"
@@ -136,20 +129,15 @@ def bootstrap(environ: Mapping[str, str] = os.environ, visible: int | None = Non
 
 def _sources(environ: Mapping[str, str]) -> list[_Source]:
     """All launchers that have started this process, the innermost first."""
-    outer = [
-        source for source in (*map(functools.partial(_mpi_source, environ), _MPI), _slurm_source(environ)) if source
-    ]
-    # What one does not say, another one that has the same rank may: srun's PMIx tells the rank alone.
+    outer = [source for source in (*(_mpi_source(environ, *names) for names in _MPI), _slurm_source(environ)) if source]
     told = []
     for source in outer:
-        for other in outer:
-            if other.rank == source.rank and (source.size is None or other.size == source.size):
-                source = replace(
-                    source,
-                    size=other.size if source.size is None else source.size,
-                    size_variable=other.size_variable if source.size is None else source.size_variable,
-                    local_size=other.local_size if source.local_size is None else source.local_size,
-                )
+        for other in outer:  # srun's PMIx states the rank alone; the step's variables the rest
+            if other.rank == source.rank and source.size in (None, other.size):
+                if source.size is None:
+                    source = replace(source, size=other.size, size_variable=other.size_variable)
+                if source.local_size is None:
+                    source = replace(source, local_size=other.local_size)
         told.append(source)
     return [source for source in (_environment_source(environ, bool(told)), *told) if source]
 
@@ -161,10 +149,10 @@ def _environment_source(environ: Mapping[str, str], more: bool) -> _Source | Non
     if rank is None or size is None:
         if rank is None and (more or size == 1):  # job scripts export the size for all ranks
             return None
-        raise _half(*(("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")), environ)
+        raise _half("RANK", "WORLD_SIZE", environ)
     local_size = _number(environ, "LOCAL_WORLD_SIZE")
     elastic = bool(environ.get("TORCHELASTIC_RUN_ID"))
-    # Wrappers set LOCAL_RANK=0 for ranks that see one device: an index on the host only where the number of ranks is told.
+    # Wrappers set LOCAL_RANK=0 for ranks that see one device: an index on the host only where the number of ranks is known.
     local = _number(environ, "LOCAL_RANK") if elastic or local_size is not None else None
     if local is not None and local_size is not None and local >= local_size:
         if elastic:
@@ -174,17 +162,18 @@ def _environment_source(environ: Mapping[str, str], more: bool) -> _Source | Non
 
 
 def _mpi_source(
-    environ: Mapping[str, str], names: tuple[str, str | None, tuple[str, ...], tuple[str, ...]]
+    environ: Mapping[str, str],
+    rank_variable: str,
+    size_variable: str | None,
+    locals_: tuple[str, ...],
+    local_sizes: tuple[str, ...],
 ) -> _Source | None:
-    rank_variable, size_variable, locals_, local_sizes = names
     rank = _number(environ, rank_variable)
     size = _number(environ, size_variable) if size_variable else None
-    if rank is None:
-        if size is not None and size_variable:
-            raise _half(size_variable, rank_variable, environ)
-        return None
-    if size is None and size_variable:
+    if size_variable and (rank is None) != (size is None):
         raise _half(rank_variable, size_variable, environ)
+    if rank is None:
+        return None
     local, local_variable = _first(environ, locals_)
     local_size, local_size_variable = _first(environ, local_sizes)
     if local is not None and local_size is not None and local >= local_size:
@@ -202,30 +191,12 @@ def _slurm_source(environ: Mapping[str, str]) -> _Source | None:
     if rank is None or size is None:
         raise _half("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", environ)
     nodes, _ = _first(environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"))
-    local_size = None
-    if environ.get("SLURM_STEP_TASKS_PER_NODE") and (node := _number(environ, "SLURM_NODEID")) is not None:
-        local_size = _tasks_of_node(environ, node)
-    elif nodes == size:  # a step has a task on each of its nodes
-        local_size = 1
+    local_size = size // nodes if nodes and size % nodes == 0 else None  # a step has a task on each of its nodes
     return _Source("slurm", rank, "SLURM_PROCID", size, size_variable, _number(environ, "SLURM_LOCALID"), local_size)
 
 
-def _tasks_of_node(environ: Mapping[str, str], node: int) -> int:
-    """Tasks of one node out of a list such as ``8(x2),4``."""
-    name = "SLURM_STEP_TASKS_PER_NODE"
-    after = 0
-    for part in environ[name].split(","):
-        found = _TASKS.fullmatch(part.strip())
-        if found is None:
-            raise ConfigError(f"{name}: found {environ[name][:80]!r}, expected counts such as 8(x2),4")
-        after += int(found[2] or 1)
-        if node < after:
-            return int(found[1])
-    raise ConfigError(f"SLURM_NODEID: found {node}, but {name}={environ[name][:80]!r} is of {after} nodes")
-
-
-def _agree(environ: Mapping[str, str], inner: _Source, outer: _Source) -> bool:
-    """Whether both tell the same rank; False where the outer one has started the daemons of the inner one."""
+def _agree(inner: _Source, outer: _Source) -> bool:
+    """Whether both state the same rank; False where the outer one has started the daemons of the inner one."""
     sizes_agree = None in (inner.size, outer.size) or inner.size == outer.size
     if inner.rank == outer.rank and sizes_agree:
         return True
@@ -239,23 +210,7 @@ def _agree(environ: Mapping[str, str], inner: _Source, outer: _Source) -> bool:
         what = f"{inner.rank_variable}={inner.rank} and {outer.rank_variable}={outer.rank}"
     raise ConfigError(
         f"{what} contradict each other: two launchers have started this process, and the outer one does not run one "
-        "task a node; unset the variables of one of them"
-    )
-
-
-def _check_range(source: _Source, size: int) -> None:
-    if size < 1:
-        raise ConfigError(f"{source.size_variable}: found {size}, expected at least 1")
-    if source.rank >= size:
-        raise ConfigError(f"{source.rank_variable}: found {source.rank}, but {source.size_variable} is {size}")
-
-
-def _alone(environ: Mapping[str, str], visible: int | None) -> Bootstrap:
-    address = environ.get("MASTER_ADDR")
-    port = _port(environ) or _free_port()
-    local = _local_rank(environ, 0, 1, visible)
-    return Bootstrap(
-        0, 1, local, None, None, address or "127.0.0.1", port, "alone", "MASTER_ADDR" if address else "alone"
+        "task per node; unset the variables of one of them"
     )
 
 
@@ -289,18 +244,22 @@ def _local_rank(environ: Mapping[str, str], index: int | None, size: int, visibl
 def _master(
     environ: Mapping[str, str], agreeing: Sequence[_Source], rank: int, size: int, local_size: int | None
 ) -> tuple[str, int, str]:
-    """Address and port of rank 0, and what they follow from."""
-    port = _port(environ)
+    """Address and port of rank 0, and their source."""
+    port = _number(environ, "MASTER_PORT")
+    if port is not None and not 0 < port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT: found {port}, expected 1 to 65535")
     launchers = {source.launcher for source in agreeing}
     if address := environ.get("MASTER_ADDR"):
-        return address, port or (DEFAULT_PORT if size > 1 else _free_port()), "MASTER_ADDR"
+        return address, port or (DEFAULT_PORT if size > 1 else free_port()), "MASTER_ADDR"
     if size == 1:
-        return "127.0.0.1", port or _free_port(), "alone"
+        return "127.0.0.1", port or free_port(), "alone"
     if "slurm" in launchers and (found := _first_host(environ)):
         return found, port or DEFAULT_PORT, "slurm"
     if "mpi" in launchers:
         source = next(source for source in agreeing if source.launcher == "mpi")
-        address, free = _address_of_mpi(rank, size, source.rank_variable, source.size_variable, local_size == size)
+        address, free = address_of_mpi(
+            rank, size, f"{source.rank_variable}={rank}, {source.size_variable}={size}", local_size == size
+        )
         return address, port or free, "mpi"
     raise ConfigError("MASTER_ADDR: not set, and nothing else tells the host of rank 0; set it to that host's name")
 
@@ -310,59 +269,21 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
     name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(n)), None)
     if name is None:
         return None
-    hosts = hosts_of(environ[name], name)
-    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and len(hosts) > 1:
+    host = first_host(environ[name], name)
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and host != environ[name]:
         raise ConfigError(
             "MASTER_ADDR: not set; under SLURM_DISTRIBUTION=arbitrary rank 0 need not be on the first host: set it to "
             "that of rank 0"
         )
-    return hosts[0]
+    return host
 
 
-@functools.cache
-def _address_of_mpi(rank: int, size: int, rank_variable: str, size_variable: str, one_host: bool) -> tuple[str, int]:
-    """Rank 0's address and a free port there, sent to all ranks. Once a process: it is collective."""
-    mpi = import_mpi()
-    comm = mpi.COMM_WORLD
-    _check_mpi(comm.Get_rank(), comm.Get_size(), rank, size, f"{rank_variable}={rank}, {size_variable}={size}")
-    line = bytearray(512)
-    if rank == 0:
-        text = f"{'127.0.0.1' if one_host else socket.gethostname()} {_free_port()}".encode()
-        line[: len(text)] = text
-    wait = f"topology: rank {rank} has waited {MPI_TIMEOUT_S:g} s for the address of rank 0; MASTER_ADDR would tell it"
-    wait_mpi(comm, comm.Ibcast([line, mpi.BYTE], 0), MPI_TIMEOUT_S, wait)
-    address, port = line.rstrip(b"\0").decode().split()
-    return address, int(port)
-
-
-def _size_of_mpi(source: _Source) -> int:
-    """The world size where the launcher tells the rank alone."""
-    comm = import_mpi().COMM_WORLD
-    size = int(comm.Get_size())
-    _check_mpi(comm.Get_rank(), size, source.rank, size, f"{source.rank_variable}={source.rank}")
-    return size
-
-
-def _check_mpi(rank: int, size: int, told: int, told_size: int, variables: str) -> None:
-    if (rank, size) != (told, told_size):
-        raise ConfigError(
-            f"mpi4py has this process as rank {rank} of {size}, but {variables}: mpi4py is of another MPI than the launcher"
-        )
-
-
-@functools.cache
-def _free_port() -> int:
-    """A port that was free a moment ago; the same throughout a process."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _port(environ: Mapping[str, str]) -> int | None:
-    port = _number(environ, "MASTER_PORT")
-    if port is not None and not 0 < port < 1 << 16:
-        raise ConfigError(f"MASTER_PORT: found {port}, expected 1 to 65535")
-    return port
+def first_host(text: str, where: str) -> str:
+    """``frontier00001`` of ``frontier[00001-00003,00010],login1``. Raises `ConfigError` where no host stands first."""
+    found = _HOSTS.match(text)
+    if found is None:
+        raise ConfigError(f"{where}: found {text[:80]!r}, expected hosts such as node[001-003,010],login1")
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found[1])
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int | None:
@@ -382,5 +303,6 @@ def _first(environ: Mapping[str, str], variables: Sequence[str]) -> tuple[int | 
     return None, variables[0] if variables else ""
 
 
-def _half(there: str, missing: str, environ: Mapping[str, str]) -> ConfigError:
+def _half(one: str, other: str, environ: Mapping[str, str]) -> ConfigError:
+    there, missing = (one, other) if environ.get(one) else (other, one)
     return ConfigError(f"{there}={environ[there]} is set, but {missing} is not; set both or neither")

@@ -1,4 +1,4 @@
-"""Discovery: every rank says where it sits, rank 0 finds the grid, and all ranks hear the same answer.
+"""Discovery: every rank reports where it sits, rank 0 finds the grid, and all ranks receive the same answer.
 
 A rank sends a few hundred bytes and receives about as many, whatever the size of the world: nothing is sent from every
 rank to every other.
@@ -6,40 +6,40 @@ rank to every other.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import os
 import zlib
-from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hzero.topology.bootstrap import Bootstrap, bootstrap
-from hzero.topology.exchange import Exchange, open_exchange
+from hzero.topology.exchange import Exchange
 from hzero.topology.grid import Grid
 from hzero.topology.local import machine_of, own_report, visible_count
-from hzero.topology.machine import TopologyError
 from hzero.topology.placement import Place, grid_of
-from hzero.topology.report import RankReport, by_host, places_of
+from hzero.topology.rank_report import RankReport, by_host, places_of
+from hzero.topology.rendezvous import open_exchange
 from hzero.topology.visible import current_device
+from hzero.validation import ConfigError
 
-#: Longest wait for all ranks to say where they sit, in seconds.
+#: Longest wait for the reports of all ranks, in seconds.
 TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What a discovery found.
+    """The result of a discovery.
 
     Attributes:
         grid: The grid of the world; None where it is not rectangular.
-        refusal: Why there is no grid, and which ranks to drop; empty where there is one.
-        notes: What the user should be told: several fabrics, ranks without devices.
+        refusal: Why no grid exists, and which ranks to drop; empty with a grid.
+        notes: Remarks for the user: several fabrics, ranks without devices.
         clusters: Fabrics and how many nodes each joins; one where all nodes are alike.
-        reports: What each rank said, in rank order; on rank 0 alone, empty on the others.
-        places: Where each rank sits, in rank order; on rank 0 alone.
+        reports: The report of each rank, in rank order; empty on all ranks but the first.
+        places: Where each rank sits, in rank order; empty on all ranks but the first.
     """
 
     grid: Grid | None
@@ -50,9 +50,9 @@ class Discovery:
     places: Sequence[Place] = ()
 
     def required_grid(self) -> Grid:
-        """The grid. Raises `TopologyError` with `refusal` where there is none."""
+        """The grid. Raises `ConfigError` with `refusal` if it is None."""
         if self.grid is None:
-            raise TopologyError(self.refusal) if self.reports else TopologyError.of_rank_0(self.refusal)
+            raise ConfigError(self.refusal) if self.reports else ConfigError.of_rank_0(self.refusal)
         return self.grid
 
 
@@ -66,13 +66,13 @@ def discover(
     """Finds where all ranks sit. Collective: every rank of the world calls it.
 
     Args:
-        source: What describes a node: ``auto`` for what this machine offers, a preset, or a file.
+        source: The source of a node: ``auto`` for this machine, a preset, or a file.
         environ: The environment of this rank: its place in the world and the devices it sees.
-        exchange: What carries reports; by default the process group's store, one made from the environment, or MPI.
+        exchange: Carries the reports; by default the process group's store, one made from the environment, or MPI.
         timeout_s: Longest wait for the other ranks, in seconds.
 
     Raises:
-        TopologyError: A rank cannot tell its device, reports contradict each other, or packages are ambiguous: the same
+        ConfigError: A rank cannot identify its device, reports contradict each other, or packages are ambiguous: the same
             message on all ranks.
     """
     start = bootstrap(environ, visible=0)
@@ -93,10 +93,10 @@ def discover(
 
 
 def foresee(source: str, ranks: int, environ: Mapping[str, str] = os.environ) -> Discovery:
-    """What ``ranks`` ranks on this node would discover, were they started with ``LOCAL_RANK`` from 0.
+    """The discovery of ``ranks`` ranks on this node, if they were started with ``LOCAL_RANK`` from 0.
 
     Raises:
-        TopologyError: As `discover`; also where there are more ranks than devices.
+        ConfigError: As `discover`; also if ranks outnumber devices.
     """
     machine = machine_of(source, environ)
     places = (Bootstrap(rank, ranks, rank, rank, ranks, "127.0.0.1", 0, "alone") for rank in range(ranks))
@@ -108,20 +108,20 @@ def exchanged(exchange: Exchange, own: Callable[[], bytes]) -> Discovery:
 
     Args:
         exchange: Carries the reports.
-        own: Makes this rank's report; what it raises, all ranks raise.
+        own: Makes this rank's report; all ranks raise its errors.
 
     Raises:
-        TopologyError: A rank could not report, did not come in time, or the reports do not go together.
+        ConfigError: A rank could not report, did not come in time, or the reports do not go together.
     """
     try:
-        record: bytes | Exception = own()
+        report: bytes | Exception = own()
     except Exception as error:
-        record = error
-    records = exchange.gather(record)
-    if records is None:
+        report = error
+    reports = exchange.gather(report)
+    if reports is None:
         return _decode(exchange.broadcast(None))
     try:
-        found = assemble([RankReport.decode(record) for record in records])
+        found = assemble([RankReport.decode(each) for each in reports])
         answer: bytes | Exception = _encode(found)
     except Exception as error:
         answer = error
@@ -130,22 +130,20 @@ def exchanged(exchange: Exchange, own: Callable[[], bytes]) -> Discovery:
 
 
 def assemble(reports: Sequence[RankReport]) -> Discovery:
-    """What the reports of a world, in rank order, add up to.
+    """The world that the reports of its ranks, in rank order, add up to.
 
     Raises:
-        TopologyError: Reports contradict each other, or packages are ambiguous.
+        ConfigError: Reports contradict each other, or packages are ambiguous.
     """
     for rank, report in enumerate(reports):
         if (report.rank, report.world_size) != (rank, len(reports)):
-            raise TopologyError(
-                f"topology: rank {rank} of {len(reports)} was told to be rank {report.rank} of {report.world_size}: ranks do not "
+            raise ConfigError(
+                f"topology: rank {rank} of {len(reports)} was assigned rank {report.rank} of {report.world_size}: ranks do not "
                 "have the same world size (WORLD_SIZE, or that of their launcher)"
             )
     hosts = by_host(reports)
     places = sorted((place for ranks in hosts.values() for place in places_of(ranks)), key=lambda place: place.rank)
-    clusters: dict[str, int] = {}
-    for ranks in hosts.values():
-        clusters[ranks[0].fabric] = clusters.get(ranks[0].fabric, 0) + 1
+    clusters = Counter(ranks[0].fabric for ranks in hosts.values())
     notes = []
     if len(clusters) > 1:
         joined = ", ".join(
@@ -153,7 +151,7 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
         )
         notes.append(f"nodes are on {len(clusters)} fabrics ({joined}), which tier node joins")
     if all(report.device is None for report in reports):
-        notes.append("no GPUs are there: every rank counts as a package of one device")
+        notes.append("no GPUs found: each rank is treated as a package of one device")
     try:
         grid, refusal = grid_of(places), ""
         if not grid.regular:
@@ -161,31 +159,20 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
                 "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "
                 "numbering the ranks of a node by PCI bus id saves it"
             )
-    except TopologyError as error:
+    except ConfigError as error:
         grid, refusal = None, str(error)
     return Discovery(grid, refusal, tuple(notes), clusters, tuple(reports), tuple(places))
 
 
 def _encode(found: Discovery) -> bytes:
-    answer: dict[str, Any] = {"refusal": found.refusal, "notes": found.notes, "clusters": dict(found.clusters)}
-    if found.grid is not None:
-        grid = found.grid
-        answer["grid"] = [grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu]
-        answer["order"] = grid.order
-        if grid.ranks is not None:
-            answer["ranks"] = base64.b64encode(zlib.compress(array("I", grid.ranks).tobytes())).decode()
-    return json.dumps(answer).encode()
+    grid = dataclasses.asdict(found.grid) if found.grid is not None else None
+    answer = {"grid": grid, "refusal": found.refusal, "notes": found.notes, "clusters": dict(found.clusters)}
+    return zlib.compress(json.dumps(answer, separators=(",", ":")).encode())  # the ranks of an irregular grid are many
 
 
 def _decode(answer: bytes) -> Discovery:
-    values = json.loads(answer)
-    grid = None
-    if "grid" in values:
-        ranks = None
-        if "ranks" in values:
-            numbers = array("I")
-            numbers.frombytes(zlib.decompress(base64.b64decode(values["ranks"])))
-            ranks = tuple(numbers)
-        nodes, gpus, gcds = values["grid"]
-        grid = Grid(nodes, gpus, gcds, tuple(values["order"]), ranks)
-    return Discovery(grid, values["refusal"], tuple(values["notes"]), values["clusters"])
+    values = json.loads(zlib.decompress(answer))
+    grid: dict[str, Any] | None = values["grid"]
+    if grid is not None:
+        grid = {key: tuple(value) if isinstance(value, list) else value for key, value in grid.items()}
+    return Discovery(Grid(**grid) if grid else None, values["refusal"], tuple(values["notes"]), values["clusters"])

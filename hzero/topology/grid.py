@@ -1,13 +1,14 @@
-"""Grid: nodes x packages x devices, and which rank stands where. Pure arithmetic, whatever the size of the world."""
+"""The grid: nodes x packages x devices, and the place of every rank. Pure arithmetic, whatever the size of the world."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hzero.config import SCOPES, TIERS
+from hzero.config import SCOPES, TIERS, Scope, Tier
 
 
 class Coordinates(NamedTuple):
@@ -34,7 +35,7 @@ class Grid:
     nodes: int
     gpus_per_node: int
     gcds_per_gpu: int
-    order: tuple[str, str, str] = ("node", "gpu", "gcd")
+    order: tuple[Tier, Tier, Tier] = ("node", "gpu", "gcd")
     ranks: tuple[int, ...] | None = None
 
     @property
@@ -47,11 +48,11 @@ class Grid:
         """Whether a rank's coordinates follow from ``order`` alone, so that `stride` exists."""
         return self.ranks is None
 
-    def size(self, tier: str) -> int:
+    def size(self, tier: Tier) -> int:
         """Ranks of a tier group."""
         return {"gcd": self.gcds_per_gpu, "gpu": self.gpus_per_node, "node": self.nodes}[tier]
 
-    def stride(self, tier: str) -> int:
+    def stride(self, tier: Tier) -> int:
         """Distance between the ranks of neighbours in a tier group.
 
         Raises:
@@ -61,32 +62,30 @@ class Grid:
             raise ValueError("stride: ranks are numbered in no regular order")
         return _stride(self, self.order, tier)
 
-    def scope_size(self, scope: str) -> int:
+    def scope_size(self, scope: Scope) -> int:
         """Ranks reached by a scope."""
-        size = 1
-        for tier in TIERS[: SCOPES.index(scope) + 1]:
-            size *= self.size(tier)
-        return size
+        return math.prod(self.size(tier) for tier in TIERS[: SCOPES.index(scope) + 1])
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank stands.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: The rank is out of range.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: found {rank}, expected 0..{self.world_size - 1}")
-        order = self.order if self.ranks is None else ("node", "gpu", "gcd")
+        axes: tuple[Tier, Tier, Tier] = ("node", "gpu", "gcd")
+        order = self.order if self.ranks is None else axes
         place = rank if self.ranks is None else self._place_of[rank]
-        return Coordinates(*(place // _stride(self, order, tier) % self.size(tier) for tier in ("node", "gpu", "gcd")))
+        return Coordinates(*(place // _stride(self, order, tier) % self.size(tier) for tier in axes))
 
     def rank(self, node: int, gpu: int, gcd: int) -> int:
-        """Which rank stands at given coordinates."""
+        """The rank at given coordinates."""
         if self.ranks is not None:
             return self.ranks[(node * self.gpus_per_node + gpu) * self.gcds_per_gpu + gcd]
         return node * self.stride("node") + gpu * self.stride("gpu") + gcd * self.stride("gcd")
 
-    def tier_group(self, rank: int, tier: str) -> Sequence[int]:
+    def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
         place = self.coordinates(rank)
         if self.ranks is not None:
@@ -104,10 +103,5 @@ class Grid:
         return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts.items())
 
 
-def _stride(grid: Grid, order: Sequence[str], tier: str) -> int:
-    stride = 1
-    for axis in reversed(order):
-        if axis == tier:
-            return stride
-        stride *= grid.size(axis)
-    raise KeyError(tier)
+def _stride(grid: Grid, order: Sequence[Tier], tier: Tier) -> int:
+    return math.prod(grid.size(axis) for axis in order[order.index(tier) + 1 :])

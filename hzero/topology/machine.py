@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
 #: GB/s each way of one link of a kind between two GPUs of an architecture. gfx90a: OLCF's Frontier guide (4 links carry
 #: 200 GB/s); gfx908 and gfx942: half of the two-way figures of AMD's data sheets of MI100 (92 GB/s) and MI300X (128 GB/s).
 XGMI_LINK_GB_S = {"gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0}
 
-#: Most devices that a node may have; more is no machine but a broken or hostile source.
+#: Products by PCI device id (pci.ids). MI250X and MI250 share one; both have two dies per module.
+PRODUCTS = {
+    0x738C: "MI100", 0x7408: "MI250X", 0x740C: "MI250X", 0x740F: "MI210", 0x74A0: "MI300A", 0x74A1: "MI300X", 0x74A5: "MI325X",
+}  # fmt: skip
+
+#: Largest number of devices of a node; more means a broken or hostile source.
 MAX_DEVICES = 1024
 
-#: Most GB/s that a link or NIC may have; more is a broken source.
+#: Largest GB/s of a link or NIC; more means a broken source.
 MAX_GB_S = 1e6
 
 _PRODUCT = re.compile(
@@ -25,25 +32,21 @@ _PRODUCT = re.compile(
 _BUS = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
 
 
-class TopologyError(ConfigError):
-    """A source that cannot be used: the message names the file or command, the place in it, and what was found."""
-
-
-class AmbiguousTopologyError(TopologyError):
-    """A machine that can be read in more than one way. The message tells the ways and how to declare one."""
+class AmbiguousTopologyError(ConfigError):
+    """A machine that can be read in more than one way. The message states the ways and how to declare one."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """The device that one rank computes on.
 
     Attributes:
-        number: The source's own number of it.
-        bus: PCI bus id as `bus_id` writes it; empty where the source does not say.
+        number: Its number in the source.
+        bus: PCI bus id as `bus_id` writes it; empty where unknown.
         kind: Product or architecture, such as ``MI250X`` or ``gfx90a``; empty where unknown.
         module: Identity of the module it sits on, where the source states one: devices of one module are one package.
         numa: NUMA domain; None where unknown.
-        nic: Name of the nearest NIC; empty where unknown or where there is none.
+        nic: Name of the nearest NIC; empty if unknown or missing.
         uuid: Identity that the vendor gave it; empty where unknown.
         node: Name that the source gives it in every process of the node, as KFD's node number; empty where the source
             has none, or numbers devices alike everywhere.
@@ -62,12 +65,12 @@ class Device:
 
     @property
     def identity(self) -> str:
-        """What other processes of the node know it by: bus id, else the source's name, else its number."""
+        """Its name in other processes of the node: bus id, else the source's name, else its number."""
         return self.bus or self.alias
 
     @property
     def alias(self) -> str:
-        """What processes call it that cannot read its bus id."""
+        """Its name in processes that cannot read its bus id."""
         return self.node or f"#{self.number}"
 
 
@@ -79,8 +82,8 @@ class Link:
         a: Number of the one device.
         b: Number of the other; ``a < b``.
         kind: ``xgmi``, ``nvlink``, ``nvswitch`` or ``pcie``.
-        count: How many there are in parallel; None where the source does not say.
-        gb_s: What they carry together, GB/s each way; None where unknown.
+        count: Number of parallel links; None if unknown.
+        gb_s: Their total bandwidth, GB/s each way; None if unknown.
     """
 
     a: int
@@ -97,7 +100,7 @@ class Nic:
     Attributes:
         name: As ``hsn0`` or ``mlx5_0``.
         bus: PCI bus id; empty where unknown.
-        kind: What it speaks: ``cxi``, ``ib``, ``ethernet``; empty where unknown.
+        kind: Protocol: ``cxi``, ``ib``, ``ethernet``; empty where unknown.
         gb_s: GB/s each way; None where unknown.
         numa: NUMA domain; None where unknown.
     """
@@ -111,21 +114,20 @@ class Nic:
 
 @dataclass(frozen=True)
 class Machine:
-    """One node, checked: numbers and bus ids are unique, links join known devices and say the same from both ends.
+    """One node, checked: numbers and bus ids are unique, links join known devices, packages hold each device once.
 
     Attributes:
         source: Where it was read: a path, a command, a preset.
         devices: Sorted by number.
-        links: Sorted; one entry a pair.
+        links: Sorted; one entry per pair.
         nics: As the source orders them.
         packages: Groups of device numbers that the source declares to be packages; None where they follow from
             modules and links.
-        tier_gb_s: Bandwidth a device by tier that the source declares, GB/s each way.
-        tier_latency_us: Latency of a message by tier that the source declares, microseconds.
-        remarks: What a reader should know of the source: what was missing or left out.
+        tier_gb_s: Bandwidth per device by tier that the source declares, GB/s each way.
+        remarks: What was missing in the source or left out.
 
     Raises:
-        TopologyError: The parts do not go together.
+        ConfigError: The parts do not go together.
     """
 
     source: str
@@ -134,63 +136,45 @@ class Machine:
     nics: tuple[Nic, ...] = ()
     packages: tuple[tuple[int, ...], ...] | None = None
     tier_gb_s: dict[str, float] = field(default_factory=dict)
-    tier_latency_us: dict[str, float] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.devices) > MAX_DEVICES:
-            raise TopologyError(
-                f"{self.source}: {len(self.devices)} devices in one node, at most {MAX_DEVICES} are read"
-            )
+            raise ConfigError(f"{self.source}: {len(self.devices)} devices in one node, expected at most {MAX_DEVICES}")
         for what, values in (
             ("device number", [str(device.number) for device in self.devices]),
             ("PCI bus id", [device.bus for device in self.devices if device.bus]),
-            ("NIC", [nic.name for nic in self.nics]),
+            ("link", [f"{link.a}-{link.b}" for link in self.links]),
         ):
-            if (twice := _twice(values)) is not None:
-                raise TopologyError(f"{self.source}: {what} {twice} is there twice")
+            value, count = Counter(values).most_common(1)[0] if values else ("", 0)
+            if count > 1:
+                raise ConfigError(f"{self.source}: {what} {value} occurs twice")
         texts = [text for d in self.devices for text in (d.bus, d.kind, d.module, d.nic, d.uuid, d.node)]
         for text in [*texts, *(text for nic in self.nics for text in (nic.name, nic.bus, nic.kind))]:
             if not text.isprintable():
-                raise TopologyError(f"{self.source}: found the name {text[:40]!r}, expected printable characters")
-        rates = [*self.tier_gb_s.values(), *(nic.gb_s for nic in self.nics), *(link.gb_s for link in self.links)]
-        for rate in rates:
+                raise ConfigError(f"{self.source}: found the name {text[:40]!r}, expected printable characters")
+        for rate in [*self.tier_gb_s.values(), *(nic.gb_s for nic in self.nics), *(link.gb_s for link in self.links)]:
             if rate is not None and not 0 < rate <= MAX_GB_S:
-                raise TopologyError(
-                    f"{self.source}: found {rate:g} GB/s, expected more than 0 and at most {MAX_GB_S:g}"
-                )
+                raise ConfigError(f"{self.source}: found {rate:g} GB/s, expected more than 0 and at most {MAX_GB_S:g}")
         known = {device.number for device in self.devices}
-        pairs = []
+        numbers = ", ".join(map(str, sorted(known))) or "none"
         for link in self.links:
+            where = f"{self.source}: link {link.a}-{link.b}"
             for end in (link.a, link.b):
                 if end not in known:
-                    raise TopologyError(
-                        f"{self.source}: link {link.a}-{link.b} leads to device {end}, which is not there; "
-                        f"devices: {', '.join(map(str, sorted(known))) or 'none'}"
-                    )
+                    raise ConfigError(f"{where} leads to device {end}, which is not there; devices: {numbers}")
             if link.a >= link.b:
-                raise TopologyError(
-                    f"{self.source}: link {link.a}-{link.b}: expected two devices, the smaller number first"
-                )
+                raise ConfigError(f"{where}: expected two devices, the smaller number first")
             if link.count is not None and link.count < 1:
-                raise TopologyError(
-                    f"{self.source}: link {link.a}-{link.b}: found a count of {link.count}, expected at least 1"
-                )
-            pairs.append(f"{link.a}-{link.b}")
-        if (twice := _twice(pairs)) is not None:
-            raise TopologyError(f"{self.source}: link {twice} is there twice")
-        if self.packages is not None:
-            members = [member for package in self.packages for member in package]
-            if sorted(members) != sorted(known):
-                raise TopologyError(
-                    f"{self.source}: packages {[list(p) for p in self.packages]} do not hold each of the devices "
-                    f"{', '.join(map(str, sorted(known)))} once"
-                )
+                raise ConfigError(f"{where}: found a count of {link.count}, expected at least 1")
+        if self.packages is not None and sorted(itertools.chain(*self.packages)) != sorted(known):
+            packages = [list(package) for package in self.packages]
+            raise ConfigError(f"{self.source}: packages {packages} do not hold each of the devices {numbers} once")
         object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.number)))
         object.__setattr__(self, "links", tuple(sorted(self.links, key=lambda link: (link.a, link.b))))
 
     def device(self, number: int) -> Device:
-        """The device with a number. Raises `KeyError` where there is none."""
+        """The device with a number. Raises `KeyError` if missing."""
         return self._by_number[number]
 
     def link(self, one: int, other: int) -> Link | None:
@@ -223,7 +207,7 @@ def product(kind: str) -> str:
     return "gfx942" if name.startswith("gfx94") else name if name.startswith("gfx") else name.upper()
 
 
-def bus_id(text: str, where: str) -> str:
+def bus_id(text: str, where: str = "") -> str:
     """A PCI bus id in one form: ``0000:c1:00.0``, lower case, the domain written out.
 
     Args:
@@ -231,17 +215,18 @@ def bus_id(text: str, where: str) -> str:
         where: File and place, for messages.
 
     Raises:
-        TopologyError: It is none.
+        ConfigError: It is none.
     """
     found = _BUS.fullmatch(text.strip())
     if found is None:
-        raise TopologyError(f"{where}: found {text[:40]!r}, expected a PCI bus id such as 0000:c1:00.0")
+        place = f"{where}: " if where else ""
+        raise ConfigError(f"{place}found {text[:40]!r}, expected a PCI bus id such as 0000:c1:00.0")
     domain, bus, slot, function = found.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{slot}.{function}".lower()
 
 
 def merge_links(source: str, seen: Iterable[Link], both_ends: bool = False) -> tuple[Link, ...]:
-    """One entry a pair from links that a source lists from one or both ends.
+    """One entry per pair from links that a source lists from one or both ends.
 
     Args:
         source: File or command, for messages.
@@ -249,40 +234,32 @@ def merge_links(source: str, seen: Iterable[Link], both_ends: bool = False) -> t
         both_ends: Whether the source lists every link from both ends, so that one listed once contradicts itself.
 
     Raises:
-        TopologyError: A device is linked to itself, or the two ends do not say the same.
+        ConfigError: A device is linked to itself, or the two ends contradict each other.
     """
-    listed: dict[tuple[int, int], set[int]] = {}
+    ends: dict[tuple[int, int], set[int]] = {}
     merged: dict[tuple[int, int], Link] = {}
     for link in seen:
         if link.a == link.b:
-            raise TopologyError(f"{source}: device {link.a} is linked to itself")
-        ordered = link if link.a < link.b else Link(link.b, link.a, link.kind, link.count, link.gb_s)
-        listed.setdefault((ordered.a, ordered.b), set()).add(link.a)
-        other = merged.setdefault((ordered.a, ordered.b), ordered)
+            raise ConfigError(f"{source}: device {link.a} is linked to itself")
+        pair = (min(link.a, link.b), max(link.a, link.b))
+        ends.setdefault(pair, set()).add(link.a)
+        ordered = replace(link, a=pair[0], b=pair[1])
+        other = merged.setdefault(pair, ordered)
         if other != ordered:
-            raise TopologyError(
-                f"{source}: the two ends of link {ordered.a}-{ordered.b} contradict each other: "
-                f"{_text(other)} and {_text(ordered)}"
+            raise ConfigError(
+                f"{source}: the two ends of link {pair[0]}-{pair[1]} contradict each other: "
+                f"{link_text(other)} and {link_text(ordered)}"
             )
-    for (a, b), ends in listed.items():
-        if both_ends and len(ends) < 2:
-            (end,) = ends
-            raise TopologyError(
-                f"{source}: device {end} lists a link to {b if end == a else a}, which lists none back: the two ends contradict "
-                "each other"
-            )
+    for (a, b), listing in ends.items():
+        if both_ends and len(listing) < 2:
+            (end,) = listing
+            raise ConfigError(f"{source}: device {end} lists a link to {b if end == a else a}, which lists none back")
     return tuple(merged.values())
 
 
-def _text(link: Link) -> str:
-    rate = f", {link.gb_s:g} GB/s" if link.gb_s is not None else ""
-    return f"{link.count if link.count is not None else '?'} x {link.kind}{rate}"
-
-
-def _twice(values: list[str]) -> str | None:
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None
+def link_text(link: Link | None) -> str:
+    """Parallel links of a pair, for messages."""
+    if link is None:
+        return "none (routed)"
+    count = f"{link.count} {link.kind} link{'s' if link.count != 1 else ''}" if link.count else f"{link.kind} links"
+    return count + (f" of {link.gb_s:g} GB/s together" if link.gb_s is not None else "")

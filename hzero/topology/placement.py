@@ -1,4 +1,4 @@
-"""Placement: from where every rank physically sits to the grid that the stage works on, or to why there is none."""
+"""Placement: the grid that the stage works on, from where every rank physically sits; or the reason why none exists."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hzero.config import TIERS
 from hzero.topology.grid import Grid
-from hzero.topology.machine import TopologyError
+from hzero.validation import ConfigError
 
-_AXES: tuple[str, str, str] = ("node", "gpu", "gcd")
-#: Most nodes, and most ranges of ranks, that a message names.
-_MOST_NAMED = 64
+#: Nodes, and ranges of ranks, that a message names.
+_NAMED = 64
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ def grid_of(places: Sequence[Place]) -> Grid:
     order holds, the grid lists the rank of every place.
 
     Args:
-        places: One a rank, in rank order.
+        places: One per rank, in rank order.
 
     Raises:
-        TopologyError: Two ranks sit on one device, or the world is not rectangular; the message names the nodes that
+        ConfigError: Two ranks sit on one device, or the world is not rectangular; the message names the nodes that
             differ and the ranks to drop.
     """
     table = _table(places)
@@ -57,14 +57,14 @@ def grid_of(places: Sequence[Place]) -> Grid:
     }
     first = next(iter(shapes.values()))
     if any(shape != first for shape in shapes.values()) or len(set(first)) != 1:
-        raise TopologyError(_refusal(table, shapes))
+        raise ConfigError(_refusal(table, shapes))
     physical = [
         [[gcds[gcd] for gcd in sorted(gcds)] for _, gcds in sorted(packages.items())] for packages in table.values()
     ]
     by_place = _numbered_as_ranks(physical)
     by_rank = [sorted(packages, key=min) for packages in by_place]
     for cells in (by_place, by_rank):
-        for order in itertools.permutations(_AXES):
+        for order in itertools.permutations(TIERS[::-1]):
             grid = Grid(len(cells), len(cells[0]), len(cells[0][0]), order)  # type: ignore[arg-type]
             if all(
                 grid.rank(node, gpu, gcd) == rank
@@ -83,7 +83,7 @@ def _table(places: Iterable[Place]) -> _Table:
     for place in places:
         package = table.setdefault(place.host, {}).setdefault(place.package, {})
         if place.gcd in package:
-            raise TopologyError(
+            raise ConfigError(
                 f"topology: ranks {package[place.gcd]} and {place.rank} are on the same device of node {place.host}; each "
                 "rank needs a device of its own: bind them with --gpus-per-task=1, LOCAL_RANK or ROCR_VISIBLE_DEVICES"
             )
@@ -103,20 +103,18 @@ def _numbered_as_ranks(cells: list[list[list[int]]]) -> list[list[list[int]]]:
 
 
 def _refusal(table: _Table, shapes: dict[str, list[int]]) -> str:
-    """Why there is no grid, and which ranks to leave out so that there is one."""
-    common = Counter(map(tuple, shapes.values())).most_common(1)[0][0]
-    if len(set(common)) != 1:
-        common = max(map(tuple, shapes.values()), key=sum)
-    odd = [host for host, shape in shapes.items() if tuple(shape) != common or len(set(shape)) != 1]
+    """Why no grid exists, and which ranks to leave out to get one."""
+    even = Counter(tuple(shape) for shape in shapes.values() if len(set(shape)) == 1)
+    common = even.most_common(1)[0][0] if even else ()
+    odd = [host for host, shape in shapes.items() if tuple(shape) != common]
     named = ", ".join(f"node {host} has {_shape(shapes[host])}" for host in odd[:4])
     more = f" and {len(odd) - 4} more differ" if len(odd) > 4 else ""
     others = f"; every other node has {_shape(common)}" if len(odd) < len(shapes) else ""
     gpus, gcds, dropped = _smallest_drop(table)
-    left = sum(len(package) for packages in table.values() for package in packages.values()) - len(dropped)
-    where = [
-        host for host, packages in table.items() if {r for p in packages.values() for r in p.values()} & set(dropped)
-    ]
-    on = ", ".join(where[:_MOST_NAMED]) + (f" and {len(where) - _MOST_NAMED} more" if len(where) > _MOST_NAMED else "")
+    ranks = {host: {r for package in packages.values() for r in package.values()} for host, packages in table.items()}
+    left = sum(map(len, ranks.values())) - len(dropped)
+    where = [host for host, own in ranks.items() if not own.isdisjoint(dropped)]
+    on = ", ".join(where[:_NAMED]) + (f" and {len(where) - _NAMED} more" if len(where) > _NAMED else "")
     return (
         f"topology: the world is no grid of nodes x packages x devices: {named}{more}{others}. Dropping the ranks "
         f"{_ranges(dropped)} (on {on}) leaves {Grid(left // (gpus * gcds), gpus, gcds)}"
@@ -131,8 +129,8 @@ def _ranges(ranks: Sequence[int]) -> str:
             runs[-1][1:] = [rank]
         else:
             runs.append([rank])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MOST_NAMED])
-    return shown if len(runs) <= _MOST_NAMED else f"{shown} and others, {len(ranks)} in all"
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:_NAMED])
+    return shown if len(runs) <= _NAMED else f"{shown} and others, {len(ranks)} in all"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -142,15 +140,13 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _smallest_drop(table: _Table) -> tuple[int, int, list[int]]:
-    """Packages a node, devices a package, and the ranks outside of the largest grid that the world holds."""
+    """Packages per node, devices per package, and the ranks outside of the largest grid that the world holds."""
     nodes = list(table.values())
-    best: tuple[int, int, int] = (0, 0, 0)
-    for gcds in sorted({len(package) for packages in nodes for package in packages.values()}):
+    ways = []
+    for gcds in {len(package) for packages in nodes for package in packages.values()}:
         wide = [sum(len(package) >= gcds for package in packages.values()) for packages in nodes]
-        for gpus in sorted(set(wide) - {0}):
-            # Of two ways to keep as many, the one that keeps packages whole: their links are the fastest.
-            best = max(best, (sum(count >= gpus for count in wide) * gpus * gcds, gcds, gpus))
-    _, gcds, gpus = best
+        ways += [(sum(count >= gpus for count in wide) * gpus * gcds, gcds, gpus) for gpus in set(wide) - {0}]
+    _, gcds, gpus = max(ways)  # of two ways to keep as many, the one with whole packages: their links are the fastest
     # Packages that most nodes have are kept, so that what is left still pairs the same packages of all nodes.
     shared = Counter(label for packages in nodes for label, package in packages.items() if len(package) >= gcds)
     dropped: list[int] = []

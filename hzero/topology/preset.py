@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from hzero.config import one_of
 from hzero.topology.machine import Machine
 from hzero.topology.readers import declared
+from hzero.validation import one_of
 
 PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "dgx_h200", "laptop")
 
@@ -19,7 +19,7 @@ def preset(name: str) -> Machine:
     """One node of a known machine.
 
     Raises:
-        ConfigError: There is no such preset; the message names the nearest.
+        ConfigError: Unknown preset; the message names the nearest.
     """
     if name not in PRESETS:
         raise one_of("topology", name, PRESETS, "preset")

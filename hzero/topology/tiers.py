@@ -1,4 +1,4 @@
-"""Tiers of one node: which devices share a package, which packages a hive, and what the links between them carry.
+"""Tiers of one node: the devices of each package, the packages of each hive, and the bandwidth of the links between them.
 
 Packages are found by physical identity where the source states one, and by the number of parallel links otherwise; never
 by adjacency of numbers. A machine that can be read in more than one way is an error that says how to declare it.
@@ -15,7 +15,7 @@ from hzero.topology.machine import XGMI_LINK_GB_S, AmbiguousTopologyError, Link,
 #: Levels of links of a world, innermost first. The stage uses gcd, gpu and node: it merges hive into gpu, cluster into node.
 LEVELS = ("gcd", "hive", "gpu", "node", "cluster")
 
-#: Devices a module of products has when all are there. A gfx90a may be a die of an MI250X or a whole MI210.
+#: Devices per module of each product. A gfx90a may be a die of an MI250X or a whole MI210.
 DIES = {
     **dict.fromkeys(("MI250X", "MI250"), 2),
     **dict.fromkeys(
@@ -23,34 +23,26 @@ DIES = {
     ),
 }
 
-#: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's recordings).
+#: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's models).
 _MI250X_LINKS = 4
 _GFX90A = {"gfx90a", "MI250X", "MI250", "MI210"}
 
 
 @dataclass(frozen=True)
-class Tier:
+class Level:
     """One level of links.
 
     Attributes:
         name: One of `LEVELS`.
         size: Members of its largest group; 1 where the machine lacks the level.
         groups: Numbers of the devices that differ in this tier's coordinate alone.
-        gb_s: What a device can send to another of its group over the thinnest direct link that the groups have, GB/s
-            each way; for ``node`` its share of the NICs. None where unknown.
-        latency_us: Microseconds of a message; None where nobody has declared or measured it.
+        gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. May be None.
     """
 
     name: str
     size: int
     groups: tuple[tuple[int, ...], ...]
     gb_s: float | None = None
-    latency_us: float | None = None
-
-    @property
-    def even(self) -> bool:
-        """Whether all groups have the same size."""
-        return all(len(group) == self.size for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -70,16 +62,8 @@ class Position:
     node_package: int
 
 
-def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Tier, ...]:
-    """All `LEVELS` of one node, innermost first; ``node`` and ``cluster`` have size 1.
-
-    Args:
-        machine: The node.
-        of_ranks: As in `packages_of`.
-
-    Raises:
-        AmbiguousTopologyError: Packages cannot be told from the links.
-    """
+def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Level, ...]:
+    """All `LEVELS` of one node, innermost first; ``node`` and ``cluster`` have size 1. Arguments as for `packages_of`."""
     places = positions(machine, of_ranks)
     several_hives = len({place.hive for place in places.values()}) > 1
     axes = {"gcd": "gcd", "hive": "package" if several_hives else "", "gpu": "hive" if several_hives else "package"}
@@ -88,20 +72,12 @@ def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Tier, ...]:
         groups = _groups(places, axes.get(name, ""))
         size = max((len(group) for group in groups), default=1)
         gb_s = machine.tier_gb_s.get(name, _bandwidth(machine, name, groups, size))
-        tiers.append(Tier(name, size, groups, gb_s, machine.tier_latency_us.get(name)))
+        tiers.append(Level(name, size, groups, gb_s))
     return tuple(tiers)
 
 
 def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
-    """Position of every device by its number.
-
-    Args:
-        machine: The node.
-        of_ranks: As in `packages_of`.
-
-    Raises:
-        AmbiguousTopologyError: Packages cannot be told from the links.
-    """
+    """Position of every device by its number. Arguments and errors are those of `packages_of`."""
     order = {device.number: index for index, device in enumerate(sorted(machine.devices, key=by_bus))}
     packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine, of_ranks)]
     packages.sort(key=lambda package: order[package[0]])
@@ -128,11 +104,11 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
 
     Args:
         machine: The node.
-        of_ranks: Whether it is what ranks say together: hidden devices then have no rank, what joins two of them is not
-            known, and their packages do not matter.
+        of_ranks: Whether the reports of ranks add up to it: hidden devices then have no rank, the links between two of
+            them are not known, and their packages do not matter.
 
     Raises:
-        AmbiguousTopologyError: The links do not tell, or devices are hidden from this process. The message says what was
+        AmbiguousTopologyError: The links are ambiguous, or devices are hidden from this process. The message says what was
             found and which packages to declare.
     """
     if machine.packages is not None:
@@ -140,16 +116,17 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     hidden = [device.number for device in machine.devices if device.hidden]
     if hidden and not of_ranks:
         raise AmbiguousTopologyError(
-            f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot tell the packages; the ranks "
-            "of a job can together, as in `srun ... hzero doctor`"
+            f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot identify the packages; "
+            "the ranks of a job can together, as in `srun ... hzero doctor`"
         )
     numbers = [device.number for device in machine.devices]
-    modules = {device.number: device.module for device in machine.devices}
-    if any(modules.values()):
-        without = [number for number in numbers if not modules[number]]
-        if without:
-            raise _ambiguous(machine, f"devices {without} have no module, the others do", [])
-        return _sorted([[n for n in numbers if modules[n] == module] for module in set(modules.values())])
+    modules: dict[str, list[int]] = {}
+    for device in machine.devices:
+        modules.setdefault(device.module, []).append(device.number)
+    if set(modules) - {""}:
+        if "" in modules:
+            raise _ambiguous(machine, f"devices {modules['']} have no module, the others do", [])
+        return _sorted(modules.values())
     kinds = {product(device.kind) for device in machine.devices if device.kind}  # one without a rank may have none
     dies = {DIES.get(kind) for kind in kinds} or {None}
     links = [link for link in machine.links if link.kind == "xgmi"]
@@ -164,7 +141,9 @@ def _by_links(
     numbers = [device.number for device in machine.devices]
     single = _sorted([number] for number in numbers)
     of_gfx90a = kinds <= _GFX90A  # also where nothing is known of the product
-    counts = {(link.a, link.b): _count(link, bool(kinds) and of_gfx90a) for link in links}
+    counts = {(link.a, link.b): link.count for link in links}
+    if kinds and of_gfx90a:  # the bandwidth of one link is known
+        counts |= {(k.a, k.b): round(k.gb_s / XGMI_LINK_GB_S["gfx90a"]) for k in links if k.count is None and k.gb_s}
     dies_of_one = [pair for pair, count in counts.items() if count == _MI250X_LINKS]
     joined = _components(numbers, dies_of_one)
     if of_gfx90a and dies_of_one and (kinds or len(dies_of_one) < len(links)):
@@ -183,7 +162,7 @@ def _by_links(
     if None in counts.values() and not alike:
         a, b = next(pair for pair, count in counts.items() if count is None)
         raise _ambiguous(
-            machine, f"the source does not count the links of {a}-{b}, so packages cannot be told", [single]
+            machine, f"the source does not count the links of {a}-{b}, so packages are ambiguous", [single]
         )
     if dies == {2}:
         raise _ambiguous(machine, "no two dies have the 4 links of an MI250X", [single])
@@ -198,13 +177,6 @@ def _by_links(
     return single
 
 
-def _count(link: Link, of_gfx90a: bool) -> int | None:
-    """Parallel links of a pair; from the bandwidth where they are not counted and that of one link is known."""
-    if link.count is None and link.gb_s is not None and of_gfx90a:
-        return round(link.gb_s / XGMI_LINK_GB_S["gfx90a"])
-    return link.count
-
-
 def _ambiguous(machine: Machine, why: str, readings: Sequence[Iterable[Iterable[int]]]) -> AmbiguousTopologyError:
     ways = [f"packages: {[list(package) for package in reading]}" for reading in readings]
     choice = " or ".join(ways) if ways else "packages: [[..], ..]"
@@ -217,15 +189,14 @@ def _ambiguous(machine: Machine, why: str, readings: Sequence[Iterable[Iterable[
 def _bandwidth(machine: Machine, name: str, groups: Sequence[Sequence[int]], size: int) -> float | None:
     if name == "node":
         rates = [nic.gb_s for nic in machine.nics]
-        if not rates or not machine.devices or any(rate is None for rate in rates):
-            return None
-        return sum(rate for rate in rates if rate is not None) / len(machine.devices)
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) / len(machine.devices) if known and len(known) == len(rates) and machine.devices else None
     if size == 1:
         return None
     home = {number: index for index, group in enumerate(groups) for number in group}
-    inside = [link.gb_s for link in machine.links if home[link.a] == home[link.b]]
-    known = [rate for rate in inside if rate is not None]
-    return min(known) if known and len(known) == len(inside) else None
+    rates = [link.gb_s for link in machine.links if home[link.a] == home[link.b]]
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if known and len(known) == len(rates) else None
 
 
 def _groups(places: dict[int, Position], axis: str) -> tuple[tuple[int, ...], ...]:
@@ -239,20 +210,12 @@ def _groups(places: dict[int, Position], axis: str) -> tuple[tuple[int, ...], ..
 
 def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Connected components, each sorted, by their first."""
-    parent = {node: node for node in nodes}
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = node = parent[parent[node]]
-        return node
-
+    group = {node: [node] for node in sorted(nodes)}
     for a, b in pairs:
-        low, high = sorted((root(a), root(b)))
-        parent[high] = low
-    found: dict[int, list[int]] = {}
-    for node in sorted(parent):
-        found.setdefault(root(node), []).append(node)
-    return list(found.values())
+        if group[a] is not group[b]:
+            group[a] += group[b]
+            group.update(dict.fromkeys(group[b], group[a]))
+    return sorted({id(found): sorted(found) for found in group.values()}.values())
 
 
 def _sorted(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""``hzero train``: a Hydra application. Checks everything, prepares text and folder, then starts the ranks or is one."""
+"""``hzero train``: a Hydra application that checks everything, prepares text and folder, and starts the ranks or is one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hzero.config import ConfigError
+from hzero.formatting import size_text
+from hzero.launcher import INTERRUPTED, REFUSED, STARTED, PatientStream, Ranks, local_ranks, on_rank_0
+from hzero.settings.conf import check_options, conf_dir, one_line, plain
+from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, data, folder
-from hzero.train.conf import check_options, conf_dir, known_keys, one_line, plain
-from hzero.train.launch import INTERRUPTED, REFUSED, Ranks, free_port, rank_environment
-from hzero.train.settings import Settings, model_numels
-from hzero.train.summary import size_text
-from hzero.train.worker import prepare_process, train_rank, write_job
+from hzero.train.worker import prepare_process, rank_imports, train_rank, write_job
+from hzero.validation import ConfigError
 
 
 def run(overrides: Sequence[str]) -> int:
     """Runs the application on Hydra's arguments; ``-m``, ``--help`` and ``--cfg job`` are among them.
 
     Returns:
-        Exit status: 0, 1 where a rank died, 2 for input that cannot be used (one line on stderr), 130 after Ctrl-C.
+        Exit status: 0, 1 if a rank failed, 2 for input that cannot be used (one line on stderr), 130 after Ctrl-C.
     """
     statuses: list[int] = []
 
@@ -47,8 +47,7 @@ def run(overrides: Sequence[str]) -> int:
             raise KeyboardInterrupt  # ends a multirun as well
 
     check_options(overrides, ("model", "data", "topology", "zero", "launcher"), "`hzero train --help`")
-    signal.signal(signal.SIGTERM, _leave)
-    known_keys()  # Hydra composes nothing else while it runs the task
+    before = signal.signal(signal.SIGTERM, _leave)
     argv = sys.argv
     sys.argv = ["hzero train", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
@@ -62,11 +61,12 @@ def run(overrides: Sequence[str]) -> int:
         return left.code if isinstance(left.code, int) else 0
     finally:
         sys.argv = argv
+        signal.signal(signal.SIGTERM, before)
     return max(statuses, default=0)
 
 
 def _leave(number: int, frame: object) -> None:
-    """SIGTERM while text is tokenised: leaves by an exception, so that half a corpus is cleared away."""
+    """SIGTERM while text is tokenised: leaves by an exception, so that the half-built corpus is removed."""
     raise SystemExit(128 + number)
 
 
@@ -78,47 +78,43 @@ def _train(config: DictConfig) -> int:
     settings = Settings(plain(config))
     with contextlib.ExitStack() as claims:
         run_dir = _prepare(settings, claims)
-        threads = settings["launcher"]["threads"]
-        port = free_port()
+        logs = run_dir / folder.LOGS
         status = Ranks(
             [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
-            [rank_environment(rank, settings.world_size, port, threads) for rank in range(settings.world_size)],
-            run_dir / folder.LOGS,
-            run_dir / folder.LOGS / folder.STARTED,
-            settings["launcher"]["start_timeout_s"],
+            local_ranks(settings.world_size, settings["launcher"]["threads"]),
+            logs,
+            imports=rank_imports(),
+            start_timeout=settings["launcher"]["start_timeout_s"],
+            timeout_key="launcher.start_timeout_s",
+            stopping="the ranks finish their step and save (again to stop at once)",
+            stopping_early="training had not begun",
         ).run()
-        begun = (run_dir / folder.LOGS / folder.STARTED).exists()
+        begun = (logs / STARTED).exists()
         if not begun and (status in (REFUSED, INTERRUPTED) or folder.set_aside(run_dir)):
             folder.undo(run_dir)
         return status
 
 
-def _directory(settings: Settings) -> str:
-    directory = str(settings["run"]["dir"])
-    if HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN"):
-        directory = f"{directory}-{HydraConfig.get().job.num}-{settings.preset}"
-    return directory
-
-
 def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
-    """Everything that can go wrong goes wrong here, before anything is written into the run's folder.
+    """Checks and prepares everything before anything is written into the run's folder.
 
     Args:
-        settings: Of the run.
-        claims: Takes what lets go of the folder at the end of the run.
+        settings: The run's settings.
+        claims: Receives the lock of the folder, which is released at the end of the run.
 
     Returns:
         The run's folder.
     """
-    directory, resume, overwrite = _directory(settings), settings["resume"], settings["run"]["overwrite"]
+    directory, resume, overwrite = str(settings["run"]["dir"]), settings["resume"], settings["run"]["overwrite"]
+    if HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN"):
+        directory = f"{directory}-{HydraConfig.get().job.num}-{settings.preset}"
     run_dir = folder.choose(directory, resume, overwrite)
     claimed = run_dir.is_dir()
     if claimed:
         claims.enter_context(folder.lock(run_dir))
     prepare_process(settings["launcher"]["threads"])
-    _check_dtype(settings)
+    _check_machine(settings)
     sequences = settings.world_size * settings["train"]["micro_batch"]
-    _check_memory(settings)
     tokens = data.prepare(
         settings["data"], settings["model"]["vocab_size"], settings["model"]["seq_length"], sequences, _say
     )
@@ -129,9 +125,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     if found is not None and (found.step > steps or (found.step == steps and not unfinished)):
         raise ConfigError(f"train.steps: found {steps}, but the run has {found.step} steps already")
     if resume == "auto" and found is None:
-        _say(
-            "no checkpoint to go on from: starting at the first step (metrics that are there are kept as metrics.N.jsonl)"
-        )
+        _say("no checkpoint to resume from: starting at the first step (existing metrics are kept as metrics.N.jsonl)")
     if not claimed:
         run_dir = folder.choose(directory, resume, overwrite)  # another run may have come while text was tokenised
         claims.enter_context(folder.lock(run_dir))
@@ -145,24 +139,20 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     return run_dir
 
 
-def _check_dtype(settings: Settings) -> None:
-    """Refuses a type that this machine cannot train in; a plan may be of another machine, so settings do not."""
+def _check_machine(settings: Settings) -> None:
+    """Refuses a type that this machine cannot train in. Settings do not: a plan may be of another machine.
+
+    Refuses a model whose states alone exceed the memory of this machine, if all ranks share it.
+
+    Raises:
+        ConfigError: Names the key, or both sizes.
+    """
     import torch
 
     if settings.dtype == "fp16" and not torch.cuda.is_available():
         raise ConfigError(
             "train.dtype: found fp16, which DeepSpeed trains on accelerators only; possible: auto, fp32, bf16"
         )
-
-
-def _check_memory(settings: Settings) -> None:
-    """Refuses a model whose states alone are more than this machine's memory, where all ranks share it.
-
-    Raises:
-        ConfigError: Naming both sizes.
-    """
-    import torch
-
     if torch.cuda.is_available() or _rank_of_a_launcher() is not None:
         return
     model = settings["model"]
@@ -176,7 +166,7 @@ def _check_memory(settings: Settings) -> None:
     if needed > there:
         raise ConfigError(
             f"model: {model['name']} has states of {size_text(needed)} on {settings.world_size} ranks, and this machine has "
-            f"{size_text(there)} of memory; `hzero plan` shows what it takes where"
+            f"{size_text(there)} of memory; `hzero plan` shows what needs it"
         )
 
 
@@ -192,13 +182,13 @@ def _warn(message: str) -> None:
 
 
 def _rank_of_a_launcher() -> dict[str, str] | None:
-    """What torch.distributed needs to know where torchrun, srun or mpiexec has started this process as one of several."""
+    """The variables that torch.distributed needs if torchrun, srun or mpiexec has started this process as one of several."""
     start = bootstrap()
     return start.environment() if start.world_size > 1 else None
 
 
 def _train_as_rank(config: DictConfig) -> int:
-    """This process is one rank of a launcher's: rank 0 prepares, the others wait for it."""
+    """Trains as one rank of a launcher: rank 0 prepares, the others wait for it."""
     import torch.distributed as dist
 
     from hzero.train.loop import start_process_group
@@ -206,30 +196,21 @@ def _train_as_rank(config: DictConfig) -> int:
     settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
     start_process_group(settings["train"]["timeout_s"])
-    found: list[str | None] = [None, None]
     # Tokenising a large text takes longer than any collective may.
     patience = timedelta(seconds=settings["launcher"]["start_timeout_s"])
     patient = dist.new_group(backend="gloo", timeout=patience)
+    sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
     with contextlib.ExitStack() as claims:
-        if dist.get_rank() == 0:
-            try:
-                found = [str(_prepare(settings, claims).resolve()), None]
-            except ConfigError as error:
-                found = [None, str(error)]
         try:
-            dist.broadcast_object_list(found, 0, group=patient)
+            run_dir = Path(on_rank_0(lambda: str(_prepare(settings, claims).resolve()), patient))
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank 0 has not prepared text and run folder within {patience} (launcher.start_timeout_s): {error}"
             ) from error
-        if found[1] is not None:
-            raise ConfigError(found[1]) if dist.get_rank() == 0 else SystemExit(2)
-        assert found[0] is not None
-        run_dir = Path(found[0])
         try:
             train_rank(run_dir)
         except BaseException:
-            if dist.get_rank() == 0 and not (run_dir / folder.LOGS / folder.STARTED).exists():
+            if dist.get_rank() == 0 and not (run_dir / folder.LOGS / STARTED).exists():
                 folder.undo(run_dir)
             raise
         dist.destroy_process_group()

@@ -1,18 +1,18 @@
-"""Checkpoints of a run: stock DeepSpeed folders, each with a note that says it is complete and what it belongs to."""
+"""Checkpoints of a run: stock DeepSpeed folders, each with a note that marks it complete and identifies its run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hzero.config import ConfigError
-from hzero.train.settings import Settings
+from hzero.files import replacing
+from hzero.settings.settings import Settings
+from hzero.validation import ConfigError
 
 NOTE = "complete.json"
 _TAG = re.compile(r"step_(\d+)$")
@@ -20,13 +20,13 @@ _TAG = re.compile(r"step_(\d+)$")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint must have in common with the run that loads it.
+    """Properties that a checkpoint and the run that loads it must share.
 
     Attributes:
         model: Hash of the model's shape.
-        data: Hash of the tokenised text, and the share of it that is kept from training.
+        data: Hash of the tokenised text, and the share of it that is kept for evaluation.
         seed: Of weights and batches.
-        world_size: Ranks; ZeRO-3's files are one a rank.
+        world_size: Ranks; ZeRO-3 writes one file per rank.
         dtype: Type of the weights.
     """
 
@@ -37,16 +37,12 @@ class Identity:
     dtype: str
 
 
-def model_hash(model: dict[str, Any]) -> str:
-    """Hash of the keys of the ``model`` group that fix the shape."""
-    shape = {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init")}
-    return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
-
-
 def identity_of(settings: Settings, data_key: str) -> Identity:
-    """What the checkpoints of a run belong to."""
+    """The identity of a run's checkpoints."""
+    # The other keys of the group fix the model's shape.
+    shape = {key: value for key, value in sorted(settings["model"].items()) if key not in ("name", "zero_init")}
     return Identity(
-        model=model_hash(settings["model"]),
+        model=hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16],
         data=f"{data_key} {settings['data']['eval_share']}",
         seed=settings["train"]["seed"],
         world_size=settings.world_size,
@@ -61,7 +57,7 @@ class Checkpoint:
     Attributes:
         folder: The folder that DeepSpeed wrote, named after its tag.
         step: Optimizer steps done.
-        identity: What it belongs to.
+        identity: Of the run that wrote it.
     """
 
     folder: Path
@@ -78,12 +74,13 @@ def publish(folder: Path, step: int, identity: Identity, keep: int) -> None:
     """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
 
     The note lists every file with its size and is put in place in one move, so that an interruption at any moment
-    leaves either a complete checkpoint or one that `find` passes over.
+    leaves either a complete checkpoint or one that `find` skips.
     """
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     note = {"step": step, "identity": asdict(identity), "files": files}
-    _write(folder / NOTE, json.dumps(note, indent=1))
-    _write(folder.parent / "latest", folder.name)
+    for path, text in ((folder / NOTE, json.dumps(note, indent=1)), (folder.parent / "latest", folder.name)):
+        with replacing(path) as file:
+            file.write(text)
     tags = [path for _, path in _tags(folder.parent)]
     kept = [path for path in tags if (path / NOTE).exists()][-keep:]
     for old in tags[: tags.index(folder)]:
@@ -93,17 +90,8 @@ def publish(folder: Path, step: int, identity: Identity, keep: int) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """Takes back that a checkpoint is complete: it is about to be written again, or removed."""
+    """Unmarks a checkpoint that is about to be written again, or removed."""
     (folder / NOTE).unlink(missing_ok=True)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def _tags(folder: Path) -> list[tuple[int, Path]]:
@@ -119,13 +107,13 @@ def read(folder: Path) -> Checkpoint:
     """Reads a checkpoint's note and checks its files against it.
 
     Raises:
-        ConfigError: It is torn or none; the message says what is missing.
+        ConfigError: It is torn or no checkpoint; the message says what is missing.
     """
     try:
         note = json.loads((folder / NOTE).read_text())
         identity, files, step = Identity(**note["identity"]), note["files"], int(note["step"])
     except FileNotFoundError:
-        raise ConfigError(f"resume: {str(folder)!r} is no complete checkpoint: it has no {NOTE}") from None
+        raise ConfigError(f"resume: {str(folder)!r} is not a complete checkpoint: it has no {NOTE}") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"resume: {str(folder)!r} is torn: its {NOTE} cannot be read") from None
     for name, size in files.items():
@@ -138,10 +126,10 @@ def read(folder: Path) -> Checkpoint:
 
 
 def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
-    """The newest complete checkpoint of a ``checkpoints`` folder; others are passed over, with a warning.
+    """The newest complete checkpoint of a ``checkpoints`` folder; newer ones are skipped, with a warning.
 
     Raises:
-        ConfigError: There are some that were complete once, and none is now.
+        ConfigError: No checkpoint is complete, but some were.
     """
     torn: ConfigError | None = None
     for _, path in reversed(_tags(folder)):
@@ -150,7 +138,7 @@ def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
         except ConfigError as error:
             if (path / NOTE).exists():
                 torn = torn or error
-            warn(f"{error}; passed over")
+            warn(f"{error}; skipped")
     if torn is not None:
         raise ConfigError(f"{torn}, and there is no other")
     return None
@@ -163,11 +151,11 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
         resume: False; ``"auto"`` for the newest of this run, if it has one; or the path of a checkpoint, of a
             ``checkpoints`` folder or of a run.
         run_dir: This run's folder.
-        identity: What the run is.
-        warn: Takes a line on each torn checkpoint that is passed over.
+        identity: Of this run.
+        warn: Takes a line on each torn checkpoint that is skipped.
 
     Raises:
-        ConfigError: The path is none, is torn, or is of another model, world or seed; the message says what differs.
+        ConfigError: The checkpoint is missing or torn, or another model, text, world, type or seed wrote it.
     """
     if resume in (False, None, "false"):
         return None
@@ -175,10 +163,8 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
         try:
             found = newest(run_dir / "checkpoints", warn)
         except ConfigError as error:
-            raise ConfigError(f"{error}; run.overwrite=true in place of resume starts the run anew") from None
+            raise ConfigError(f"{error}; run.overwrite=true instead of resume starts the run anew") from None
     else:
-        if not isinstance(resume, str):
-            raise ConfigError(f"resume: found {resume!r}, possible: false, auto or a path")
         path = Path(resume).expanduser()
         if not path.is_dir():
             raise ConfigError(f"resume: no folder {resume!r}; possible: false, auto or a path")

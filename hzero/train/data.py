@@ -1,4 +1,4 @@
-"""Text to tokens: a corpus found on the machine or given, a BPE tokenizer trained once, tokens in a mapped file."""
+"""Text to tokens: reads a corpus, trains a BPE tokenizer once, and keeps the tokens in a file that is mapped."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
-#: Of the standard library: what is no source of it, or not everywhere there.
+#: Folders that are not the standard library itself, or not everywhere part of it.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
 _FORMAT = 1
 #: Age of a half-built corpus that nobody is building any more, in seconds.
@@ -36,11 +36,11 @@ def text_files(path: Path) -> list[Path]:
     """The file itself, or every visible text file below a folder, sorted.
 
     Raises:
-        ConfigError: There is no such path, it cannot be read, or no text is in it.
+        ConfigError: The path is missing, cannot be read, or holds no text.
     """
     if path.is_file():
         if path.stat().st_size and os.access(path, os.R_OK) and not _is_text(path):
-            raise ConfigError(f"data.path: {str(path)!r} is no text: there are zero bytes in it")
+            raise ConfigError(f"data.path: {str(path)!r} is not a text file: it contains NUL bytes")
         return [path]
     if not path.is_dir():
         raise ConfigError(f"data.path: no file or folder {str(path)!r}")
@@ -63,7 +63,7 @@ def _is_text(path: Path) -> bool:
 
 
 def read_texts(files: Iterable[Path], max_bytes: int) -> Iterator[str]:
-    """Texts of files, decoded as UTF-8 with replacement, of at most ``max_bytes`` together (0: all)."""
+    """Texts of files, decoded as UTF-8 with replacement, up to ``max_bytes`` in all (0: no limit)."""
     left = max_bytes or None
     for file in files:
         try:
@@ -85,19 +85,17 @@ class Tokens:
     Attributes:
         train: Token ids for training, 1-D, uint16 or uint32.
         evaluation: Token ids for evaluation.
-        vocab_size: Size of the tokenizer's vocabulary.
-        key: Hash of the text and of the settings that led here.
+        key: Hash of the text and of the vocabulary size.
         source: Where the text came from.
     """
 
     train: np.ndarray
     evaluation: np.ndarray
-    vocab_size: int
     key: str
     source: str
 
     def batch(self, *, seed: int, step: int, rank: int, micro: int, size: int, length: int) -> np.ndarray:
-        """A training batch that depends on its arguments alone, so that a resumed run sees what it would have seen.
+        """A training batch that depends on its arguments alone, so that a resumed run sees the same batches.
 
         Returns:
             int64 ``[size, length]``: windows at random places.
@@ -114,7 +112,7 @@ class Tokens:
 
 
 def cache_root(data: dict[str, Any]) -> Path:
-    """Where tokenised corpora are kept."""
+    """The folder of tokenised corpora."""
     if data["cache_dir"]:
         return Path(data["cache_dir"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hzero"
@@ -127,14 +125,14 @@ def prepare(
     batch_sequences: int,
     say: Callable[[str], None] = lambda message: None,
 ) -> Tokens:
-    """The corpus that the settings name, tokenised; from the cache where it is there, complete, and of the same text.
+    """The tokenised corpus that the settings name, from the cache if it is there.
 
     Args:
         data: The ``data`` group.
-        vocab_size: Of the model; the tokenizer takes at most that many.
+        vocab_size: Of the model; maximum for the tokenizer.
         length: Tokens of a sequence.
-        batch_sequences: Sequences of one micro-step of all ranks, which the text must at least hold.
-        say: Takes a line on what is being done.
+        batch_sequences: Sequences of one micro-step of all ranks; the minimum for the text.
+        say: Takes a line on the progress.
 
     Raises:
         ConfigError: The path is missing, unreadable, empty or too short, or the cache cannot be written.
@@ -147,27 +145,24 @@ def prepare(
     source = "Python standard library" if path is None else str(path)
     if not any(text.strip() for text in texts):
         raise ConfigError(f"data.path: {source!r} is empty")
+
+    def check_length(count: int) -> None:
+        evaluation, needed = int(count * data["eval_share"]), batch_sequences * length
+        if count - evaluation < needed or evaluation < length:
+            raise ConfigError(
+                f"data.path: {source!r} is too short: {count:,} tokens, of which {evaluation:,} for evaluation; one batch of "
+                f"all ranks takes {needed:,} tokens and evaluation {length:,} (data.eval_share, train.micro_batch and "
+                "model.seq_length set these)"
+            )
+
     key = _key(texts, vocab_size)
     folder = cache_root(data) / f"tokens-{key[:24]}"
     if not _complete(folder):
         say(f"tokenising {sum(map(len, texts)) / 1e6:.1f} million characters of {source} (once; kept in {folder})")
-        _build(
-            texts, vocab_size, folder, key, lambda count: _check_length(count, data, length, batch_sequences, source)
-        )
+        _build(texts, vocab_size, folder, key, check_length)
     tokens = load(folder, data["eval_share"], source)
-    _check_length(len(tokens.train) + len(tokens.evaluation), data, length, batch_sequences, source)
+    check_length(len(tokens.train) + len(tokens.evaluation))
     return tokens
-
-
-def _check_length(count: int, data: dict[str, Any], length: int, batch_sequences: int, source: str) -> None:
-    evaluation = int(count * data["eval_share"])
-    needed = batch_sequences * length
-    if count - evaluation < needed or evaluation < length:
-        raise ConfigError(
-            f"data.path: {source!r} is too short: {count:,} tokens, of which {evaluation:,} for evaluation; one batch of "
-            f"all ranks takes {needed:,} tokens and evaluation {length:,} (data.eval_share, train.micro_batch and "
-            "model.seq_length set these)"
-        )
 
 
 def load(folder: Path, eval_share: float, source: str) -> Tokens:
@@ -175,7 +170,7 @@ def load(folder: Path, eval_share: float, source: str) -> Tokens:
     meta = json.loads((folder / "meta.json").read_text())
     mapped = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     cut = len(mapped) - int(len(mapped) * eval_share)
-    return Tokens(mapped[:cut], mapped[cut:], meta["vocab_size"], meta["key"], source)
+    return Tokens(mapped[:cut], mapped[cut:], meta["key"], source)
 
 
 def folder_of(data: dict[str, Any], tokens: Tokens) -> Path:

@@ -1,10 +1,11 @@
-"""The run's folder: which one, what is in it, and metrics that survive an interruption."""
+"""The run's folder: its choice, its lock, its content, and what an interrupted start undoes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -12,14 +13,14 @@ import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
-from hzero.config import ConfigError
+from hzero.files import replacing
+from hzero.launcher import STARTED
+from hzero.validation import ConfigError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
-#: All that a run writes, and all that replacing one removes.
+#: Everything that a run writes, and that replacing a run removes.
 OWN = (CONFIG, METRICS, SUMMARY, LOGS, CHECKPOINTS)
-#: File among the logs that rank 0 makes when the first step is about to begin.
-STARTED = "started"
-#: Marks the folder as a run's. Held locked by whoever runs in it; the kernel lets go of it, however that one ends.
+#: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
 _REPLACED, _CONTINUED = ".replaced", ".continued"
@@ -31,22 +32,20 @@ def holds_run(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> bool:
-    """Whether something waits here for a run to begin, or for `undo`."""
+    """Whether files wait here for a run to begin, or for `undo`."""
     return any((path / name).is_dir() for name in (_REPLACED, _CONTINUED))
 
 
 def choose(directory: str, resume: Any, overwrite: bool) -> Path:
-    """The folder to use: as named, or with the next free number where it holds a run that is not to be touched.
-
-    Nothing is written or deleted here.
+    """The folder to use: as named, or with the next free number if it holds a run that must be kept. Writes nothing.
 
     Raises:
-        ConfigError: There is something there that is no run and would be written over, or the two keys contradict.
+        ConfigError: Files of no run would be overwritten, or the two keys contradict each other.
     """
     path = Path(directory).expanduser()
     if overwrite and resume not in (False, None, "false"):
         raise ConfigError(
-            f"run.overwrite: found true beside resume={resume}; one throws the run away, the other continues it"
+            f"run.overwrite: found true together with resume={resume}; one replaces the run, the other continues it"
         )
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir: {str(path)!r} is a file")
@@ -57,19 +56,17 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
         )
     if resume == "auto" or overwrite or not holds_run(path):
         return path
-    number = 2
-    while holds_run(path.with_name(f"{path.name}-{number}")):
-        number += 1
-    return path.with_name(f"{path.name}-{number}")
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(other for other in others if not holds_run(other))
 
 
 def lock(path: Path) -> TextIO:
-    """Makes the folder where there is none, and claims it until the returned file is closed or the process ends.
+    """Makes the folder if needed, and locks it until the returned file is closed or the process ends.
 
-    What a run left that was killed before it began is undone.
+    Cleans up after a run that was killed before it began.
 
     Raises:
-        ConfigError: Another run is under way in it, or it cannot be written.
+        ConfigError: Another run is under way in the folder, or it cannot be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -97,8 +94,8 @@ def lock(path: Path) -> TextIO:
 def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> None:
     """Writes the resolved configuration and cuts metrics after ``last_step``.
 
-    With None for it the run starts anew; metrics that are there, of steps which no checkpoint holds, are kept under
-    another name. What is replaced or changed waits aside until `begun` or `undo`. The caller holds the lock.
+    With None the run starts anew, and existing metrics are kept under another name. Whatever is replaced or changed is set
+    aside until `begun` or `undo`. The caller holds the lock.
 
     Raises:
         ConfigError: The folder cannot be written.
@@ -120,14 +117,11 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
         (path / SUMMARY).unlink(missing_ok=True)
         rows = read_metrics(path)[0]
         if last_step is None and rows:
-            number = 1
-            while (path / f"metrics.{number}.jsonl").exists():
-                number += 1
-            shutil.copy2(path / METRICS, path / f"metrics.{number}.jsonl")
+            others = (path / f"metrics.{number}.jsonl" for number in itertools.count(1))
+            shutil.copy2(path / METRICS, next(other for other in others if not other.exists()))
         kept = [row for row in rows if last_step is not None and row["step"] <= last_step]
-        partial = path / (METRICS + ".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        partial.rename(path / METRICS)
+        with replacing(path / METRICS) as file:
+            file.writelines(json.dumps(row) + "\n" for row in kept)
     except OSError as error:
         with contextlib.suppress(OSError):
             undo(path)
@@ -135,15 +129,15 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
 
 
 def begun(path: Path) -> None:
-    """The run has begun: what it replaces is removed."""
+    """Removes what was set aside: the run has begun."""
     _remove(path / _REPLACED)
     _remove(path / _CONTINUED)
 
 
 def undo(path: Path) -> None:
-    """The run could not begin: what `create` has written is removed, and what it replaced or changed is put back.
+    """Undoes `create` for a run that could not begin: removes its files and restores those set aside.
 
-    The logs of the attempt stay, as ``logs/failed`` where the run has logs of its own.
+    The logs of the attempt stay, as ``logs/failed`` if the run has logs of its own.
     """
     replaced, continued = path / _REPLACED, path / _CONTINUED
     for entry in continued.iterdir() if continued.is_dir() else ():
@@ -177,7 +171,7 @@ _LOSS_OF = {"step": "loss", "eval": "loss_exact"}
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Rows of a run's metrics, and the number of lines that could not be read (a torn last one) or lack what rows have."""
+    """A run's metrics, and the number of lines that are torn or lack a required key."""
     rows, torn = [], 0
     file = path / METRICS
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -192,7 +186,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def finite(value: Any) -> Any:
-    """The value with None for every number that JSON has no word for: NaN and the infinities."""
+    """The value with None in place of NaN and the infinities, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -225,7 +219,6 @@ def finished(path: Path) -> bool:
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Writes ``summary.json`` in one move."""
-    partial = path / (SUMMARY + ".partial")
-    partial.write_text(json.dumps(finite(summary), indent=1))
-    os.replace(partial, path / SUMMARY)
+    """Writes ``summary.json``."""
+    with replacing(path / SUMMARY) as file:
+        json.dump(finite(summary), file, indent=1)

@@ -14,12 +14,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from omegaconf import OmegaConf
 
 import hzero
+from hzero.launcher import STARTED
+from hzero.progress import Progress
+from hzero.settings.settings import Settings
 from hzero.train import checkpoint, folder, model
 from hzero.train.data import Tokens
-from hzero.train.progress import Progress
-from hzero.train.settings import Settings
 from hzero.train.summary import build_summary, print_summary
 
 
@@ -40,7 +42,7 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if settings.dtype != "fp32":
         config[settings.dtype] = {"enabled": True}
-    _merge(config, settings["deepspeed"])
+    config = OmegaConf.to_container(OmegaConf.merge(config, settings["deepspeed"]))  # type: ignore[assignment]
     if settings.block is not None:
         config["hzero"] = settings.block
     return config
@@ -50,14 +52,6 @@ def adamw(train: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's optimizer block: torch's AdamW, which nothing has to be compiled for."""
     params = {key: train[key] for key in ("lr", "betas", "weight_decay")}
     return {"type": "AdamW", "params": {**params, "torch_adam": True}}
-
-
-def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
 
 
 def learning_rate(train: dict[str, Any], step: int) -> float:
@@ -75,9 +69,9 @@ class Loop:
 
     Args:
         settings: The checked settings.
-        run_dir: The run's folder, made by whoever started the ranks.
+        run_dir: The run's folder, which exists.
         tokens: The tokenised text.
-        resume_from: Checkpoint to go on from.
+        resume_from: Checkpoint to resume from.
     """
 
     def __init__(
@@ -104,7 +98,7 @@ class Loop:
         self._stop = True
 
     def run(self) -> None:
-        """Trains to the last step or until asked to stop; evaluates, saves and sums up."""
+        """Trains to the last step or until asked to stop; evaluates, saves and writes the summary."""
         train, every = self._settings["train"], self._settings["checkpoint"]["every"]
         first = self._rank == 0
         metrics = folder.Metrics(self._run_dir) if first else None
@@ -112,10 +106,10 @@ class Loop:
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
         if own is not None:
-            own.weights.refresh()  # the one of the start is no step's
+            own.weights.refresh()  # this one belongs to no step
             own.wire_log.reset()
         if first:
-            (self._run_dir / folder.LOGS / folder.STARTED).touch()
+            (self._run_dir / folder.LOGS / STARTED).touch()
             folder.begun(self._run_dir)
         with Progress(train["steps"], start=self._done, enabled=first) as progress:
             if self._done:
@@ -128,10 +122,13 @@ class Loop:
                     if not math.isfinite(row["loss"]) and not self._warned:
                         self._warned = True
                         progress.message(f"warning: the loss of step {step} is {row['loss']}")
-                    progress.update(
-                        step=step, loss=row["loss"], tokens_per_s=row["tokens_per_s"], tflops=row["tflops_per_rank"]
-                    )
                 last = step == train["steps"]
+                progress.update(
+                    step,
+                    f"step {step}/{train['steps']}  loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  "
+                    f"{row['tflops_per_rank']:.3g} TFLOPS per rank",
+                    always=last or len(self._rows) == 1,
+                )
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics)
                 if (every and (last or step % every == 0)) or stopped:
@@ -150,7 +147,7 @@ class Loop:
         self._sum_up(evaluation, traffic, interrupted=stopped)
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """One optimizer step. Returns its row of metrics, the same on all ranks, and whether any rank has to stop."""
+        """One optimizer step. Returns its metrics, the same on all ranks, and whether any rank was asked to stop."""
         train, length = self._settings["train"], self._settings["model"]["seq_length"]
         started = time.perf_counter()
         rate = learning_rate(train, step)
@@ -224,10 +221,7 @@ class Loop:
 
     def _sum_up(self, evaluation: dict[str, float], traffic: list[dict[str, Any]], interrupted: bool) -> None:
         own = hzero.state(self._engine)
-        mine = {
-            "traffic": traffic,
-            "memory": own.memory(self._engine.optimizer) if own is not None else {},
-        }
+        mine = {"traffic": traffic, "memory": own.memory(self._engine.optimizer) if own is not None else {}}
         everyones: list[Any] = [None] * self._world if self._rank == 0 else []
         dist.gather_object(mine, everyones if self._rank == 0 else None)
         if self._rank == 0:
@@ -241,7 +235,6 @@ class Loop:
                 evaluation=evaluation,
                 interrupted=interrupted,
                 plan=own.plan if own is not None else None,
-                itemsize=self._settings.itemsize,
             )
             folder.write_summary(self._run_dir, summary)
             print_summary(summary)
@@ -249,7 +242,7 @@ class Loop:
 
 
 def start_process_group(timeout_s: float) -> None:
-    """Joins the run's world; quiet, and without the C++ extension that DeepSpeed would build and stage 3 never uses."""
+    """Joins the run's world, quietly, and without the C++ extension that DeepSpeed would build and stage 3 never uses."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

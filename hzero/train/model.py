@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from hzero.train.settings import model_numels
+from hzero.settings.settings import model_numels
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
 ZERO_INIT_FROM = 500_000_000
@@ -19,7 +19,7 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
 
     Args:
         model: The ``model`` group.
-        seed: Of the random weights.
+        seed: Seed of the random weights.
         ds_config: DeepSpeed's configuration, for ``deepspeed.zero.Init``.
         checkpointing: Whether activations are recomputed in backward.
     """
@@ -81,9 +81,9 @@ def _initialise_partitioned(built: GPTNeoXForCausalLM, seed: int) -> None:
 
 
 def flops_per_token(model: dict[str, Any]) -> float:
-    """Floating-point operations of forward and backward a token, attention included, recomputation not.
+    """Floating-point operations of forward and backward per token, with attention, without recomputation.
 
-    6 a parameter and 12 x layers x hidden x length for the attention scores (Narayanan et al., arXiv 2104.04473,
+    6 per parameter and 12 x layers x hidden x length for the attention scores (Narayanan et al., arXiv 2104.04473,
     without their factor for recomputation). The input embedding is a lookup and is not counted.
     """
     sizes = model_numels(model)

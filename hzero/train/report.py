@@ -18,9 +18,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from hzero.config import ROLES, TIERS, ConfigError
+from hzero.config import ROLES, TIERS
 from hzero.train.folder import CONFIG, METRICS, SUMMARY, read_metrics
-from hzero.train.summary import size_text
+from hzero.train.summary import TRAFFIC_HEAD, traffic_rows, zero3_bytes
+from hzero.validation import ConfigError
 
 #: Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -28,13 +29,13 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its folder tells it.
+    """A run as its folder describes it.
 
     Attributes:
-        name: Shown in plots: the folder's name.
-        steps: Rows of metrics of steps.
-        evaluations: Rows of metrics of evaluations.
-        summary: ``summary.json``; empty where the run has not ended.
+        name: The folder's name, shown in plots.
+        steps: Metrics of steps.
+        evaluations: Metrics of evaluations.
+        summary: ``summary.json``; empty if the run has not ended.
         config: Text of the resolved configuration.
         torn: Lines of metrics that could not be read.
     """
@@ -51,7 +52,7 @@ def read_run(path: Path) -> Run:
     """Reads a run's folder.
 
     Raises:
-        ConfigError: There is no such folder, it holds no run, or no step has been logged.
+        ConfigError: The folder is missing or holds no run, or no step has been logged.
     """
     if not path.is_dir():
         raise ConfigError(f"RUN: no folder {str(path)!r}")
@@ -71,16 +72,14 @@ def read_run(path: Path) -> Run:
 
 
 def run_report(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for a folder that holds no run."""
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
     parser = argparse.ArgumentParser(
         prog="hzero report",
         description="Draws loss curves and bytes by tier of runs: loss.png, bytes.png and report.html.",
         epilog="example: hzero report runs/lossless runs/mild runs/topo -o comparison",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, as runs/default")
-    parser.add_argument(
-        "-o", "--output", type=Path, help="folder to write to (default RUN/report, of several ./report)"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, such as runs/default")
+    parser.add_argument("-o", "--output", type=Path, help="folder to write to (default RUN/report; several: ./report)")
     parsed = parser.parse_args(list(arguments))
     runs = [read_run(path) for path in parsed.runs]
     if len({run.name for run in runs}) < len(runs):
@@ -91,18 +90,17 @@ def run_report(arguments: Sequence[str]) -> int:
         write_report(runs, output)
     except OSError as error:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
-    print(f"written: {output / 'report.html'} (with loss.png and bytes.png beside it)")
+    print(f"written: {output / 'report.html'} (with loss.png and bytes.png)")
     return 0
 
 
 def write_report(runs: Sequence[Run], output: Path) -> None:
     """Writes ``loss.png``, ``bytes.png`` and ``report.html`` with both inside."""
     images = {"loss.png": _loss_figure(runs), "bytes.png": _bytes_figure(runs)}
-    for name, figure in images.items():
-        if figure is not None:
-            figure.savefig(output / name, dpi=130)
-            plt.close(figure)
     shown = [name for name, figure in images.items() if figure is not None]
+    for name in shown:
+        images[name].savefig(output / name, dpi=130)
+        plt.close(images[name])
     (output / "report.html").write_text(_page(runs, output, shown), encoding="utf-8")
 
 
@@ -116,7 +114,7 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def number(loss: float | None) -> float:
-    """A loss as metrics have it: null where it was not finite."""
+    """A loss of the metrics, where null stands for one that was not finite."""
     return math.nan if loss is None else loss
 
 
@@ -128,12 +126,10 @@ def _loss_figure(runs: Sequence[Run]) -> Any:
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
         axes.plot(steps, smooth(losses), color=colour, linewidth=1.8, label=run.name)
         if run.evaluations:
-            at, exact = (
-                [row["step"] for row in run.evaluations],
-                [number(row["loss_exact"]) for row in run.evaluations],
-            )
+            at = [row["step"] for row in run.evaluations]
+            exact = [number(row["loss_exact"]) for row in run.evaluations]
             axes.scatter(at, exact, color=colour, marker="D", s=28, zorder=3)
-    axes.set(xlabel="optimizer step", ylabel="loss, nats a token", title="Training loss (diamonds: evaluation)")
+    axes.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Training loss (diamonds: evaluation)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
@@ -148,10 +144,7 @@ def _bytes_figure(runs: Sequence[Run]) -> Any:
         if run.summary["traffic"]:
             steps = max(run.summary["steps_here"], 1)
             bars.append((run.name, {(r["role"], r["tier"]): r["wire_bytes"] / steps for r in run.summary["traffic"]}))
-    first = logged[0].summary
-    world = first["world_size"]
-    stock = {(r["role"], r["tier"]): r["wire_bytes"] * world for r in first["zero3"]["traffic"]}
-    bars.append(("ZeRO-3 (computed)", stock))
+    bars.append(("ZeRO-3 (computed)", zero3_bytes(logged[0].summary)))
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     width = 0.8 / len(bars)
     for index, (name, sizes) in enumerate(bars):
@@ -164,7 +157,9 @@ def _bytes_figure(runs: Sequence[Run]) -> Any:
             axes.bar(places, heights, width * 0.92, below, color=colour, hatch=hatch, edgecolor="white", label=label)
     middles = [place + width * (len(bars) - 1) / 2 for place in range(len(TIERS))]
     axes.set_xticks(middles, [f"tier {tier}" for tier in TIERS])
-    axes.set(ylabel="MB received a step, all ranks", title="Bytes by tier (plain: weights, hatched: gradients)")
+    axes.set(
+        ylabel="MB received per step, all ranks together", title="Bytes by tier (plain: weights, hatched: gradients)"
+    )
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
     return figure
@@ -177,10 +172,8 @@ td:first-child,th:first-child{text-align:left}img{max-width:100%}pre{background:
 
 
 def _page(runs: Sequence[Run], output: Path, images: Sequence[str]) -> str:
-    parts = [
-        f"<!doctype html><meta charset=utf-8><title>hzero report</title><style>{_STYLE}</style><h1>hzero report</h1>"
-    ]
-    parts.append(_runs_table(runs))
+    head = f"<!doctype html><meta charset=utf-8><title>hzero report</title><style>{_STYLE}</style>"
+    parts = [head, "<h1>hzero report</h1>", _runs_table(runs)]
     for name in images:
         data = base64.b64encode((output / name).read_bytes()).decode()
         parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{data}"></p>')
@@ -191,7 +184,8 @@ def _page(runs: Sequence[Run], output: Path, images: Sequence[str]) -> str:
         if not run.summary:
             parts.append("<p class=note>The run has no summary: it is under way, or was ended from outside.</p>")
         elif run.summary.get("traffic"):
-            parts.append(_traffic(run.summary))
+            parts.append("<p>Bytes received per step, all ranks together:</p>")
+            parts.append(_table(TRAFFIC_HEAD, traffic_rows(run.summary)))
         versions = run.summary.get("versions")
         if versions:
             parts.append(f"<p class=note>{html.escape(', '.join(f'{k} {v}' for k, v in versions.items()))}</p>")
@@ -209,33 +203,20 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _runs_table(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
-        evaluation = run.summary.get("eval") or {}
-        rate = run.summary.get("tokens_per_s")
+        summary = run.summary
+        evaluation, rate = summary.get("eval"), summary.get("tokens_per_s")
+        losses = [run.steps[0]["loss"], run.steps[-1]["loss"]]
+        losses += [evaluation[key] for key in ("loss_decoded", "loss_exact")] if evaluation else []
         rows.append(
             [
                 run.name,
-                str(run.summary.get("preset", "")),
-                run.summary.get("status", "no summary"),
+                str(summary.get("preset", "")),
+                summary.get("status", "no summary"),
                 f"{run.steps[-1]['step']:,}",
-                f"{number(run.steps[0]['loss']):.4f}",
-                f"{number(run.steps[-1]['loss']):.4f}",
-                f"{number(evaluation['loss_decoded']):.4f}" if evaluation else "",
-                f"{number(evaluation['loss_exact']):.4f}" if evaluation else "",
+                *(f"{number(loss):.4f}" for loss in losses),
+                *([] if evaluation else ["", ""]),
                 f"{rate:,.0f}" if rate else "",
             ]
         )
     head = ["run", "preset", "status", "steps", "first loss", "last loss", "eval, decoded", "eval, exact", "tokens/s"]
     return _table(head, rows)
-
-
-def _traffic(summary: dict[str, Any]) -> str:
-    steps, world = max(summary["steps_here"], 1), summary["world_size"]
-    stock = {(row["role"], row["tier"]): row["wire_bytes"] * world for row in summary["zero3"]["traffic"]}
-    rows = []
-    for row in summary["traffic"]:
-        ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
-        flat = size_text(stock.get((row["role"], row["tier"]), 0))
-        rows.append(
-            [f"{row['role']} {row['tier']}", row["codec"], size_text(row["wire_bytes"] / steps), f"{ratio:.2f}", flat]
-        )
-    return _table(["received a step, all ranks", "codec", "bytes", "ratio", "ZeRO-3 (computed)"], rows)

@@ -1,4 +1,4 @@
-"""Summary of a run: built at its end, kept as JSON, shown as tables."""
+"""Summary of a run: built at its end, stored as JSON, shown as tables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hzero.config import ROLES, TIERS
+from hzero.formatting import size_text, table_of
+from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import as_dicts as memory_dicts
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.traffic import as_dicts as traffic_dicts
 from hzero.sharding.traffic import zero3_traffic
-from hzero.train.settings import Settings, model_numels
 
-#: Most steps at either end whose mean is given as first and last loss.
+#: Maximum number of steps at either end whose mean is given as first and last loss.
 WINDOW = 10
 
 
@@ -35,23 +36,22 @@ def build_summary(
     evaluation: dict[str, float],
     interrupted: bool,
     plan: ShardPlan | None,
-    itemsize: int,
 ) -> dict[str, Any]:
     """The content of ``summary.json``.
 
     Args:
-        settings: Of the run.
-        parameters: Of the model.
-        steps: Steps that the run has, those before a resume among them.
-        rows: Metrics of the steps of this process' life: rates and bytes are of these.
-        losses: Of all steps of the run, those before a resume among them; None where one was not finite.
+        settings: The run's settings.
+        parameters: Parameters of the model.
+        steps: Steps of the run, including those before a resume.
+        rows: Metrics of the steps since the start or the resume: rates and bytes are of these.
+        losses: Losses of all steps of the run, including those before a resume; None if not finite.
         everyones: Wire log (``traffic``) and ``memory`` of every rank.
         evaluation: Losses with decoded and with exact weights.
         interrupted: Whether the run was asked to stop.
         plan: The stage's plan; None for stock ZeRO-3.
-        itemsize: Bytes of one weight.
     """
     sizes, accumulation = model_numels(settings["model"]), settings["train"]["grad_accumulation"]
+    itemsize = settings.itemsize
     traffic = _summed(rank["traffic"] for rank in everyones)
     raw = sum(row["raw_bytes"] for row in traffic)
     wire = sum(row["wire_bytes"] for row in traffic)
@@ -98,10 +98,10 @@ def build_summary(
 def _fetches(
     traffic: Sequence[dict[str, Any]], plan: ShardPlan | None, sizes: Sequence[int], itemsize: int, micro_steps: int
 ) -> float:
-    """How often a micro-step gathered the whole model, by the innermost tier's log; 2, forward and backward, unlogged.
+    """How often a micro-step gathered the whole model, by the innermost tier's log; 2 (forward, backward) without a log.
 
-    DeepSpeed keeps what is used again soon (``stage3_max_reuse_distance``), so a small model is gathered once. Plain
-    ZeRO-3 would gather as often.
+    DeepSpeed keeps parameters that are used again soon (``stage3_max_reuse_distance``), so a small model is gathered once.
+    Plain ZeRO-3 would gather as often.
     """
     hops = (plan.fetch_hops() or plan.gather_hops()) if plan is not None else ()
     seen = [row for row in traffic if hops and (row["role"], row["tier"]) == ("weights", hops[-1].tier)]
@@ -126,29 +126,21 @@ _COUNTS = ("hops", "elements", "payload_bytes", "wire_bytes", "raw_bytes", "seco
 
 
 def _versions(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
+    def of(name: str) -> str:
         try:
-            found[name] = version(name)
+            return version(name)
         except PackageNotFoundError:
-            found[name] = "from a checkout, not installed"
-    return found
+            return "from a checkout, not installed"
 
-
-def size_text(count: float) -> str:
-    """Bytes with a unit a reader can compare."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+    return {name: of(name) for name in names}
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Shows a summary as tables: the run, bytes by tier and role beside plain ZeRO-3's, memory a rank."""
+    """Shows a summary as tables: the run, bytes by tier and role against plain ZeRO-3, memory per rank."""
     console = console or Console(soft_wrap=False, width=None)
     console.print(_run_table(summary))
-    console.print(traffic_table(summary))
+    head = [name if name in ("role", "tier", "codec") else f"*{name}" for name in TRAFFIC_HEAD]
+    console.print(table_of("bytes received per step, all ranks together", head, traffic_rows(summary)))
     if summary.get("memory"):
         console.print(_memory_table(summary))
 
@@ -158,28 +150,19 @@ def _run_table(summary: dict[str, Any]) -> Table:
     first, last = summary.get("loss_first"), summary.get("loss_last")
     rows = [
         ("steps", f"{summary['steps']:,}"),
-        (
-            "loss, first and last",
-            f"{_figure(first)} → {_figure(last)} (means of {summary['loss_window']} steps)",
-        ),
+        ("loss, first and last", f"{_figure(first)} → {_figure(last)} (means of {summary['loss_window']} steps)"),
         ("parameters", f"{summary['parameters']:,}"),
     ]
     resumed = summary["steps"] - summary["steps_here"]
     if summary.get("tokens_per_s"):
-        rows += (
-            [
-                ("rates and bytes", f"of the {summary['steps_here']:,} steps since {resumed:,}"),
-            ]
-            if resumed
-            else []
-        )
+        if resumed:
+            rows.append(("rates and bytes", f"of the {summary['steps_here']:,} steps after step {resumed:,}"))
         rows += [
             ("tokens/s", f"{summary['tokens_per_s']:,.0f} (median)"),
-            ("TFLOPS a rank", f"{summary['tflops_per_rank']:.3g} (median)"),
+            ("TFLOPS per rank", f"{summary['tflops_per_rank']:.3g} (median)"),
             ("step", f"{summary['step_s_median']:.3f} s (median)"),
         ]
-    evaluation = summary.get("eval") or {}
-    if evaluation:
+    if evaluation := summary.get("eval"):
         rows += [
             ("evaluation loss, decoded weights", _figure(evaluation["loss_decoded"])),
             ("evaluation loss, exact weights", _figure(evaluation["loss_exact"])),
@@ -189,8 +172,8 @@ def _run_table(summary: dict[str, Any]) -> Table:
             ("share of bytes compressed", f"{summary['compressed_share']:.1%}"),
             ("compression of all traffic", f"{summary['ratio']:.2f} x"),
         ]
-    for name, value in rows:
-        table.add_row(name, value)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -198,34 +181,40 @@ def _figure(loss: float | None) -> str:
     return "none" if loss is None else f"{loss:.4f}"
 
 
-def traffic_table(summary: dict[str, Any]) -> Table:
-    """Bytes received by all ranks in a step, by tier and role, beside what plain ZeRO-3 would receive."""
-    table = Table(title="bytes received a step, all ranks")
-    for name in ("role", "tier", "codec", "hops/step", "bytes", "ratio", "ZeRO-3 (computed)"):
-        table.add_column(name, justify="left" if name in ("role", "tier", "codec") else "right")
+TRAFFIC_HEAD = ("role", "tier", "codec", "hops/step", "bytes", "ratio", "ZeRO-3 (computed)")
+
+
+def zero3_bytes(summary: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Bytes per step that all ranks together would receive under plain ZeRO-3, by role and tier."""
+    return {
+        (row["role"], row["tier"]): row["wire_bytes"] * summary["world_size"] for row in summary["zero3"]["traffic"]
+    }
+
+
+def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells under `TRAFFIC_HEAD`: bytes that all ranks together received per step, and would under plain ZeRO-3."""
     steps, world = max(summary.get("steps_here", 0), 1), summary["world_size"]
-    stock = {(row["role"], row["tier"]): row["wire_bytes"] * world for row in summary["zero3"]["traffic"]}
+    stock = zero3_bytes(summary)
     own = {(row["role"], row["tier"]): row for row in summary["traffic"]}
-    for key in sorted(stock, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]))):
+    rows: list[tuple[str, ...]] = []
+    for key in sorted(stock, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]))):  # type: ignore[arg-type]
         row = own.get(key)
-        if not stock[key] and row is None:
-            continue
-        if row is None:
+        if row is not None:
+            ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
+            hops = f"{row['hops'] / steps / world:.1f}"
+            cells = (row["codec"], hops, size_text(row["wire_bytes"] / steps), f"{ratio:.2f}")
+        elif stock[key]:
             cells = ("", "", "", "")
         else:
-            ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
-            hops = row["hops"] / steps / world
-            cells = (row["codec"], f"{hops:.1f}", size_text(row["wire_bytes"] / steps), f"{ratio:.2f}")
-        table.add_row(*key, *cells, size_text(stock[key]))
-    return table
+            continue
+        rows.append((*key, *cells, size_text(stock[key])))
+    return rows
 
 
 def _memory_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="memory of states a rank")
-    for name in ("state", "bytes", "ZeRO-3 (computed)"):
-        table.add_column(name, justify="left" if name == "state" else "right")
     stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
+    rows = []
     for name, count in {**summary["memory"], **summary.get("transient", {})}.items():
         shown = f"{size_text(count)} (planned)" if name.startswith("transient") else size_text(count)
-        table.add_row(name, shown, size_text(stock[name]) if name in stock else "")
-    return table
+        rows.append((name, shown, size_text(stock[name]) if name in stock else ""))
+    return table_of("memory of states, maximum over the ranks", ("state", "*bytes", "*ZeRO-3 (computed)"), rows)

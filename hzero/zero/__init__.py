@@ -1,4 +1,4 @@
-"""The stage inside DeepSpeed: installation, weights, gradients. With `hzero.train`, all that imports DeepSpeed."""
+"""The stage inside DeepSpeed: installation, weights, gradients. Only this and the trainer import DeepSpeed."""
 
 from hzero.zero.install import enable, exact_weights, initialize, state
 from hzero.zero.state import StageState

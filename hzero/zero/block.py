@@ -1,4 +1,4 @@
-"""The `"hzero"` block of a DeepSpeed configuration: found, read, and checked against what the stage supports."""
+"""The `"hzero"` block of a DeepSpeed configuration: finds it, reads it, and refuses unsupported features."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from hzero.config import ConfigError, HZeroConfig, parse_config
+from hzero.config import HZeroConfig, parse_config
+from hzero.validation import ConfigError
 
-#: A torch.nn.Parameter with the attributes that DeepSpeed hangs on it (ds_id, ds_tensor, ds_status and so on).
+#: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
 
 #: Top-level key of the block.
 KEY = "hzero"
 
-#: What the stage overrides or calls, with the arguments it counts on. Read in DeepSpeed 0.19.8.
+#: Methods that the stage overrides or calls, with the arguments that it relies on. Taken from DeepSpeed 0.19.8.
 _EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedEngine, "_do_sanity_check", ("self",)),
     (DeepSpeedZeRoOffload, "__init__", ("self", "module", "timers", "ds_config")),
@@ -49,10 +50,10 @@ _EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 
 
 def check_deepspeed() -> None:
-    """Checks that this DeepSpeed is one the stage was written for.
+    """Checks that the stage supports this DeepSpeed.
 
     Raises:
-        ConfigError: The version is outside ``>=0.19.8,<0.20``, or something the stage overrides is missing or takes
+        ConfigError: The version is outside ``>=0.19.8,<0.20``, or a method that the stage overrides is missing or has
             other arguments.
     """
     supported = "hzero supports deepspeed >=0.19.8,<0.20"
@@ -70,7 +71,7 @@ def check_deepspeed() -> None:
 
 
 def _arguments(method: Any) -> tuple[str, ...]:
-    """Names of a method's arguments, also of one that DeepSpeed's profiling decorator hides behind (*args, **kwargs)."""
+    """Names of a method's arguments, also where DeepSpeed's profiling decorator hides them behind (*args, **kwargs)."""
     found = tuple(inspect.signature(method).parameters)
     if found == ("args", "kwargs"):
         for cell in method.__closure__ or ():
@@ -83,10 +84,10 @@ def find_block(ds_config: Any) -> Mapping[str, Any] | None:
     """The block of a DeepSpeed configuration, or None where it has none.
 
     Args:
-        ds_config: What ``deepspeed.initialize(config=...)`` takes: a dictionary or the path of a JSON file.
+        ds_config: The ``config`` of ``deepspeed.initialize``: a dictionary or the path of a JSON file.
 
     Raises:
-        ConfigError: The block is there and is not a mapping.
+        ConfigError: The block is not a mapping.
     """
     if ds_config is None:
         return None
@@ -97,7 +98,7 @@ def find_block(ds_config: Any) -> Mapping[str, Any] | None:
             with open(ds_config, encoding="utf-8") as file:
                 ds_config = hjson.load(file)
         except (OSError, TypeError, ValueError):
-            return None  # Not ours to judge: DeepSpeed says what is wrong with it.
+            return None  # DeepSpeed itself reports the error.
     if KEY not in ds_config:
         for name in ds_config:
             if str(name).lower().replace("_", "").replace("-", "") == KEY:
@@ -115,7 +116,7 @@ def read_block(ds_config: Any) -> HZeroConfig | None:
 
 
 def sets_persistence_threshold(ds_config: Any) -> bool:
-    """Whether the user chose a persistence threshold himself; without one hzero's default is 0."""
+    """Whether the user set a persistence threshold; hzero's default is 0."""
     if not isinstance(ds_config, Mapping):
         import hjson
 
@@ -126,10 +127,10 @@ def sets_persistence_threshold(ds_config: Any) -> bool:
 
 
 def check_engine(engine: DeepSpeedEngine) -> None:
-    """Refuses, by name, what DeepSpeed can do and the stage cannot do with it.
+    """Refuses, by name, DeepSpeed features that the stage does not support.
 
     Args:
-        engine: An engine whose configuration has been read and whose model has not been touched.
+        engine: An engine whose configuration has been read and whose model is still untouched.
 
     Raises:
         ConfigError: Naming the key, what was found and what is possible.

@@ -1,4 +1,4 @@
-"""Gradients of one engine: reduced inside their scope every micro-step, across the rest once a step."""
+"""Gradients of one engine: reduced inside their scope every micro-step, across the outer tiers once per step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from hzero.zero.block import ZeroParameter
 class Gradients:
     """Reduces gradients tier by tier and, where their scope is smaller than the world, accumulates partial sums.
 
-    The accumulators are float32, ``[rows * chunk]`` a parameter in hop order, ``rows`` being the world over the
-    gradients' scope. They are made and filled by `accumulate` every micro-step, and sent and freed by `boundary` once a
-    step.
+    The gradient accumulators are float32, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world
+    size divided by the size of the gradients' scope. `accumulate` fills them every micro-step; `boundary` sends and
+    frees them once per step.
 
     Args:
         collectives: The stage's tiered collectives.
+        bucket_numel: Max elements of the parameters that share one boundary message.
 
     Attributes:
-        bucket_numel: Most elements of parameters that share one boundary message.
+        bucket_numel: The same; may be set later.
     """
 
     def __init__(self, collectives: TieredCollectives, bucket_numel: int) -> None:
@@ -36,23 +37,23 @@ class Gradients:
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
         self._reductions = 0
-        self._most_held = 0
+        self._peak_bytes = 0
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients are held here that have not crossed the outer tiers."""
+        """Whether gradients wait here to cross the outer tiers."""
         return bool(self._waiting)
 
     def holds(self, param: ZeroParameter) -> bool:
-        """Whether this parameter's gradient of the current window waits for the boundary."""
+        """Whether this parameter's gradient of the current accumulation window waits for the boundary."""
         return param.ds_id in self._waiting
 
     def arrived(self, param: ZeroParameter) -> bool:
-        """Whether DeepSpeed has been given a gradient of this parameter in the current window."""
+        """Whether DeepSpeed has received a gradient of this parameter in the current window."""
         return param.ds_id in self._arrived
 
     def arrive(self, params: Sequence[ZeroParameter]) -> None:
-        """Notes that DeepSpeed has been given gradients of ``params``."""
+        """Notes that DeepSpeed has received gradients of ``params``."""
         self._arrived.update(param.ds_id for param in params)
 
     def micro(
@@ -63,13 +64,13 @@ class Gradients:
         Args:
             params: Parameters with ``grad`` set, sorted by id, the same on all ranks. The gradients are consumed.
             dtype: Communication type.
-            divisor: What every rank divides by before the sum, as stock ZeRO-3 does: the averaging world.
+            divisor: Every rank divides by it before the sum, as in stock ZeRO-3: the size of the averaging world.
             scale: Loss scale of these gradients.
 
         Returns:
-            One flat tensor a parameter, ``[rows * chunk]`` in hop order: partial sums where gradients stay inside the
-            node, this rank's shard (padding included) where they are sharded over the world. Where their scope is one
-            device there is no hop, and it is the averaged gradient itself, in shard order and without padding.
+            One flat tensor per parameter, ``[rows * chunk]`` in hop order: partial sums where gradients stay inside
+            their scope, this rank's shard (padding included) where they are sharded over the world. Where the scope is
+            one device no hop is made, and the result is the averaged gradient itself, in shard order and unpadded.
         """
         bucket = self._bucket(params, dtype)
         flat = [param.grad.to(dtype).reshape(-1).div_(divisor) for param in params]
@@ -78,13 +79,13 @@ class Gradients:
             bucket,
             flat,
             rows=self._plan.grid.world_size,
-            whole=True,
+            shard_order=True,
             seed=self._next_seed(),
             scale=scale,
         ).wait()
 
     def accumulate(self, params: Sequence[ZeroParameter], partial_sums: Sequence[torch.Tensor]) -> None:
-        """Adds partial sums to the accumulators. The first of a window becomes the accumulator: it must be the caller's own."""
+        """Adds partial sums to the accumulators. The first of a window becomes the accumulator: nobody else may keep it."""
         for param, partial_sum in zip(params, partial_sums):
             if param.ds_id in self._waiting:
                 self._accumulators[param.ds_id].add_(partial_sum)
@@ -99,15 +100,15 @@ class Gradients:
         scale: float,
         deliver: Callable[[list[ZeroParameter], list[torch.Tensor]], None],
     ) -> None:
-        """Sends what waits over the outer tiers and delivers this rank's shards, bucket by bucket.
+        """Sends the waiting partial sums over the outer tiers and delivers this rank's shards, bucket by bucket.
 
         Args:
             dtype: Communication type of hops with codec ``none``.
             scale: Loss scale of these gradients.
-            deliver: Takes parameters and their flat shards, cut to the elements that exist (perhaps none).
+            deliver: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
         """
         held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
-        self._most_held = max(self._most_held, held)  # nothing has been freed yet
+        self._peak_bytes = max(self._peak_bytes, held)  # nothing has been freed yet
         waiting = [self._waiting[key] for key in sorted(self._waiting)]
         buckets = list(in_buckets(((param, param.ds_numel) for param in waiting), self.bucket_numel))
         chains = pipelined(partial(self._start_boundary, bucket, dtype, scale) for bucket in buckets)
@@ -125,13 +126,13 @@ class Gradients:
             self._bucket(params, dtype),
             [self._accumulators[param.ds_id] for param in params],
             rows=self._plan.gradient_rows,
-            whole=not self._micro_hops,
+            shard_order=not self._micro_hops,
             seed=self._next_seed(),
             scale=scale,
         )
 
     def cut(self, params: Sequence[ZeroParameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's shards without what lies beyond the parameters' ends, as DeepSpeed expects them."""
+        """This rank's shards without the padding beyond the parameters' ends, as DeepSpeed expects them."""
         cut = []
         for param, shard in zip(params, shards):
             start = self._plan.rank * shard.numel()
@@ -139,7 +140,7 @@ class Gradients:
         return cut
 
     def clear(self) -> None:
-        """Starts a new window: nothing waits, nothing has arrived, and residuals not committed are forgotten."""
+        """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""
         self._waiting.clear()
         self._arrived.clear()
         self._accumulators.clear()
@@ -147,13 +148,14 @@ class Gradients:
             self._collectives.feedback.discard()
 
     def commit(self) -> None:
-        """The step with this window's gradients is done: residuals that they left count."""
+        """The step with this window's gradients is done: its residuals are kept."""
         if self._collectives.feedback is not None:
             self._collectives.feedback.commit()
 
-    def bytes(self) -> int:
-        """Most memory that the accumulators have taken on this rank at a boundary, in bytes."""
-        return self._most_held
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the accumulators at a boundary on this rank, in bytes."""
+        return self._peak_bytes
 
     def _next_seed(self) -> int:
         # Ranks round with different seeds, so that the errors of a sum do not add up.

@@ -1,4 +1,4 @@
-"""Puts the stage into DeepSpeed, and the surface that users call."""
+"""Installs the stage into DeepSpeed; the functions that users call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
-from hzero.topology.resolve import resolve_grid
+from hzero.topology import resolve_grid
 from hzero.zero.block import check_deepspeed, check_engine, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
@@ -23,14 +23,22 @@ from hzero.zero.weights import Weights
 
 
 def enable() -> None:
-    """Installs the stage for everything in this process that calls ``deepspeed.initialize`` from here on.
+    """Installs the stage into DeepSpeed, for code that calls ``deepspeed.initialize`` itself: Trainer, Accelerate.
 
-    A configuration with an ``"hzero"`` block beside ``"stage": 3`` gets the stage; any other behaves exactly as before.
-    Calling it again does nothing. Call it before ``deepspeed.initialize`` (or Trainer, or Accelerate) builds an engine;
-    models made earlier under ``deepspeed.zero.Init`` are taken over.
+    From this call on, a DeepSpeed configuration that has an ``"hzero"`` block next to ``"stage": 3`` gives an engine with
+    the stage that `initialize` describes. A configuration without the block gives the stock engine, and existing
+    engines stay as they are.
+
+    The call replaces three things in DeepSpeed: its ZeRO-3 optimizer class (by a subclass), the constructor of its
+    parameter offload (which the stage wraps, to take over gathers), and its sanity check (which the stage extends, to
+    refuse unsupported features before anything is built). It starts no collective, reads no configuration and
+    allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it
+    cannot be undone in the process.
+
+    Call it before an engine is built. Models made earlier under ``deepspeed.zero.Init`` are taken over.
 
     Raises:
-        ConfigError: This DeepSpeed is outside the versions the stage supports.
+        ConfigError: The stage does not support this version of DeepSpeed.
     """
     if stage3.DeepSpeedZeroOptimizer_Stage3 is HZeroStage3:
         return
@@ -44,7 +52,7 @@ def enable() -> None:
 
 
 def _checked(stock: Any) -> Any:
-    """``DeepSpeedEngine._do_sanity_check`` that also refuses what the stage cannot work with, before anything is built."""
+    """``DeepSpeedEngine._do_sanity_check`` that also refuses features the stage does not support, before anything is built."""
 
     @functools.wraps(stock)
     def check(self: DeepSpeedEngine) -> None:
@@ -59,9 +67,9 @@ def _checked(stock: Any) -> Any:
 
 
 def _with_weights(stock: Any) -> Any:
-    """``DeepSpeedZeRoOffload.__init__`` that takes over the gathers of its module where the block is there.
+    """``DeepSpeedZeRoOffload.__init__`` that takes over the gathers of its module where the configuration has the block.
 
-    The optimizer stage makes one, and so does an engine without an optimizer.
+    The optimizer makes such an object, and so does an engine without an optimizer.
     """
 
     @functools.wraps(stock)
@@ -77,10 +85,10 @@ def _with_weights(stock: Any) -> Any:
         stock(self, *args, **kwargs)
         persistent = {param.ds_id for param in self.persistent_parameters}
         for param in self.module.parameters():
-            param.ds_persist = param.ds_id in persistent  # zero.Init may have decided by the stock threshold
-        # Zero turns prefetching off, and says nothing of refreshes.
+            param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
+        # A size of 0 turns prefetching off; it does not mean refreshes.
         self.hzero = StageState(self.module, config, int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL))
-        # Without an optimizer the engine has only this object to tell of a checkpoint.
+        # An engine without an optimizer announces checkpoints to this object only.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced
         self.destroy = functools.partial(_destroy, self.destroy, self.hzero)
@@ -97,23 +105,49 @@ def _destroy(stock: Any, own: StageState) -> None:
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with the stage installed: same arguments, same four results.
 
-    The model's weights are gathered from a copy that is sharded inside the package or the node, gradients are summed
-    inside the node and cross nodes once a step, and every hop has the codec that the ``"hzero"`` block names. A
-    configuration without the block gives a stock engine.
+    The stage is ZeRO-3 with a shard degree for each kind of state. DeepSpeed partitions every parameter, its gradient
+    and its optimizer states over the world, and owns these primary shards: optimizer step, gradient norm, clipping, loss
+    scaling and checkpoints are stock. Where the ``"hzero"`` block shards the weights over the package or the node, each
+    rank also keeps a resident payload: its share of a second copy of the weights, encoded, complete inside that scope.
+    Collectives cross one tier of links at a time (``gcd``, ``gpu``, ``node``), each with the codec that the block names.
+
+    Forward and backward gather the weights of a module when they reach it, as ZeRO-3 does, but from the resident
+    payloads, so over the tiers inside the weights' scope only. All ranks decode the same bytes and compute with the same
+    bits. Gradients are reduced in the same buckets as in stock ZeRO-3, but over the tiers inside their own scope only;
+    the partial sums are added up in float32 accumulators. At the boundary, the last micro-step before an optimizer
+    step, the sums cross the outer tiers once, and each rank's shard goes to the stock optimizer. After ``step`` the
+    resident payloads are stale; the next forward rebuilds them, crossing the outer tiers once. So with weights over the
+    package and gradients over the node, links between nodes carry each weight and each gradient once per optimizer
+    step, however many micro-steps it has.
+
+    The price is memory. Per rank and parameter, a resident payload takes the codec's bytes (2 in bf16, about 1 in
+    ``int8``) divided by the ranks of the weights' scope, and the accumulators take 4 bytes divided by the ranks of the
+    gradients' scope, on top of ZeRO-3's memory. Error feedback adds float32 residuals. `hzero plan` gives the bytes
+    before a run, ``hzero.state(engine).memory(engine.optimizer)`` those of an engine.
+
+    With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
+    change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
+    not shard activations, overlap other collectives than DeepSpeed does, or combine with tensor, expert or pipeline
+    parallelism; it refuses by name the DeepSpeed features that it does not support. A configuration without the block
+    gives a stock engine.
+
+    Args:
+        *args: As for ``deepspeed.initialize``.
+        **kwargs: As for ``deepspeed.initialize``.
 
     Returns:
         Engine, optimizer, data loader and learning-rate scheduler, as DeepSpeed returns them.
 
     Raises:
-        ConfigError: The block is wrong, does not fit the world, or goes with a DeepSpeed feature that it cannot work
-            with. Nothing has been built then.
+        ConfigError: The block is wrong, does not fit the world, or meets a DeepSpeed feature that the stage does not
+            support. Nothing has been built then.
     """
     enable()
     return deepspeed.initialize(*args, **kwargs)
 
 
 def state(engine: Any) -> StageState | None:
-    """What hzero keeps for an engine: plan, wire log, configuration. None for an engine without the block."""
+    """The plan, wire log and configuration of an engine; None for an engine without the block."""
     return getattr(getattr(engine, "optimizer", None), "hzero", None)
 
 
@@ -122,7 +156,7 @@ def exact_weights(engine: Any) -> Iterator[None]:
     """Inside, forward and backward of ``engine`` read exact weights instead of decoded ones.
 
     Gathers are then DeepSpeed's own, flat over the world: meant for evaluation, not for training. A stock engine is
-    exact anyway. All ranks must enter and leave together, outside of a forward or backward.
+    always exact. All ranks must enter and leave together, outside of a forward or backward.
     """
     own = state(engine)
     with own.weights.exact() if own is not None else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""The stage: DeepSpeed's ZeRO-3 optimizer with tiered gradients and resident weights."""
+"""The stage: DeepSpeed's ZeRO-3 optimizer with tiered gradient reduction and resident weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose weights and gradients have shard degrees of their own.
 
     The primary partition of weights, gradients and optimizer states stays DeepSpeed's, over the world: norms, clipping,
-    loss scaling, offload and checkpoints are stock. Gradients come to it through `hzero.zero.gradients`; forward and
-    backward gather through `hzero.zero.weights`. Constructed with a configuration that has no ``hzero`` block, it is
-    the stock class.
+    loss scaling, offload and checkpoints are stock. `hzero.zero.gradients` delivers the gradients; forward and backward
+    gather through `hzero.zero.weights`. A configuration without ``hzero`` block constructs the stock class.
     """
 
     hzero: StageState
@@ -41,8 +40,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self._stepping = False
         super().__init__(*args, **kwargs)
         self.hzero = self.parameter_offload.hzero
-        # Stock gathers persistent parameters flat over the world after each step. Here they come back with the next
-        # forward, by tier and codec, and then stay (ds_persist) until the step.
+        # Stock gathers persistent parameters flat over the world after each step. Here the next forward gathers them, by
+        # tier and codec, and they stay (ds_persist) until the step.
         self.persistent_parameters = []
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
 
@@ -60,7 +59,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return [s.to(self.gradient_accumulation_dtype) for s in gradients.cut(params_to_reduce, sums)]
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
-        """Shards over the world go on to stock; partial sums wait in the accumulators for the boundary."""
+        """Passes shards over the world on to stock; partial sums wait in the accumulators for the boundary."""
         if not self.hzero.plan.accumulates:
             self._deliver(params_to_release, grad_partitions)
             return
@@ -71,12 +70,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             param.grad = None
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """After a backward: stock, and at the boundary the outer hops."""
+        """After a backward: stock, then at the boundary the outer hops."""
         super().independent_gradient_partition_epilogue()
         if self.is_gradient_accumulation_boundary():
             self._cross_boundary()
             if self.offload_optimizer:
-                # Stock takes to the host what came in the last micro-step alone.
+                # Stock moves to the host only what the last micro-step delivered.
                 self._finalize_offload_gradient_accumulation()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
@@ -86,7 +85,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         super().finalize_gradient_accumulation_boundary()
 
     def step(self, closure: Any = None) -> None:
-        """Stock step; gradients that still wait cross first."""
+        """Stock step, after gradients that still wait have crossed."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
         self._stepping = True
@@ -99,7 +98,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Stock, and the accumulation window starts anew, except where stock's own step calls this before it is done."""
+        """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done."""
         if not self._stepping:
             self.hzero.gradients.clear()
         super().zero_grad(set_to_none)
@@ -113,11 +112,11 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.reduce_and_partition_stream.synchronize()
 
     def _deliver(self, params: list[ZeroParameter], shards: list[torch.Tensor]) -> None:
-        """Hands shards to stock, which is to copy the first delivery of a window and to add later ones.
+        """Delivers shards to stock, which must copy the first delivery of a window and add later ones.
 
-        There are later ones where every micro-step delivers, and where re-entrant checkpointing runs several epilogues in
-        one backward. Stock would go by the number of the micro-step, and add the first gradient of a parameter that was
-        silent before to what the last window left.
+        Later deliveries occur where every micro-step delivers, and where re-entrant checkpointing runs several epilogues
+        in one backward. Stock decides by the number of the micro-step: it would add the first gradient of a parameter
+        that was silent before to the remains of the last window.
         """
         gradients = self.hzero.gradients
         for again in (False, True):
@@ -128,7 +127,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 )
         gradients.arrive(params)
         if self.is_gradient_accumulation_boundary():
-            # Stock has taken these to the host, where optimizer states are; see the epilogue.
+            # Stock has moved these to the host, where the optimizer states are; see the epilogue.
             self._offload_boundary_param_ids.difference_update(param.ds_id for param in params)
 
     @contextlib.contextmanager
@@ -142,14 +141,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _silence(self) -> None:
         """Zeroes the shards of parameters that received no gradient in this window.
 
-        Stock leaves there what the step before left, and would apply it again.
+        Stock leaves the gradients of the previous step there, and would apply them again.
         """
         for group in self.fp16_groups:
             for param in group:
                 if param.requires_grad and not self.hzero.gradients.arrived(param):
                     self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id].zero_()
                     if self.offload_optimizer:
-                        self.norm_for_param_grads.pop(self.get_param_id(param), None)  # of a window given up
+                        self.norm_for_param_grads.pop(self.get_param_id(param), None)  # of an abandoned window
                         super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
 
     def _get_fp32_grad_state_partition(self, param: ZeroParameter, release_swap_buffers: bool) -> Any:
@@ -185,12 +184,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.weights.mark_stale(param for group in self.fp16_groups for param in group)
 
     def _restore_from_bit16_weights(self) -> None:
-        """Stock's last act of a load without optimizer states: the weights have been replaced."""
+        """The last call of stock's load without optimizer states: the weights have been replaced."""
         super()._restore_from_bit16_weights()
         self.hzero.replaced()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Stock; resident payloads, waiting gradients and residuals belong to what was there before."""
+        """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
         self._partition_all_parameters()
         super().load_state_dict(*args, **kwargs)
         self.hzero.replaced()

@@ -1,4 +1,4 @@
-"""What hzero keeps for one engine."""
+"""State that hzero keeps for one engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireL
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
-from hzero.topology.resolve import resolve_grid
+from hzero.topology import resolve_grid
 from hzero.zero.block import check_group
 from hzero.zero.gradients import Gradients
 from hzero.zero.weights import Weights
@@ -24,17 +24,17 @@ class StageState:
     """Plan, tier groups, wire log, weights and gradients of one engine.
 
     Attributes:
-        config: The block, presets applied.
+        config: The block, preset applied.
         plan: The shard plan of this rank.
-        wire_log: What every hop has moved.
+        wire_log: Bytes and time of every hop.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         config: The block.
-        bucket_numel: Most elements of parameters that share one message of the refresh; also of the boundary, until
-            the optimizer names its own.
+        bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
+            the optimizer sets its own.
 
     Raises:
         ConfigError: The topology does not fit the world, or parameters are partitioned over less than the world.
@@ -61,29 +61,31 @@ class StageState:
                 logger.info("hzero: %s", note)
 
     def replaced(self) -> None:
-        """The primary shards have been replaced as a whole, as by a checkpoint."""
+        """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""
         self.weights.mark_stale()
         self.gradients.clear()
         if self._feedback is not None:
             self._feedback.clear()
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
-        """Measured bytes of each state on this rank; transient buffers are not among them.
+        """Measured bytes of each state on this rank, without transient buffers.
+
+        Gradient accumulators and error feedback are peaks, since they come and go within a step; the others are current.
 
         Args:
-            optimizer: The engine's optimizer, where there is one.
+            optimizer: The engine's optimizer, if it has one.
         """
         return {
             "primary weights": self.weights.primary_bytes(),
             "resident weights": self.weights.resident_bytes(),
             "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
-            "node gradients": self.gradients.bytes(),
+            "gradient accumulators": self.gradients.peak_bytes,
             "optimizer": optimizer_bytes(optimizer),
-            "error feedback": self._feedback.bytes() if self._feedback is not None else 0,
+            "error feedback": self._feedback.peak_bytes if self._feedback is not None else 0,
         }
 
     def destroy(self) -> None:
-        """Frees payloads and accumulators, and leaves the model as DeepSpeed made it."""
+        """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
         self.weights.close()
         self.gradients.clear()
 
@@ -93,7 +95,7 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Bytes on this rank of what a stage 3 optimizer keeps: float32 masters and the states of the optimizer inside."""
+    """Bytes of a stage 3 optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
     masters = list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
     inner = getattr(optimizer, "optimizer", None)
     states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]

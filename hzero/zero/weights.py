@@ -1,9 +1,9 @@
 """Weights of one engine: resident payloads, and the gathers of forward and backward from them.
 
-Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. Beside
-it this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and backward
-gather from resident payloads, over the inner tiers only. Whatever changes primary shards marks payloads stale; they are
-rebuilt, all stale ones together, before their next use, crossing the outer tiers once.
+Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. In
+addition this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and
+backward gather from resident payloads, over the inner tiers only. A change of primary shards marks payloads stale. All
+stale payloads are rebuilt together before their next use, which crosses the outer tiers once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipe
 from hzero.sharding.records import chunk_numel
 from hzero.zero.block import ZeroParameter
 
-#: Functions that DeepSpeed hangs on every parameter and the stage replaces.
+#: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")
 
 
@@ -32,9 +32,9 @@ class _Managed:
     """One parameter that this engine gathers.
 
     Attributes:
-        param: The parameter, with DeepSpeed's attributes on it.
-        stock: DeepSpeed's own functions of `_PATCHED`, by name.
-        own: Ours, in their place.
+        param: The parameter, with DeepSpeed's attributes.
+        stock: DeepSpeed's functions of `_PATCHED`, by name.
+        own: The stage's functions in their place.
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
         chunk: Elements of each of its records.
         decoded: Whether ``param.data``, while it is available, came through a codec.
@@ -61,8 +61,8 @@ class GatherHandle:
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
 
-        ``handle_dependency`` is DeepSpeed's and has no meaning here: the decoded tensors are made on the current stream
-        and alias no communication buffer.
+        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors are made on the current stream and
+        alias no communication buffer.
         """
         if self._complete:
             return
@@ -75,13 +75,13 @@ class GatherHandle:
 
 
 class Handles:
-    """Several handles behind one."""
+    """Several handles as one."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = handles
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Waits on each."""
+        """Waits on each handle."""
         for handle in self._handles:
             handle.wait(handle_dependency=handle_dependency)
 
@@ -92,7 +92,7 @@ class Weights:
     Args:
         module: The model, its parameters partitioned by DeepSpeed over the world.
         collectives: The stage's tiered collectives.
-        bucket_numel: Most elements of parameters that share one refresh message.
+        bucket_numel: Max elements of the parameters that share one refresh message.
     """
 
     def __init__(self, module: torch.nn.Module, collectives: TieredCollectives, bucket_numel: int) -> None:
@@ -129,7 +129,7 @@ class Weights:
         self._stale.add(param.ds_id)
 
     def close(self) -> None:
-        """Frees payloads and gives the parameters back to DeepSpeed, whose next engine may be a stock one."""
+        """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
         for managed in list(self._managed.values()):
             self._release(managed)
 
@@ -137,14 +137,14 @@ class Weights:
         param = managed.param
         self._put_away_decoded(managed)
         for name, function in managed.own.items():
-            if getattr(param, name) == function:  # else someone has put his own over ours
+            if getattr(param, name) == function:  # else someone has replaced ours
                 setattr(param, name, managed.stock[name])
         del self._managed[param.ds_id]
         self._stale.discard(param.ds_id)
 
     @staticmethod
     def release_all(module: torch.nn.Module) -> None:
-        """Gives back the parameters of a module that an earlier engine has taken over and was not destroyed."""
+        """Releases the parameters of a module from an earlier engine that was not destroyed."""
         param: ZeroParameter
         for param in module.parameters():
             owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
@@ -158,8 +158,8 @@ class Weights:
             if in_forward and managed.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                 return self.gather([managed.param]).wait()
         for param in [managed.param] if param_list is None else param_list:
-            # What is available may have been decoded. An exact reader, and above all one that writes back, must not
-            # see that: put it away, and let DeepSpeed gather the primary shards.
+            # Available data may have been decoded. An exact reader, above all one that writes back, must not see it:
+            # partition it, and let DeepSpeed gather the primary shards.
             own = self._managed.get(param.ds_id)
             if own is None or param.ds_status != ZeroParamStatus.AVAILABLE or param.ds_active_sub_modules:
                 continue
@@ -179,7 +179,7 @@ class Weights:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """``param.partition``: as stock; parameters written back leave their resident payloads stale."""
+        """``param.partition``: stock; where the parameter was written, its resident payload becomes stale."""
         managed.stock["partition"](
             param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
         )
@@ -195,13 +195,13 @@ class Weights:
     def mark_stale(self, params: Iterable[ZeroParameter] | None = None) -> None:
         """Marks the payloads of ``params``, or of all parameters, to be rebuilt before their next use.
 
-        Must be called on all ranks alike: the rebuilding is a collective.
+        All ranks must call it alike: rebuilding is a collective.
         """
         self._version += 1
         self._stale.update(self._managed if params is None else (param.ds_id for param in params))
 
     def drop(self) -> None:
-        """Frees all resident payloads; they are rebuilt at their next use."""
+        """Frees all resident payloads; their next use rebuilds them."""
         for managed in self._managed.values():
             managed.payload = None
         self._stale.update(self._managed)
@@ -216,7 +216,7 @@ class Weights:
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside, forward and backward gather the primary shards themselves, without codecs, as stock DeepSpeed."""
+        """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
         before, self._exact = self._exact, True
         for managed in self._managed.values():
             self._put_away_decoded(managed)
@@ -243,8 +243,8 @@ class Weights:
 
         Args:
             params: Parameters that are not available, the same on all ranks in any order.
-            safe_mode: DeepSpeed's; honoured by the exact path only.
-            quantize: DeepSpeed's own weight quantisation, which the stage refuses at start; always False.
+            safe_mode: DeepSpeed's; only the exact path uses it.
+            quantize: DeepSpeed's own weight quantisation; always False, since the stage refuses it at start.
 
         Returns:
             A handle whose ``wait`` sets ``param.data``, ``[ds_shape]``, and the status AVAILABLE.
@@ -262,8 +262,8 @@ class Weights:
             return stock(params, safe_mode=safe_mode, quantize=quantize)
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(f"hzero: asked to gather a parameter that is not put away: {param.ds_summary()}")
-            # A parameter may have been given another shard, by a user who resizes it inside GatheredParameters.
+                raise RuntimeError(f"hzero: cannot gather a parameter that is not partitioned: {param.ds_summary()}")
+            # The shard may have changed its size: users can resize a parameter inside GatheredParameters.
             if self._managed[param.ds_id].chunk != param.ds_tensor.ds_numel:
                 self._stale.add(param.ds_id)
         self.refresh()
@@ -283,7 +283,7 @@ class Weights:
             message = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
             codec, rows = self._resident_codec(), self._plan.resident_rows
         else:
-            codec, rows = self._birth_codec(), 1
+            codec, rows = self._first_codec(), 1
             message = self._encode_primary(params, bucket, codec)
         for param in params:
             self._managed[param.ds_id].decoded = self._lossy
@@ -298,7 +298,7 @@ class Weights:
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Rebuilds every stale resident payload; a collective where there is one, else nothing."""
+        """Rebuilds every stale resident payload, by collectives. Does nothing where none is stale."""
         if not self._refresh_hops or not self._stale:
             return
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
@@ -311,18 +311,18 @@ class Weights:
                 self._keep(managed_bucket, message, codec, outer)
         self._stale.clear()
         if not get_accelerator().is_synchronized_device():
-            # The next gather may run on another stream than this one, as where forward reads a parameter of another module.
+            # The next gather may run on another stream, for example where forward reads a parameter of another module.
             self._refreshed = get_accelerator().Event()
             self._refreshed.record(get_accelerator().current_stream())
 
     def _start_refresh(self, managed: Sequence[_Managed]) -> Chain:
         params = [m.param for m in managed]
-        bucket, codec = self._bucket(params), self._birth_codec()
+        bucket, codec = self._bucket(params), self._first_codec()
         message = self._encode_primary(params, bucket, codec)
         return self.collectives.gather(self._refresh_hops, bucket, message, codec, seed=self._version)
 
     def _keep(self, managed: Sequence[_Managed], message: torch.Tensor, codec: Codec, outer: int) -> None:
-        """Cuts a refreshed payload ``[outer][tensor][1][record]`` into one resident payload a parameter."""
+        """Cuts a refreshed payload ``[outer][tensor][1][record]`` into one resident payload per parameter."""
         bucket = self._bucket([m.param for m in managed])
         resident = self._resident_codec()
         if resident.format != codec.format:
@@ -331,11 +331,11 @@ class Weights:
             )
         sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
         for own, chunk, payload in zip(managed, bucket.chunks, message.view(outer, -1).split(sizes, dim=1)):
-            # A copy of its own, so that a parameter refreshed alone does not keep the whole message in memory.
+            # A copy, so that one parameter does not keep the whole message in memory.
             own.payload = payload.clone(memory_format=torch.contiguous_format).view(-1)
             own.chunk = chunk
 
-    def _birth_codec(self) -> Codec:
+    def _first_codec(self) -> Codec:
         return Codec.from_config(self._plan.gather_hops()[0].codec)
 
     def _resident_codec(self) -> Codec:
@@ -345,7 +345,7 @@ class Weights:
         device = params[0].device
         sources = []
         for param, chunk in zip(params, bucket.chunks):
-            # The tail of the last shards belongs to no element; DeepSpeed leaves it uninitialised.
+            # The padding of the last shards holds no element; DeepSpeed leaves it uninitialised.
             valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
             sources.append(param.ds_tensor.detach().view(-1)[:valid].to(device))
         return codec.encode(sources, bucket.chunks, seed=self._version)

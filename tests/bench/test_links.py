@@ -13,31 +13,31 @@ import pytest
 from hzero.bench.links import ranks_to_start
 from hzero.bench.settings import parse
 from hzero.cli import main
-from hzero.topology.links_file import algorithm_bandwidth, bus_bandwidth, read_links
+from hzero.plan.links_file import algorithm_bandwidth, bus_bandwidth, read_links
 from tests.ranks import ROOT
 
 WRONG = {
-    "--max-bytes 1K": "--max-bytes: found 1K, which is less than --min-bytes 4K",
+    "--max-bytes 1K": "--max-bytes: found 1,024, which is less than --min-bytes 4,096",
     "--min-bytes 4Q": "--min-bytes: found '4Q', expected a number of bytes",
     "--min-bytes 0": "--min-bytes: found '0'",
-    "--factor 1": "--factor: found '1', expected a whole number of at least 2",
+    "--factor 1": "--factor: found '1'; input should be greater than or equal to 2",
     "--iterations 0": "--iterations: found '0'",
     "--warmup -1": "--warmup",
     "--timeout 0": "--timeout: found '0'",
     "--timeout nan": "--timeout: found 'nan'",
-    "--codecs none,int9": "--codecs: unknown codec 'int9'; did you mean 'int8'",
-    "--codecs=": "--codecs: unknown codec ''",
+    "--codecs none,int9": "--codecs.1: unknown value 'int9'; did you mean 'int8'",
+    "--codecs=": "--codecs.0: unknown value ''",
     "--dtype fp8": "--dtype: unknown value 'fp8'",
     "--device gpu": "--device: unknown value 'gpu'",
     "--topology 2x2": "--topology: found '2x2', expected nodes x GPUs x GCDs",
     "--topology 0x2x2": "--topology.nodes: found 0",
-    "--topology 1x1x1": "there is nothing to measure",
+    "--topology 1x1x1": "a single rank has no links to measure",
     "--topology 9999x99x9": "8,909,109 ranks cannot be started on one machine",
-    "--topology nope": "--topology: cannot read the file 'nope': there is none",
+    "--topology nope": "--topology: no such file: 'nope'",
     "--topology 1x1x2 --out links.txt": "expected a name that ends in .json",
     "--topology 1x1x2 --out no/such/links.json": "--out: no folder 'no/such'",
-    "--topology 1x1x2 --out here.json": "'here.json' is there; --overwrite replaces it",
-    "--topology 1x1x2 --out picture.json": "'picture.png' is there",
+    "--topology 1x1x2 --out here.json": "'here.json' exists; --overwrite replaces it",
+    "--topology 1x1x2 --out picture.json": "'picture.png' exists",
 }
 
 
@@ -94,8 +94,8 @@ def test_sizes_and_parts() -> None:
     assert settings.parts(4096, 2) == [8]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hzero", "bench", "links", "--topology", "2x2x2", *arguments]
+def command(topology: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hzero", "bench", "links", "--topology", topology, *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -106,7 +106,12 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
     out = tmp_path / "links.json"
     sizes = ("--min-bytes", "1K", "--max-bytes", "4K", "--iterations", "3", "--warmup", "0")
     done = subprocess.run(
-        command(*sizes, "--out", str(out)), env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command("2x2x2", *sizes, "--out", str(out)),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     links = read_links(out)
@@ -133,14 +138,14 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     running = subprocess.Popen(
-        command("--iterations", "100000", "--out", str(tmp_path / "links.json")),
+        command("1x1x2", "--iterations", "100000", "--out", str(tmp_path / "links.json")),
         env={**environment(), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert running.stdout is not None
-    assert running.stdout.readline().startswith("# hzero bench links: 8 ranks, 2 nodes x 2 GPUs x 2 GCDs")
+    assert running.stdout.readline().startswith("# hzero bench links: 2 ranks, 1 node x 1 GPU x 2 GCDs")
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130

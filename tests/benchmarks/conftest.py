@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from benchmarks.cluster import owner
 from benchmarks.cluster.network import check_kernel, check_tools, clear, ours
-from hzero.config import ConfigError
+from hzero.validation import ConfigError
 
 
 @pytest.fixture
-def emulated_network() -> None:
-    """Skips where no network can be set up, or where somebody has one."""
+def emulated_network() -> Iterator[None]:
+    """Skips if no network can be set up or somebody has one; tests of other processes wait for their turn."""
+    with open(Path(tempfile.gettempdir()) / f"hzero-tests-network-{os.getuid()}", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        _check_network()
+        yield
+
+
+def _check_network() -> None:
     try:
         check_tools()
         lock = owner.Lock()

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 from benchmarks.cluster import check, counters, layout, namespace, network, owner, stream
 from benchmarks.cluster.__main__ import main
-from benchmarks.cluster.launch import command_inside, rank_environment_on
 from benchmarks.cluster.network import Network, check_kernel, check_tools, clear, ours
+from benchmarks.cluster.ranks import command_inside, rank_environment_on
 from benchmarks.cluster.shape import Cluster
-from hzero.config import TIERS, ConfigError
+from hzero.config import TIERS
+from hzero.validation import ConfigError
 from tests.ranks import ROOT
 
 RATES: dict[str, float | None] = {"gcd": 200.0, "gpu": 75.0, "node": 50.0}

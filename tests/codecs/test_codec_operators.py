@@ -107,7 +107,7 @@ def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtyp
         assert torch.equal(got[index], want)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     codec=st.sampled_from(CODECS),
     to=st.builds(

@@ -44,9 +44,9 @@ def test_record_sizes(
 def test_formats_without_blocks_do_not_differ_by_block_size() -> None:
     for codec in ("none", "bf16"):
         formats = {record_format(CodecConfig(codec=codec, block_size=size)) for size in (16, 128)}
-        assert formats == {RecordFormat(codec, 0, 0)}
-    assert record_format(CodecConfig(codec="int8")) == RecordFormat("int8", 128, 2)
-    assert record_format(CodecConfig(codec="int4", block_size=64, scale="fp32")) == RecordFormat("int4", 64, 4)
+        assert formats == {RecordFormat(codec, 0, "")}
+    assert record_format(CodecConfig(codec="int8")) == RecordFormat("int8", 128, "bf16")
+    assert record_format(CodecConfig(codec="int4", block_size=64, scale="fp32")) == RecordFormat("int4", 64, "fp32")
 
 
 @pytest.mark.parametrize(("numel", "world", "chunk"), [(0, 8, 0), (1, 8, 1), (8, 8, 1), (9, 8, 2), (17 * 257, 6, 729)])

@@ -137,7 +137,7 @@ def check_reduce_exact() -> None:
         bucket = _bucket("gradients", dtype)
         rank = dist.get_rank()
         shards = collectives.reduce(
-            collectives.plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, whole=True
+            collectives.plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, shard_order=True
         ).wait()
         for index, chunk in enumerate(bucket.chunks):
             total = torch.stack([ranks[index].float() for ranks in everyones]).sum(0)
@@ -160,9 +160,11 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
         everyones = _everyones(torch.float32)
         collectives = _collectives(grid, gradients=mix, shard={"weights": "package", "gradients": "node"})
         plan, bucket, rank = collectives.plan, _bucket("gradients", torch.float32), dist.get_rank()
-        whole = collectives.reduce(plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, whole=True).wait()
-        inside = collectives.reduce(plan.micro_hops(), bucket, everyones[rank], rows=WORLD, whole=True).wait()
-        split = collectives.reduce(plan.boundary_hops(), bucket, inside, rows=plan.gradient_rows, whole=False).wait()
+        whole = collectives.reduce(plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, shard_order=True).wait()
+        inside = collectives.reduce(plan.micro_hops(), bucket, everyones[rank], rows=WORLD, shard_order=True).wait()
+        split = collectives.reduce(
+            plan.boundary_hops(), bucket, inside, rows=plan.gradient_rows, shard_order=False
+        ).wait()
         for index, chunk in enumerate(bucket.chunks):
             assert torch.equal(whole[index].float(), split[index].float())
             total = torch.stack([ranks[index] for ranks in everyones]).sum(0)
@@ -185,7 +187,11 @@ def check_error_feedback_recovers_what_was_lost() -> None:
         total = [torch.zeros(c) for c in bucket.chunks]
         for _ in range(rounds):
             shards = collectives.reduce(
-                collectives.plan.reduce_hops(), bucket, [t.clone() for t in everyones[rank]], rows=WORLD, whole=True
+                collectives.plan.reduce_hops(),
+                bucket,
+                [t.clone() for t in everyones[rank]],
+                rows=WORLD,
+                shard_order=True,
             ).wait()
             total = [t + s / rounds for t, s in zip(total, shards)]
         squares = 0.0
@@ -205,11 +211,11 @@ def check_overflow_survives() -> None:
         mine = _everyones(torch.float32)[rank]
         if rank == WORLD - 1:
             mine[4][7] = bad
-        shards = collectives.reduce(collectives.plan.reduce_hops(), bucket, mine, rows=WORLD, whole=True).wait()
+        shards = collectives.reduce(collectives.plan.reduce_hops(), bucket, mine, rows=WORLD, shard_order=True).wait()
         owner = 7 // bucket.chunks[4]
         assert bool(torch.isfinite(shards[4]).all()) == (rank != owner)
         again = collectives.reduce(
-            collectives.plan.reduce_hops(), bucket, _everyones(torch.float32)[rank], rows=WORLD, whole=True
+            collectives.plan.reduce_hops(), bucket, _everyones(torch.float32)[rank], rows=WORLD, shard_order=True
         ).wait()
         assert all(bool(torch.isfinite(t).all()) for t in again)
 

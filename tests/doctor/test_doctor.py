@@ -1,4 +1,4 @@
-"""``hzero doctor`` on pretended nodes and on recordings: what is missing is named, and the exit status says how bad it is."""
+"""``hzero doctor`` on pretended nodes and on dumps: it names what is missing, and its status states how bad that is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from tests.ranks import ROOT
 from tests.topology import trees
 
-RECORDINGS = ROOT.parent / "shared" / "topologies"
+DUMPS = ROOT.parent / "shared" / "topologies"
 GOOD_ENVIRONMENT = {variable.name: variable.good[0].replace("*", "x") for variable in VARIABLES}
 
 
@@ -62,13 +62,25 @@ def test_an_ambiguous_node_is_unusable_and_says_what_to_declare(
 
 
 @pytest.mark.parametrize(
-    "recording", ["topo_8p1h.xml", "topo_8p_940.xml", "topo_4p3l_2h.xml", "topo_16p1h.xml", "topo_8p_90a.xml"]
+    "dump", ["topo_8p1h.xml", "topo_8p_940.xml", "topo_4p3l_2h.xml", "topo_16p1h.xml", "topo_8p_90a.xml"]
 )
-def test_recordings_are_good(recording: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if not (RECORDINGS / recording).exists():
-        pytest.skip("the recordings are not part of the project")
-    assert cli.main(["doctor", "--topology", str(RECORDINGS / recording)]) == 0
+def test_dumps_are_good(dump: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (DUMPS / dump).exists():
+        pytest.skip("the dumps are not part of the project")
+    assert cli.main(["doctor", "--topology", str(DUMPS / dump)]) == 0
     assert "verdict: good" in capsys.readouterr().out
+
+
+def test_a_machine_that_is_not_there_is_never_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a node from a file nor this machine, where eight devices are expected and none is there."""
+    status, found = _run(capsys, "--topology", str(trees.no_gpu(tmp_path)), "--expect", "frontier")
+    assert status == 2
+    assert found["remarks"] == [f"{tmp_path.name}: no devices found, preset frontier has 8"]
+    monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
+    status, found = _run(capsys, "--expect", "frontier")
+    assert status == 2 and "this node: no devices found, preset frontier has 8" in found["remarks"]
 
 
 def test_expecting_another_machine_is_degraded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,16 +134,23 @@ def test_environment(change: dict[str, str | None], status: int, named: str, tmp
 
 def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(bytes(range(256)))
-    for arguments in (["--topology", "frontie"], ["--topology", str(tmp_path / "noise")], ["--expect", "nothing.yaml"]):
+    for arguments, says in (
+        (["--topology", "frontie"], "topology: unknown source 'frontie'"),
+        (["--topology", str(tmp_path / "noise")], "noise"),
+        (["--expect", "lumii"], "--expect: unknown source 'lumii'"),
+        (["--expect", "nothing.yaml"], "nothing.yaml"),
+        (["--timeout", "nan"], "--timeout: found nan"),
+    ):
         assert cli.main(["doctor", *arguments]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and says in message
 
 
 def test_part_of_a_node_is_not_held_against_it(tmp_path: Path) -> None:
     """A job on three of the eight devices: what joins the others is not known, and nothing is missing."""
     from hzero.doctor.links import examine_links
+    from hzero.topology.rank_report import node_of, report_of
     from hzero.topology.readers import kfd
-    from hzero.topology.report import node_of, report_of
 
     node = kfd.read(trees.frontier(tmp_path))
     reports = [report_of(rank, 3, "n", node, node.device(device)) for rank, device in enumerate((0, 1, 6))]

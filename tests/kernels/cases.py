@@ -1,4 +1,4 @@
-"""Buckets to try backends on, and what it means that one agrees with the reference."""
+"""Buckets to try backends on, and a comparison of each with the reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hzero.codecs import reference
+from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.sharding.records import RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,8 +35,12 @@ class Case:
     unaligned: bool = False
 
     @property
-    def rows(self) -> int:
-        return torch.Size(self.sizes).numel()
+    def rows(self) -> Rows:
+        return Rows(self.chunks, self.sizes, self.strides, self.outer)
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(self.stochastic, self.seed)
 
 
 def numbers(kind: str, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -68,7 +73,7 @@ def source_of(case: Case) -> list[torch.Tensor]:
     """The tensors of a case; the last one ``short`` elements short."""
     source = []
     for index, chunk in enumerate(case.chunks):
-        count = case.rows * chunk - (case.short if index + 1 == len(case.chunks) else 0)
+        count = case.rows.total * chunk - (case.short if index + 1 == len(case.chunks) else 0)
         x = numbers(case.kind, max(count, 0), case.dtype, case.seed + index)
         source.append(torch.cat([x.new_zeros(1), x])[1:] if case.unaligned else x)
     return source
@@ -90,22 +95,21 @@ def same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
 
 
 def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[str]:
-    """What the backend computes otherwise than the reference, one line each."""
+    """Differences of the backend from the reference, one line each."""
     source = source_of(case)
     there = [tensor.to(device) for tensor in source]
     if case.unaligned:
         there = [torch.cat([t.new_zeros(1), t])[1:] for t in there]
-    axes = (case.sizes, case.strides)
-    rounding = (case.stochastic, case.seed)
-    message = reference.encode(source, case.chunks, *axes, case.outer, case.fmt, *rounding)
-    got = backend.encode(there, case.chunks, *axes, case.outer, case.fmt, *rounding)
+    rows, rounding = case.rows, case.rounding
+    message = reference.encode(source, rows, case.fmt, rounding)
+    got = backend.encode(there, rows, case.fmt, rounding)
     if not torch.equal(got.cpu(), message):
         places = (got.cpu() != message).nonzero().flatten()[:8].tolist()
         yield f"encode: bytes {places} of {message.numel()} differ"
 
     residuals = [numbers("normal", t.numel() * (i % 3 != 2), torch.float32, 7) for i, t in enumerate(source)]
     factors = [(1.0, 0.5, 1.0 / 3.0)[index % 3] for index in range(len(source))]
-    how = (factors, case.chunks, *axes, case.outer, case.fmt, *rounding)
+    how = (factors, rows, case.fmt, rounding)
     fed, left = reference.encode_feedback(source, residuals, *how)
     got, ours = backend.encode_feedback(there, [r.to(device) for r in residuals], *how)
     if not torch.equal(got.cpu(), fed) or not same([t.cpu() for t in ours], left):
@@ -113,20 +117,20 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
 
     payload = message.to(device)
     for dtype in FLOATS:
-        how = (case.chunks, *axes, case.outer, case.fmt, dtype)
+        how = (rows, case.fmt, dtype)
         decoded = backend.decode(payload, *how)
         if not same([t.cpu() for t in decoded], reference.decode(message, *how)):
             yield f"decode: {dtype} differs"
 
-    inner = case.rows // case.outer
-    sums = reference.decode_sum(message, case.outer, case.chunks, inner, case.fmt, case.dtype)
-    got = backend.decode_sum(payload, case.outer, case.chunks, inner, case.fmt, case.dtype)
+    messages = Messages(case.outer, case.chunks, rows.inner)
+    sums = reference.decode_sum(message, messages, case.fmt, case.dtype)
+    got = backend.decode_sum(payload, messages, case.fmt, case.dtype)
     if not same([t.cpu() for t in got], sums):
         yield "decode_sum: sums differ"
     outs = itertools.product(("int8", "int4"), ("bf16", "fp32"))
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 4):
         out = RecordFormat.of(codec, case.fmt.block_size, scale)
-        how = (case.outer, case.chunks, inner, case.fmt, case.dtype, inner, out, *rounding)
+        how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
         if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
             yield f"decode_sum_encode: to {codec} with {scale} scales differs"
 

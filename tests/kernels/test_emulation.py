@@ -51,14 +51,14 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     ],
 )
 def test_divergence_aborts_with_a_message(libraries: dict[int, str], wave: int, kernel: str, says: str) -> None:
+    bucket = np.zeros((), BUCKET)
+    bucket["workgroups"] = 1
     code = (
-        "import ctypes, numpy, sys\n"
-        "from hzero.codecs.descriptor import BUCKET\n"
-        "bucket = numpy.zeros((), BUCKET)\n"
-        "bucket['workgroups'] = 1\n"
-        "getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(ctypes.c_void_p(bucket.ctypes.data))\n"
+        "import ctypes, sys\n"
+        "bucket = ctypes.create_string_buffer(bytes.fromhex(sys.argv[3]))\n"
+        "getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(bucket)\n"
     )
-    command = [sys.executable, "-c", code, libraries[wave], kernel]
+    command = [sys.executable, "-S", "-c", code, libraries[wave], kernel, bucket.tobytes().hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode < 0, "it went on"
     assert f"emulation: {kernel}, workgroup 0: {says.format(wave=wave)}" in done.stderr

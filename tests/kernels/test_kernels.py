@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import backends, host, reference
+from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.descriptor import AXES, TENSORS
 from hzero.codecs.kernels import KernelBackend
 from hzero.sharding.records import RecordFormat
@@ -21,6 +22,7 @@ from tests.kernels.cases import FLOATS, KINDS, Case, disagreements, numbers, ran
 from tests.kernels.emulated import EmulatedKernels
 
 CPU = torch.device("cpu")
+NEAREST = Rounding(stochastic=False, seed=0)
 TARGETS = ["avx512", "avx2", "baseline", "wave 64", "wave 32", "device"]
 
 
@@ -72,7 +74,7 @@ def assert_agrees(target: tuple[Any, torch.device], case: Case) -> None:
     assert not found, (found, case)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**30))
 def test_random_buckets(target: tuple[Any, torch.device], seed: int) -> None:
     case = random_case(seed)
@@ -83,20 +85,20 @@ def test_random_buckets(target: tuple[Any, torch.device], seed: int) -> None:
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str) -> None:
-    for dtype, scale, stochastic in itertools.product(FLOATS, ("bf16", "fp32"), (False, True)):
+    hows = itertools.product(FLOATS, (("bf16", False), ("fp32", True)))
+    for seed, (dtype, (scale, stochastic)) in enumerate(hows):
         fmt = RecordFormat.of(codec, 64, scale)
-        for seed in (0, 3):
-            assert_agrees(target, Case((130, 64, 7), (2,), (1,), 2, fmt, dtype, kind, stochastic, seed))
+        assert_agrees(target, Case((130, 64, 7), (2,), (1,), 2, fmt, dtype, kind, stochastic, 3 * seed))
 
 
-@pytest.mark.parametrize("block_size", range(64, 2049, 64))
-def test_every_block_size(target: tuple[Any, torch.device], block_size: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 48, 64, 128, 192, 256, 448, 512, 576, 768, 1024, 1088, 1536, 2048, 4096])
+def test_block_sizes(target: tuple[Any, torch.device], block_size: int) -> None:
     for codec in ("int8", "int4"):
         fmt = RecordFormat.of(codec, block_size, "bf16")
         assert_agrees(target, Case((3 * block_size + 21,), (2,), (1,), 1, fmt, torch.bfloat16, seed=block_size))
 
 
-@pytest.mark.parametrize("count", [1, 2_400_001])
+@pytest.mark.parametrize("count", [1, 1_000_003])
 def test_lengths_up_to_millions(target: tuple[Any, torch.device], count: int) -> None:
     for codec, unaligned in (("int8", False), ("int4", True)):
         fmt = RecordFormat.of(codec, 128, "bf16")
@@ -112,7 +114,7 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
         halves = scales * (torch.randint(-127, 127, (512, 127), generator=generator) + 0.5)
         near = torch.nextafter(halves, halves * torch.randint(0, 3, halves.shape, generator=generator))
         x = torch.cat([near, 127 * scales], dim=1).reshape(-1)
-        how = ((x.numel(),), (1,), (1,), 1, RecordFormat.of("int8", 128, scale), False, 0)
+        how = (Rows.in_order((x.numel(),), 1), RecordFormat.of("int8", 128, scale), NEAREST)
         assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
 
 
@@ -129,7 +131,7 @@ def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str
         rows = torch.nn.functional.pad(rest, (0, -len(rest) % 255)).view(-1, 255)
         blocks.append(torch.cat([extreme.expand(len(rows), 1), rows], dim=1))
     x = torch.cat(blocks).reshape(-1)
-    how = ((x.numel(),), (1,), (1,), 1, RecordFormat.of(codec, 256, "bf16"), False, 0)
+    how = (Rows.in_order((x.numel(),), 1), RecordFormat.of(codec, 256, "bf16"), NEAREST)
     assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
     half = (x.float() * (1 + 2.0**-9)).half()  # other mantissas
     assert torch.equal(backend.encode([half.to(device)], *how).cpu(), reference.encode([half], *how))
@@ -152,12 +154,11 @@ def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.devic
     backend, device = target
     x = [numbers("normal", 300, torch.bfloat16, 1)]
     for codec in ("none", "bf16"):
-        how = ((150,), (2,), (1,), 1, RecordFormat.of(codec, 0, "bf16"))
-        message = reference.encode(x, *how, False, 0)
-        assert torch.equal(backend.encode([x[0].to(device)], *how, False, 0).cpu(), message)
+        how = (Rows.in_order((150,), 2), RecordFormat.of(codec, 0, "bf16"), NEAREST)
+        assert torch.equal(backend.encode([x[0].to(device)], *how).cpu(), reference.encode(x, *how))
     fmt, out = RecordFormat.of("int8", 64, "bf16"), RecordFormat.of("int4", 32, "bf16")
-    message = reference.encode(x, (150,), (2,), (1,), 2, fmt, False, 0)
-    how = (2, (150,), 1, fmt, torch.bfloat16, 1, out, False, 0)
+    message = reference.encode(x, Rows.in_order((150,), 2, outer=2), fmt, NEAREST)
+    how = (Messages(2, (150,), 1), fmt, torch.bfloat16, 1, out, NEAREST)
     got = backend.decode_sum_encode(message.to(device), *how).cpu()
     assert torch.equal(got, reference.decode_sum_encode(message, *how))
 
@@ -230,14 +231,14 @@ def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device])
     fmt, out = RecordFormat.of("int4", 64, "bf16"), RecordFormat.of("int8", 64, "bf16")
     for chunk in (1, 63, 64, 4097):
         source = [numbers("normal", 6 * chunk, torch.bfloat16, chunk).to(device)]
-        axes = ((chunk,), (6,), (1,), 2)
+        rows, messages = Rows.in_order((chunk,), 6, outer=2), Messages(2, (chunk,), 3)
         residuals = [torch.ones(6 * chunk, device=device)]
-        message = backend.encode(source, *axes, fmt, False, 0)
+        message = backend.encode(source, rows, fmt, NEAREST)
         for prepared in (
-            backend.prepare_encode(source, *axes, fmt, False, 0, residuals=residuals, factors=[1.0]),
-            backend.prepare_decode(message, *axes, fmt, torch.float16),
-            backend.prepare_decode_sum(message, 2, (chunk,), 3, fmt, torch.float32),
-            backend.prepare_decode_sum_encode(message, 2, (chunk,), 3, fmt, torch.float32, 1, out, False, 0),
+            backend.prepare_encode(source, rows, fmt, NEAREST, residuals=residuals, factors=[1.0]),
+            backend.prepare_decode(message, rows, fmt, torch.float16),
+            backend.prepare_decode_sum(message, messages, fmt, torch.float32),
+            backend.prepare_decode_sum_encode(message, messages, fmt, torch.float32, 1, out, NEAREST),
         ):
             want = [tensor.clone() for tensor in prepared.run()]
             borders = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import time
 import tracemalloc
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import SCOPES, TIERS, parse_config
+from hzero.sharding import plan as plan_module
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
 
@@ -70,6 +72,11 @@ def test_hops_cover_every_tier_once(grid: Grid, weights: str, gradients: str) ->
     for hop in plan.micro_hops():
         rows //= hop.size
     assert rows == plan.gradient_rows
+
+
+def test_the_example_of_the_docstring() -> None:
+    failed, attempted = doctest.testmod(plan_module)
+    assert attempted and not failed
 
 
 def test_a_plan_for_the_whole_machine_is_cheap() -> None:

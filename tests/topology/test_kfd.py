@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.topology.machine import TopologyError
 from hzero.topology.readers import kfd, read_file
 from hzero.topology.tiers import packages_of, tiers_of
+from hzero.validation import ConfigError
 from tests.topology import trees
 from tests.topology.hostile import machine_or_error, mutated
 
@@ -74,7 +74,7 @@ def test_drivers_without_bandwidths_leave_the_counts_open(tmp_path: Path) -> Non
     machine = kfd.read(trees.frontier(tmp_path, link_mb_s=0))
     assert {(link.a, link.b) for link in machine.links} == set(trees.FRONTIER_LINKS)
     assert {(link.count, link.gb_s) for link in machine.links} == {(None, None)}
-    with pytest.raises(TopologyError, match="ambiguous"):
+    with pytest.raises(ConfigError, match="ambiguous"):
         packages_of(machine)
 
 
@@ -87,7 +87,7 @@ def test_single_devices_and_none(tmp_path: Path) -> None:
 def test_a_node_without_the_driver_has_no_devices(tmp_path: Path) -> None:
     machine = kfd.read(tmp_path)
     assert machine.devices == () and "no KFD topology" in machine.remarks[0]
-    with pytest.raises(TopologyError, match="nowhere"):
+    with pytest.raises(ConfigError, match="nowhere"):
         kfd.read(tmp_path / "nowhere")
 
 
@@ -129,7 +129,7 @@ def test_nics(tmp_path: Path) -> None:
     machine = kfd.read(trees.write_kfd(tmp_path, gpus, interfaces=nics))
     assert [(nic.name, nic.kind, nic.gb_s) for nic in machine.nics] == [("mlx5_0", "ib", 50.0), ("mlx5_1", "ib", 25.0)]
     assert [device.nic for device in machine.devices] == ["mlx5_0", "mlx5_1", "mlx5_1"]  # the last by NUMA alone
-    assert machine.remarks == ("eno1: Ethernet, left out beside the fabric's NICs",)
+    assert machine.remarks == ("eno1: Ethernet, left out next to the NICs of the fabric",)
 
 
 def test_of_equally_near_nics_none_is_guessed(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_of_equally_near_nics_none_is_guessed(tmp_path: Path) -> None:
         ("5/io_links/1/properties", "node_to 4", "node_to 77", "77, which is not there"),
         ("5/io_links/1/properties", "node_to 4", "node_to 5", "linked to itself"),
         ("5/io_links/1/properties", "node_from 5", "node_from 6", "node_from 6, expected 5"),
-        ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 199999", "199999 at most"),
+        ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 199999", "max_bandwidth 199999"),
         ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 100000", "contradict each other"),
         (
             "5/io_links/1/properties",
@@ -154,8 +154,8 @@ def test_of_equally_near_nics_none_is_guessed(tmp_path: Path) -> None:
         ),
         ("5/properties", "simd_count 440", "simd_count many", "properties:2: found simd_count 'many'"),
         ("5/properties", "simd_count 440", "simd_count", "expected a name and a number"),
-        ("5/properties", "domain 0", "simd_count 440", "simd_count is there twice"),
-        ("5/properties", "location_id 50688", "location_id 49408", "0000:c1:00.0 is there twice"),
+        ("5/properties", "domain 0", "simd_count 440", "simd_count occurs twice"),
+        ("5/properties", "location_id 50688", "location_id 49408", "0000:c1:00.0 occurs twice"),
         ("5/properties", "location_id 50688", "location_id 99999999", "found location_id 99999999"),
     ],
 )
@@ -163,7 +163,7 @@ def test_contradictions_name_the_file(tmp_path: Path, file: str, old: str, new: 
     path = trees.frontier(tmp_path) / NODES / file
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(TopologyError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         kfd.read(tmp_path)
     assert NODES in str(caught.value) and "\n" not in str(caught.value)
 
@@ -175,7 +175,7 @@ def test_a_pipe_in_the_tree_does_not_hang(tmp_path: Path) -> None:
     assert kfd.read(tmp_path).remarks == ("KFD node 1 is empty",)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_change_of_a_file_gives_a_machine_or_an_error(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

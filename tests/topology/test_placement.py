@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import TIERS
-from hzero.topology.machine import TopologyError
 from hzero.topology.placement import Place, grid_of
+from hzero.validation import ConfigError
 
 #: Devices by local rank on a node of four packages of two, as OLCF's `--gpu-bind=closest` gives them.
 OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
@@ -76,7 +76,7 @@ def test_what_is_left_after_the_drop_is_a_grid(shape: tuple[int, int, int], miss
     places = [Place(rank, *cell) for rank, cell in enumerate(cells)]
     try:
         grid_of(places)
-    except TopologyError as error:
+    except ConfigError as error:
         found = re.search(
             r"Dropping the ranks ([\d, -]+) \(on .* leaves (\d+) nodes? x (\d+) GPUs? x (\d+) GCDs?$", str(error)
         )
@@ -91,19 +91,17 @@ def test_what_is_left_after_the_drop_is_a_grid(shape: tuple[int, int, int], miss
 def test_a_missing_device_names_its_node_and_the_ranks_to_drop() -> None:
     places = [place for place in node_by_node(2, tuple(range(8))) if place.rank != 13]
     places = [Place(rank, place.host, place.package, place.gcd) for rank, place in enumerate(places)]
-    with pytest.raises(
-        TopologyError, match=r"node n1 has 7 ranks on 4 packages of 2/2/2/1.*Dropping the ranks 4-5, 12"
-    ):
+    with pytest.raises(ConfigError, match=r"node n1 has 7 ranks on 4 packages of 2/2/2/1.*Dropping the ranks 4-5, 12"):
         grid_of(places)
 
 
 def test_of_two_ways_to_drop_the_one_that_keeps_packages_whole() -> None:
-    with pytest.raises(TopologyError, match=r"Dropping the ranks 2 \(on a\) leaves 1 node x 1 GPU x 2 GCDs"):
+    with pytest.raises(ConfigError, match=r"Dropping the ranks 2 \(on a\) leaves 1 node x 1 GPU x 2 GCDs"):
         grid_of([Place(0, "a", 0, 0), Place(1, "a", 0, 1), Place(2, "a", 1, 0)])
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:
-    with pytest.raises(TopologyError, match="ranks 0 and 1 are on the same device of node n0"):
+    with pytest.raises(ConfigError, match="ranks 0 and 1 are on the same device of node n0"):
         grid_of([Place(0, "n0", 0, 0), Place(1, "n0", 0, 0)])
 
 

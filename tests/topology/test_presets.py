@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hzero.config import ConfigError
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.tiers import tiers_of
+from hzero.validation import ConfigError
 
 SIZES = {
     "frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8), "dgx_h200": (1, 1, 8),

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hzero.config import ConfigError
 from hzero.train.application import _rank_of_a_launcher
+from hzero.validation import ConfigError
 from tests.topology.test_bootstrap import mpich, srun, torchrun
 
 

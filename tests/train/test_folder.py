@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hzero.config import ConfigError
 from hzero.train import folder
+from hzero.validation import ConfigError
 
 ROW = json.dumps({"kind": "step", "step": 1, "loss": 2.0}) + "\n"
 

@@ -2,74 +2,115 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hzero.cli import main
+from hzero.settings.conf import compose, plain
+from hzero.settings.settings import Settings
+from hzero.validation import ConfigError
 
-CASES = {
+#: Refused on the way: by Hydra, while settings are composed, or by what the run finds on this machine.
+OVERRIDES = {
     "model=nope": "model: unknown option 'nope'",
     "zero=tpoo": "did you mean 'topo'",
     "model.hiden=3": "did you mean 'model.hidden_size'",
     "micro_batch=3": "did you mean 'train.micro_batch'",
-    "zero.preset=mlid": "did you mean 'mild'",
-    "zero.codecs.weights.gpu=int9": "zero.codecs.weights.gpu.codec: unknown codec 'int9'; did you mean 'int8'",
-    "zero.shard.weights=world": "zero.shard.weights: 'world' is wider than zero.shard.gradients 'node'",
-    "zero.error_feedback=[nod]": "zero.error_feedback: unknown tier 'nod'; did you mean 'node'",
-    "launcher.world_size=12": "nodes=3 or gpus_per_node=3 or gcds_per_gpu=3 would fit",
-    "launcher.world_size=7": "no single factor makes it fit",
-    "topology=frontier": "topology.nodes: not given",
-    "topology.gpus_per_node=0": "topology.gpus_per_node: found 0",
-    "train.steps=0": "train.steps: found 0, expected a number of at least 1",
-    "train.steps=1.5": "train.steps: found 1.5, expected a whole number",
-    "train.lr=nan": "train.lr: found nan",
-    "train.dtype=fp8": "train.dtype: found 'fp8'",
-    "train.betas=[a,b]": "train.betas",
-    "train=3": "train: found 3, expected a block",
-    "~zero": "zero: removed",
-    "model.num_heads=3": "model.num_heads: found 3, which does not divide",
-    "model.zero_init=maybe": "model.zero_init: found 'maybe'",
+    "=3": "=3: expected KEY=VALUE",
+    "topology.source=auto": "topology.source: not set yet, so Hydra needs +topology.source=VALUE",
     "model=gpt_neox_20b": "states of",
-    "run.name=": "run.name: found ''",
     "data.path=": "data.path: found ''",
     "data=text": "data.path",
     "data.path=missing.txt": "data.path: no file or folder 'missing.txt'",
     "data.path=empty.txt": "data.path: 'empty.txt' is empty",
     "data.path=short.txt": "data.path: 'short.txt' is too short",
     "data.path=folder": "holds no text file",
+    "data.path=binary.txt": "data.path: 'binary.txt' is not a text file",
     "resume=elsewhere": "resume: no folder 'elsewhere'",
-    "+deepspeed.zero_optimization.stage=2": "the trainer runs stage 3",
     "run.name=${oc.env:HZERO_NOT_SET}": "HZERO_NOT_SET",
     "train.steps": "train.steps: cannot be read",
+    "run.dir=a(b": "run.dir=a(b: cannot be read",
     "experiment=nope": "experiment: unknown option 'nope'",
     "model=null": "model=null: the group needs an option",
-    "+train.stepz=5": "train.stepz: unknown key; did you mean 'train.steps'",
-    "+model.extra=1": "model.extra: unknown key",
-    "~train.dtype": "train.dtype: removed",
-    "~resume": "resume",
-    "train.seed=abc": "train.seed: found 'abc'",
-    "train.seed=-1": "train.seed: found -1",
+    "+train.stepz=5": "train: unknown key 'stepz'; did you mean 'steps'",
+    "~train.dtype": "train.dtype: missing",
     "train.dtype=fp16": "train.dtype: found fp16",
-    "train.min_lr_ratio=2": "train.min_lr_ratio: found 2",
-    "data.cache_dir=5": "data.cache_dir: found 5",
-    "data.path=binary.txt": "data.path: 'binary.txt' is no text",
-    "launcher.world_size=true": "launcher.world_size: found True",
-    "topology.nodes=null launcher.world_size=6": "4 or 8 ranks would fit",
-    "topology.bandwidth_gb_s=5": "topology.bandwidth_gb_s: found 5",
-    "topology.bandwidth_gb_s={gcd:-5}": "topology.bandwidth_gb_s.gcd: found -5",
-    "topology.bandwidth_gb_s={rack:5}": "topology.bandwidth_gb_s: unknown tier 'rack'",
-    "+deepspeed.zero_optimization=5": "deepspeed.zero_optimization: found 5",
-    "+deepspeed.gradient_accumulation_steps=4": "use train.grad_accumulation",
-    "+deepspeed.optimizer.params.lr=1": "use train.lr",
-    "+deepspeed.hzero.preset=topo": "deepspeed.hzero: the trainer sets it",
-    "resume=auto run.overwrite=true": "run.overwrite: found true beside resume=auto",
+    "resume=auto run.overwrite=true": "run.overwrite: found true together with resume=auto",
     "run.dir=project run.overwrite=true": "run.dir: 'project' holds config.yaml",
-    "run.dir=a(b": "run.dir=a(b: cannot be read",
 }
+#: Refused by the settings.
+VALUES: list[tuple[str, Any, str]] = [
+    ("zero.preset", "mlid", "did you mean 'mild'"),
+    ("zero.codecs.weights.gpu", "int9", "zero.codecs.weights.gpu.codec: unknown value 'int9'; did you mean 'int8'"),
+    ("zero.shard.weights", "world", "zero.shard.weights: 'world' is wider than zero.shard.gradients 'node'"),
+    ("zero.error_feedback", ["nod"], "unknown value 'nod'; did you mean 'node'"),
+    ("launcher.world_size", 12, "nodes=3 or gpus_per_node=3 or gcds_per_gpu=3 would fit"),
+    ("launcher.world_size", 7, "no single factor makes it fit"),
+    ("launcher.world_size", True, "launcher.world_size: found True"),
+    ("launcher.world_size", 0, "launcher.world_size: found 0"),
+    ("topology.nodes", None, "topology.nodes: not given"),
+    ("topology.gpus_per_node", 0, "topology.gpus_per_node: found 0"),
+    ("topology.source", "auto", "topology.nodes: given together with topology.source 'auto'"),
+    ("topology.rack", 1, "topology: unknown key 'rack'"),
+    ("topology.bandwidth_gb_s", 5, "topology.bandwidth_gb_s: found 5"),
+    ("topology.bandwidth_gb_s", {"gcd": -5}, "topology.bandwidth_gb_s.gcd: found -5"),
+    ("topology.bandwidth_gb_s", {"rack": 5}, "topology.bandwidth_gb_s: unknown key 'rack'"),
+    ("train.steps", 0, "train.steps: found 0; input should be greater than or equal to 1"),
+    ("train.steps", 1.5, "train.steps: found 1.5; input should be a valid integer"),
+    ("train.steps", True, "train.steps: found True"),
+    ("train.lr", math.nan, "train.lr: found nan"),
+    ("train.dtype", "fp8", "train.dtype: unknown value 'fp8'"),
+    ("train.betas", ["a", "b"], "train.betas.0: found 'a'"),
+    ("train.betas", [0.9], "train.betas: found [0.9]"),
+    ("train.betas", [0.9, 1], "train.betas.1: found 1"),
+    ("train.seed", "abc", "train.seed: found 'abc'"),
+    ("train.seed", -1, "train.seed: found -1"),
+    ("train.min_lr_ratio", 2, "train.min_lr_ratio: found 2"),
+    ("train", 3, "train: found 3, expected a block"),
+    ("zero", None, "zero: found None"),
+    ("model.num_heads", 3, "model.num_heads: found 3, which does not divide"),
+    ("model.zero_init", "maybe", "model.zero_init: unknown value 'maybe'"),
+    ("model.extra", 1, "model: unknown key 'extra'"),
+    ("run.name", "", "run.name: found ''"),
+    ("data.cache_dir", 5, "data.cache_dir: found 5"),
+    ("data.eval_share", 1, "data.eval_share: found 1"),
+    ("resume", 5, "resume: found 5, possible: false, auto or a path"),
+    ("deepspeed.zero_optimization", 5, "deepspeed.zero_optimization: found 5"),
+    ("deepspeed.zero_optimization", {"stage": 2}, "the trainer runs stage 3"),
+    ("deepspeed.gradient_accumulation_steps", 4, "use train.grad_accumulation"),
+    ("deepspeed.optimizer", {"params": {"lr": 1}}, "use train.lr"),
+    ("deepspeed.hzero", {"preset": "topo"}, "deepspeed.hzero: the trainer sets it"),
+]
 
 
-@pytest.mark.parametrize("override", CASES)
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    """The main job's configuration."""
+    return plain(compose([]))
+
+
+@pytest.mark.parametrize(("key", "value", "message"), VALUES)
+def test_settings_name_the_key(key: str, value: Any, message: str, defaults: dict[str, Any]) -> None:
+    config = copy.deepcopy(defaults)
+    *blocks, last = key.split(".")
+    functools.reduce(dict.__getitem__, blocks, config)[last] = value
+    with pytest.raises(ConfigError) as refused:
+        Settings(config)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_group_that_is_gone_is_missed(defaults: dict[str, Any]) -> None:
+    for key in defaults:
+        with pytest.raises(ConfigError, match=f"^{key}: missing$"):
+            Settings({name: group for name, group in defaults.items() if name != key})
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
 def test_bad_override(
     override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +128,7 @@ def test_bad_override(
     before = sorted(tmp_path.rglob("*"))
     assert main(["train", *with_text, *override.split(" ")]) == 2
     error = capsys.readouterr().err
-    assert CASES[override] in error and error.startswith("hzero: error: ") and error.count("\n") == 1, error
+    assert OVERRIDES[override] in error and error.startswith("hzero: error: ") and error.count("\n") == 1, error
     left = sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts)
     assert left == before
     assert override.startswith("resume=else") or not list((tmp_path / "cache").glob("hzero/tokens-*"))
@@ -95,7 +136,7 @@ def test_bad_override(
 
 def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tarin"]) == 2
-    assert "did you mean 'train'" in capsys.readouterr().err
+    assert "error: unknown command 'tarin'; did you mean 'train'" in capsys.readouterr().err
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hzero.train.launch import GRACE_S, INTERRUPTED, Ranks
+from hzero.launcher import GRACE_S, INTERRUPTED, Ranks
 
 
 def test_an_interruption_while_ranks_are_started_ends_them_at_once(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_an_interruption_while_ranks_are_started_ends_them_at_once(tmp_path: Pat
     started: Any = environments()
     begun = time.monotonic()
     command = [sys.executable, "-c", "import time; time.sleep(120)"]
-    ranks = Ranks(command, started, tmp_path, tmp_path / "started", 60, lambda message: None)
+    ranks = Ranks(command, started, tmp_path, start_timeout=60, say=lambda message: None)
     assert ranks.run() == INTERRUPTED
     assert given == 3 and len(list(tmp_path.glob("rank*.log"))) == 2
     assert time.monotonic() - begun < GRACE_S / 2

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from hzero.cli import main
-from hzero.train.plan_command import compute
-from hzero.train.summary import print_summary, size_text
+from hzero.formatting import size_text
+from hzero.plan.command import compute
+from hzero.train.summary import print_summary
 
 
 def _summary() -> dict[str, Any]:
@@ -104,12 +105,12 @@ def test_sizes_are_readable() -> None:
 def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model=gpt_neox_20b", "topology=frontier", "nodes=48"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for expected in ("384 devices", "resident weights", "computed from bandwidths, not measured", "ZeRO++"):
+    for expected in ("384 devices", "resident weights", "nominal rates, not measured", "ZeRO++"):
         assert expected in text, expected
     assert main(["plan", "topology=frontier", "nodes=2", "--json", "accumulation=4", "preset=mild"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["preset"], result["accumulation"], result["world_size"]) == ("mild", 4, 16)
-    assert result["least_seconds"].keys() == {"gcd", "gpu", "node"}
+    assert result["link_seconds"].keys() == {"gcd", "gpu", "node"}
     twice = compute(["model=gpt_neox_20b", "topology=frontier", "nodes=48", "accumulation=8"], 2)
     assert twice["node_bytes"]["hzero topo"] < 0.8 * twice["node_bytes"]["ZeRO-3"] / 24 * 8
     assert main(["plan", "zero=stock"]) == 2

@@ -1,4 +1,4 @@
-"""What happens to gradients inside DeepSpeed. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+"""Gradients inside DeepSpeed. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def check_unmanaged_accumulation() -> None:
     """The boundary at ``step()`` alone; a gradient that came in an early micro-step only is not lost."""
     want_norms: list[float] = []
     managed = engine_of(ds_config(block_of("lossless"), 2))
-    want = train(managed, 5, 2, norms=want_norms)
+    want = train(managed, 3, 2, norms=want_norms)
     managed.destroy()
     engine = engine_of(ds_config(block_of("lossless"), 2, managed_gradient_accumulation=False))
     got, norms = [], []
-    for step in range(5):
+    for step in range(3):
         total = 0.0
         for micro in range(2):
             loss = engine(batch(step, micro))
@@ -101,7 +101,7 @@ def check_silent_parameters_match_ddp() -> None:
             engine = engine_of(ds_config(block_of(preset), 2, **sgd, **changes), _Sometimes())
             reference = _Sometimes()
             optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-            for step in range(6):
+            for step in range(4):
                 for micro in range(2):
                     engine.backward(engine(*_sometimes_batch(step, micro)))
                     if "managed_gradient_accumulation" not in changes or micro:
@@ -210,11 +210,11 @@ def check_cpu_offload_optimizer() -> None:
 def check_activation_checkpointing() -> None:
     """Both kinds give the losses of none."""
     plain = engine_of(ds_config(block_of("lossless"), 2))
-    want = train(plain, 6, 2)
+    want = train(plain, 4, 2)
     plain.destroy()
     for kind in ("reentrant", "non-reentrant"):
         engine = engine_of(ds_config(block_of("lossless"), 2), AwkwardNet(checkpointing=kind))
-        assert_losses(train(engine, 6, 2), want)
+        assert_losses(train(engine, 4, 2), want)
         engine.destroy()
 
 

@@ -1,4 +1,4 @@
-"""What a stage has to survive inside DeepSpeed. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+"""Whatever DeepSpeed does around the stage. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import hzero
 from hzero.codecs import backends
-from hzero.config import ConfigError
 from hzero.sharding.traffic import node_bytes, plan_traffic
+from hzero.validation import ConfigError
 from hzero.zero.block import check_deepspeed
 from tests.zero.training import (
     TOPOLOGY,
@@ -40,18 +40,18 @@ from tests.zero.training import (
 def check_lossy_presets_train() -> None:
     """The lossy presets follow the exact run closely on this small problem."""
     exact = engine_of(ds_config(block_of("lossless"), 2))
-    want = train(exact, 6, 2)
+    want = train(exact, 4, 2)
     exact.destroy()
     for preset in ("topo", "mild", "zeropp"):
         engine = engine_of(ds_config(block_of(preset), 2))
-        assert_losses(train(engine, 6, 2), want, 0.02)
+        assert_losses(train(engine, 4, 2), want, 0.02)
         engine.destroy()
 
 
 def check_every_backend_gives_the_same_losses() -> None:
     """The codecs' kernels in place of plain torch change no bit, with error feedback and stochastic rounding too."""
     if backends.choice("cpu").fallback:
-        return  # there is one backend alone
+        pytest.skip("the host library is not built: the reference is the only backend")
     block = block_of("topo", error_feedback=["gcd", "node"])
     block["codecs"] = {"gradients": {"node": {"codec": "int4", "rounding": "stochastic"}}}
     losses = []
@@ -98,17 +98,17 @@ def check_bytes_between_nodes() -> None:
 
 def check_bf16_follows_stock() -> None:
     stock = engine_of(ds_config(None, 2, bf16={"enabled": True}))
-    want = train(stock, 10, 2)
+    want = train(stock, 5, 2)
     stock.destroy()
     engine = engine_of(ds_config(block_of("lossless"), 2, bf16={"enabled": True}))
-    assert_losses(train(engine, 10, 2), want, 0.02)
+    assert_losses(train(engine, 5, 2), want, 0.02)
     engine.destroy()
 
 
 def check_zero_init_and_persistent_parameters() -> None:
     """A model made under zero.Init, with and without a persistence threshold, trains as one made whole."""
     plain = engine_of(ds_config(block_of("lossless")))
-    want = train(plain, 5)
+    want = train(plain, 3)
     plain.destroy()
     for threshold in (None, 100, 10**6):
         zero: dict[str, Any] = {"stage": 3}
@@ -123,7 +123,7 @@ def check_zero_init_and_persistent_parameters() -> None:
             kept = [p.ds_id for p in engine.module.parameters() if p.ds_persist]
             assert bool(kept) == (threshold is not None)
             state = hzero.state(engine)
-            got = train(engine, 5)
+            got = train(engine, 3)
             assert_losses(got, want, tolerance)
             if threshold == 10**6 and preset == "topo":
                 # The decoded weights that stay available must never be read back as exact ones.
@@ -188,10 +188,10 @@ def check_checkpoints_are_stock() -> None:
     """Saved under one preset, loaded under another, and by stock; and converted by stock's tool. Resume is bit for bit."""
     folder = shared_folder()
     writer = engine_of(ds_config(block_of("lossless"), 2))
-    train(writer, 4, 2)
+    train(writer, 2, 2)
     writer.save_checkpoint(str(folder), tag="here")
     masters = masters_of(writer)
-    want = train(writer, 4, 2, first=4)
+    want = train(writer, 2, 2, first=2)
     writer.destroy()
     state = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="here")
     for name, master in masters.items():
@@ -199,17 +199,17 @@ def check_checkpoints_are_stock() -> None:
     resumed = engine_of(ds_config(block_of("lossless"), 2), AwkwardNet(seed=9))
     train(resumed, 1, 2)
     resumed.load_checkpoint(str(folder), tag="here")
-    assert train(resumed, 4, 2, first=4) == want
+    assert train(resumed, 2, 2, first=2) == want
     resumed.destroy()
     for block, tolerance in ((None, 1e-5), (block_of("zero3"), 1e-5), (block_of("topo"), 0.02)):
         other = engine_of(ds_config(block, 2), AwkwardNet(seed=9))
         other.load_checkpoint(str(folder), tag="here")
         for name, master in masters_of(other).items():
             assert torch.equal(master, masters[name])
-        assert_losses(train(other, 4, 2, first=4), want, tolerance)
+        assert_losses(train(other, 2, 2, first=2), want, tolerance)
         other.destroy()
     lossy = engine_of(ds_config(block_of("topo"), 2))
-    train(lossy, 3, 2)
+    train(lossy, 2, 2)
     lossy.save_checkpoint(str(folder), tag="lossy")
     masters = masters_of(lossy)
     exported = lossy._zero3_consolidated_16bit_state_dict()
@@ -322,7 +322,7 @@ def check_memory_is_what_the_plan_says() -> None:
     assert measured["resident weights"] == planned["resident weights"]
     trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
     planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4)}
-    assert measured["node gradients"] == planned["node gradients"]
+    assert measured["gradient accumulators"] == planned["gradient accumulators"]
     assert measured["error feedback"] == planned["error feedback"]
     engine.destroy()
 

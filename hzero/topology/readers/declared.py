@@ -1,9 +1,11 @@
-"""Reads a machine that a person declares, in YAML or JSON: one node, or the older grid of ranks.
+"""Reads a machine that a person declares, in YAML or JSON: one node, or a grid of ranks.
 
-All keys are optional but ``devices`` (or ``packages`` or ``buses``, from which their number follows)::
+It sees what neither KFD's sysfs nor a dump of RCCL or NCCL tells: the packages of a machine whose links can be read in two
+ways, bandwidths of tiers, and a machine that is not at hand (the presets). Only ``devices`` is required, and
+not where ``packages`` or ``buses`` give their number; ``null`` stands for a value that is not known::
 
     name: my node
-    kind: MI250X                       # of all devices that do not say their own
+    kind: MI250X                       # of all devices without a kind of their own
     devices: 8                         # or a list of {number, bus, kind, numa, nic, module, uuid}
     packages: [[0, 1], [2, 3], [4, 5], [6, 7]]
     buses: ["0000:c1:00.0", ...]       # by device number
@@ -14,28 +16,126 @@ All keys are optional but ``devices`` (or ``packages`` or ``buses``, from which 
     nics:
       - {name: hsn0, kind: cxi, gb_s: 25, bus: "0000:c5:00.0", numa: 3, devices: [0, 1]}
     tier_gb_s: {gcd: 200, gpu: 50, node: 12.5}
-    tier_latency_us: {node: 2}
 """
 
 from __future__ import annotations
 
 import itertools
+import reprlib
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from hzero.config import ConfigError, parse_topology
-from hzero.topology.machine import MAX_DEVICES, Device, Link, Machine, Nic, TopologyError, bus_id
-from hzero.topology.readers.document import Value, load
-from hzero.topology.tiers import LEVELS
+import yaml
+from pydantic import AfterValidator, BeforeValidator, Field
 
-KEYS = (
-    "name", "kind", "devices", "packages", "buses", "numa", "links", "nics", "tier_gb_s", "tier_latency_us",
-)  # fmt: skip
-GRID_KEYS = ("name", "nodes", "gpus_per_node", "gcds_per_gpu", "order", "bandwidth_gb_s")
-LINK_KINDS = ("xgmi", "nvlink", "nvswitch", "pcie")
-_DEVICE_KEYS = ("number", "bus", "kind", "numa", "nic", "module", "uuid")
-_MAX_NUMBER = 1_000_000
+from hzero.config import TopologyConfig
+from hzero.topology.machine import MAX_DEVICES, MAX_GB_S, Device, Link, Machine, Nic, bus_id
+from hzero.topology.readers.source import READABLE, read_text
+from hzero.validation import ConfigError, Frozen, nearest, validated
+
+#: Largest file, bytes: PyYAML is slow, and a machine of 1,024 devices needs less.
+MAX_BYTES = 131_072
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"found {text!r}, expected printable characters")
+    return text
+
+
+def _bus(value: Any) -> str:
+    if not isinstance(value, str):  # YAML takes 01:00.0 for a time of day
+        raise ValueError(f"found {value!r}, expected a PCI bus id in quotes, such as '0000:c1:00.0'")
+    return bus_id(value)
+
+
+def _domain(value: Any) -> Any:
+    """JSON's keys are texts."""
+    plain = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 7
+    return int(value) if plain and str(int(value)) == value else value
+
+
+def _counted(value: Any) -> Any:
+    """A number of devices as so many devices."""
+    if type(value) is int and 0 <= value <= MAX_DEVICES:
+        return [{}] * value
+    if isinstance(value, (int, float)):
+        raise ValueError(
+            f"found {reprlib.repr(value)}, expected a list of devices or their number from 0 to {MAX_DEVICES}"
+        )
+    return value
+
+
+Number = Annotated[int, Field(ge=0, le=1_000_000)]
+Text = Annotated[str, Field(max_length=100), AfterValidator(_printable)]
+Bus = Annotated[str, BeforeValidator(_bus)]
+Rate = Annotated[float, Field(gt=0, le=MAX_GB_S, allow_inf_nan=False)]
+Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
+
+
+class DeclaredDevice(Frozen):
+    """A device; by default its number is its place in the list."""
+
+    number: Number | None = None
+    bus: Bus = ""
+    kind: Text = ""
+    numa: Number | None = None
+    nic: Text = ""
+    module: Text = ""
+    uuid: Text = ""
+
+
+class DeclaredLinks(Frozen):
+    """Pairs with links that are alike; None stands for all pairs."""
+
+    kind: Literal["xgmi", "nvlink", "nvswitch", "pcie"] = "xgmi"
+    count: Annotated[int, Field(ge=1, le=1000)] | None = None
+    gb_s: Rate | None = None
+    pairs: Annotated[list[Pair] | None, BeforeValidator(lambda value: None if value == "all" else value)]
+
+
+class DeclaredNic(Frozen):
+    """A NIC, and the devices that it is nearest to."""
+
+    name: Text
+    kind: Text = ""
+    gb_s: Rate | None = None
+    bus: Bus = ""
+    numa: Number | None = None
+    devices: list[Number] = []
+
+
+class ByLevel(Frozen):
+    """A figure for each level of links."""
+
+    gcd: Rate | None = None
+    hive: Rate | None = None
+    gpu: Rate | None = None
+    node: Rate | None = None
+    cluster: Rate | None = None
+
+
+class DeclaredMachine(Frozen):
+    """The file of a node."""
+
+    name: Text = ""
+    kind: Text = ""
+    devices: Annotated[list[DeclaredDevice], Field(max_length=MAX_DEVICES), BeforeValidator(_counted)] | None = None
+    packages: list[list[Number]] | None = None
+    buses: list[Bus] | None = None
+    numa: dict[Annotated[Number, BeforeValidator(_domain)], list[Number]] = {}
+    links: list[DeclaredLinks] = []
+    nics: list[DeclaredNic] = []
+    tier_gb_s: ByLevel = ByLevel()
+
+
+class DeclaredGrid(TopologyConfig):
+    """The file of a grid: how many nodes, packages and devices, and the bandwidths of its tiers."""
+
+    name: Text = ""
+    bandwidth_gb_s: ByLevel = ByLevel()
 
 
 def read(path: Path | str, source: str | None = None) -> Machine:
@@ -44,220 +144,153 @@ def read(path: Path | str, source: str | None = None) -> Machine:
     Args:
         path: A YAML or JSON file with the keys above at the top, or under ``topology``. A grid (``gpus_per_node``,
             ``gcds_per_gpu``) becomes a node of as many packages and devices without links.
-        source: What the machine says it was read from; the path where None.
+        source: Its name in messages; the path where None.
 
     Raises:
-        TopologyError: Naming file, line and key, what was found and what is possible.
+        ConfigError: A key is unknown, or a value is wrong; the message names file and key.
     """
-    top = load(Path(path))
-    block = top.block(f"a block with keys {', '.join(KEYS)}")
-    if set(block) == {"topology"}:
-        top = block["topology"]
-        block = top.block(f"a block with keys {', '.join(KEYS)}")
-    is_grid = bool(set(block) & (set(GRID_KEYS) - set(KEYS)))
-    if is_grid and (both := [key for key in block if key in KEYS and key not in GRID_KEYS]):
-        grid_key = next(key for key in block if key in GRID_KEYS and key not in KEYS)
-        raise TopologyError(
-            f"{block[both[0]].where}: a file declares either a grid ({grid_key}, line {block[grid_key].line}) or a "
-            f"machine ({both[0]}), not both"
-        )
-    block = top.block("a block", GRID_KEYS if is_grid else KEYS)
-    name = block["name"].text("a name of printable characters") if "name" in block else ""
-    source = source or (f"{path} ({name})" if name else str(path))
-    return _grid(top.file, source, top) if is_grid else _machine(top.file, source, top, block)
+    content = load(path)
+    name = content.get("name")
+    source = source or (f"{path} ({name})" if isinstance(name, str) and name.isprintable() else str(path))
+    grid = grid_in(content, str(path))
+    return _machine(content, str(path), source) if grid is None else _node_of(grid, str(path), source)
 
 
-def _grid(file: str, source: str, top: Value) -> Machine:
-    values = {key: value for key, value in top.content.items() if key not in ("name", "bandwidth_gb_s")}
+def load(path: Path | str) -> dict[str, Any]:
+    """The keys of a file, or those under its ``topology``; without keys of the value ``null``.
+
+    Raises:
+        ConfigError: It cannot be read, is too large, is neither YAML nor JSON, holds a key twice or a reference, or has
+            no key of a declared machine.
+    """
+    text = read_text(Path(path), MAX_BYTES)
     try:
-        grid = parse_topology(file, {key: value.plain() for key, value in values.items()})
-    except ConfigError as error:
-        raise TopologyError(str(error)[:500]) from None
-    if grid.gpus_per_node * grid.gcds_per_gpu > MAX_DEVICES:
-        raise values["gpus_per_node"].wrong(f"at most {MAX_DEVICES} devices in a node (gpus_per_node x gcds_per_gpu)")
-    size = grid.gcds_per_gpu
-    packages = tuple(tuple(range(first * size, (first + 1) * size)) for first in range(grid.gpus_per_node))
+        # YAML has no tabs between tokens, JSON may.
+        content = yaml.load(text.replace("\t", " ") if text.lstrip().startswith("{") else text, _Loader)
+    except _RefusedError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or (
+            "nested too deeply" if isinstance(error, RecursionError) else error
+        )
+        problem = " ".join(str(problem).split())[:200]
+        raise ConfigError(f"{path}: {line}is neither YAML nor JSON: {problem}; readable are: {READABLE}") from None
+    if isinstance(content, dict) and set(content) == {"topology"}:
+        content = content["topology"]
+    known = {*DeclaredMachine.model_fields, *DeclaredGrid.model_fields}
+    if not isinstance(content, dict) or not any(nearest(key, known, 0.45) for key in content):
+        raise ConfigError(f"{path}: is of no known kind; readable are: {READABLE}")
+    return content
+
+
+def grid_in(content: Mapping[str, Any], file: str) -> DeclaredGrid | None:
+    """The grid that a file's content declares; None where it declares a machine.
+
+    Raises:
+        ConfigError: A key is unknown, as one of a machine is in a grid, or has a wrong value.
+    """
+    if not set(content) & (set(DeclaredGrid.model_fields) - set(DeclaredMachine.model_fields)):
+        return None
+    return validated(DeclaredGrid, content, f"{file}:")
+
+
+class _RefusedError(yaml.YAMLError):
+    """What YAML allows and `_Loader` does not."""
+
+    def __init__(self, problem: str, mark: yaml.Mark) -> None:
+        super().__init__(f"line {mark.line + 1}: {problem}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without what turns a small file into a large or doubtful machine: references, and keys that occur twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:  # of an alias, too
+            raise _RefusedError(problem="found a reference (& or *); write the value out", mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys: set[Any] = set()
+        for name, _ in node.value:
+            if name.tag == "tag:yaml.org,2002:merge":
+                raise _RefusedError(problem="found a merge (<<); write the keys out", mark=name.start_mark)
+            key = self.construct_object(name, deep=True)  # 0 and 0x0 are one key
+            if isinstance(key, Hashable):  # the others are refused below
+                if key in keys:
+                    raise _RefusedError(problem=f"the key {name.value[:40]!r} occurs twice", mark=name.start_mark)
+                keys.add(key)
+        return {key: value for key, value in super().construct_mapping(node, deep).items() if value is not None}
+
+
+def _node_of(grid: DeclaredGrid, file: str, source: str) -> Machine:
+    size, count = grid.gcds_per_gpu, grid.gpus_per_node * grid.gcds_per_gpu
+    if count > MAX_DEVICES:
+        raise ConfigError(f"{file}: gpus_per_node x gcds_per_gpu is {count}, expected at most {MAX_DEVICES} devices")
     remarks = ["a grid: devices and packages without links, bus ids and NICs"]
     if grid.nodes is not None:
         remarks.append(f"the file declares {grid.nodes} nodes; this is one of them")
     return Machine(
         source,
-        tuple(Device(number) for number in range(grid.gpus_per_node * size)),
-        packages=packages,
-        tier_gb_s=_by_tier(top.content.get("bandwidth_gb_s"), "GB/s"),
+        tuple(map(Device, range(count))),
+        packages=tuple(tuple(range(first, first + size)) for first in range(0, count, size)),
+        tier_gb_s=grid.bandwidth_gb_s.model_dump(exclude_none=True),
         remarks=tuple(remarks),
     )
 
 
-def _machine(file: str, source: str, top: Value, block: dict[str, Value]) -> Machine:
-    devices = _devices(top, block)
-    nics = _nics(block.get("nics"), devices)
-    packages = None
-    if "packages" in block and block["packages"].content is not None:
-        packages = tuple(
-            tuple(_members(package, devices)) for package in block["packages"].items("a list of lists of devices")
-        )
-    try:
-        return Machine(
-            source,
-            tuple(devices.values()),
-            _links(block.get("links"), devices),
-            nics,
-            packages,
-            tier_gb_s=_by_tier(block.get("tier_gb_s"), "GB/s"),
-            tier_latency_us=_by_tier(block.get("tier_latency_us"), "microseconds"),
-        )
-    except TopologyError as error:  # what does not go together, such as packages that leave a device out
-        raise TopologyError(str(error) if file in str(error) else f"{file}: {error}") from None
-
-
-def _devices(top: Value, block: dict[str, Value]) -> dict[int, Device]:
-    """Devices by number, with what the keys ``kind``, ``buses`` and ``numa`` say of them."""
-    declared = block.get("devices")
-    if declared is None or declared.content is None:
-        numbers = range(_count(top, block))
-        devices = {number: Device(number) for number in numbers}
-    elif isinstance(declared.content, list):
-        devices = _listed(declared)
-    else:
-        count = declared.integer(0, MAX_DEVICES, "a list of devices or their number")
-        devices = {number: Device(number) for number in range(count)}
-    if "kind" in block and block["kind"].content is not None:
-        kind = block["kind"].text("a product or architecture such as MI250X")
-        devices = {number: device if device.kind else replace(device, kind=kind) for number, device in devices.items()}
-    if "buses" in block and block["buses"].content is not None:
-        buses = block["buses"].items("a list of PCI bus ids")
-        if len(buses) != len(devices):
-            raise block["buses"].wrong(f"one PCI bus id for each of the {len(devices)} devices, by number")
-        for number, bus in zip(sorted(devices), buses):
-            devices[number] = _filled(bus, devices[number], "bus", _bus(bus))
-    if "numa" in block and block["numa"].content is not None:
-        for text, members in block["numa"].block("a block of domain: [devices]").items():
-            if not text.isdigit() or len(text) > 6:
-                raise TopologyError(f"{members.where}: found {text[:40]!r}, expected the number of a NUMA domain")
-            for member in _members(members, devices):
-                devices[member] = _filled(members, devices[member], "numa", int(text))
-    return devices
-
-
-def _count(top: Value, block: dict[str, Value]) -> int:
-    for key in ("buses", "packages"):
-        if key in block and isinstance(block[key].content, list):
-            items = block[key].content
-            count = len(items) if key == "buses" else sum(len(item.items("a list of devices")) for item in items)
-            if count > MAX_DEVICES:
-                raise block[key].wrong(f"at most {MAX_DEVICES} devices")
-            return count
-    raise TopologyError(f"{top.where}: devices is missing; expected a list of devices or their number")
-
-
-def _listed(declared: Value) -> dict[int, Device]:
+def _machine(content: Mapping[str, Any], file: str, source: str) -> Machine:
+    declared = validated(DeclaredMachine, content, f"{file}:")
+    listed = declared.devices
+    if listed is None:
+        count = len(declared.buses or []) or sum(map(len, declared.packages or []))
+        if not 0 < count <= MAX_DEVICES:
+            raise ConfigError(f"{file}: devices: missing; expected a list of devices or their number")
+        listed = [DeclaredDevice()] * count
     devices: dict[int, Device] = {}
-    for item in declared.content:
-        block = item.block(f"a block with keys {', '.join(_DEVICE_KEYS)}", _DEVICE_KEYS)
-        known = {key: value for key, value in block.items() if value.content is not None}
-        number = known["number"].integer(0, _MAX_NUMBER) if "number" in known else len(devices)
+    for place, each in enumerate(listed):
+        number = place if each.number is None else each.number
         if number in devices:
-            raise TopologyError(f"{item.where}: device {number} is there twice")
-        texts: dict[str, Any] = {key: known[key].text() for key in ("kind", "nic", "module", "uuid") if key in known}
-        numa = known["numa"].integer(0, _MAX_NUMBER) if "numa" in known else None
-        devices[number] = Device(number, _bus(known["bus"]) if "bus" in known else "", numa=numa, **texts)
-    return devices
-
-
-def _links(value: Value | None, devices: dict[int, Device]) -> tuple[Link, ...]:
-    if value is None or value.content is None:
-        return ()
-    links: dict[tuple[int, int], Link] = {}
-    for item in value.items("a list of links"):
-        block = item.block("a block with keys kind, count, gb_s, pairs", ("kind", "count", "gb_s", "pairs"))
-        kind = block["kind"].choice(LINK_KINDS) if "kind" in block else "xgmi"
-        count = block.get("count")
-        number = None if count is None or count.content is None else count.integer(1, 1000)
-        gb_s = block["gb_s"].rate("GB/s") if "gb_s" in block else None
-        if "pairs" not in block:
-            raise TopologyError(f"{item.where}.pairs: is missing; expected all, or a list of pairs of devices")
-        for a, b, where in _pairs(block["pairs"], devices):
-            if (a, b) in links:
-                raise TopologyError(f"{where}: link {a}-{b} is there twice")
-            links[a, b] = Link(a, b, kind, number, gb_s)
-    return tuple(links.values())
-
-
-def _pairs(value: Value, devices: dict[int, Device]) -> list[tuple[int, int, str]]:
-    if value.content == "all":
-        return [(a, b, value.where) for a, b in itertools.combinations(sorted(devices), 2)]
-    pairs = []
-    for pair in value.items("all, or a list of pairs of devices"):
-        members = _members(pair, devices)
-        if len(members) != 2:
-            raise pair.wrong("two different devices")
-        pairs.append((min(members), max(members), pair.where))
-    return pairs
-
-
-def _nics(value: Value | None, devices: dict[int, Device]) -> tuple[Nic, ...]:
-    """The NICs; devices that they name become theirs."""
-    nics: dict[str, Nic] = {}
-    keys = ("name", "kind", "gb_s", "bus", "numa", "devices")
-    for item in value.items("a list of NICs") if value is not None and value.content is not None else []:
-        block = item.block(f"a block with keys {', '.join(keys)}", keys)
-        known = {key: entry for key, entry in block.items() if entry.content is not None}
-        if "name" not in known:
-            raise TopologyError(f"{item.where}.name: is missing; expected a name such as hsn0")
-        name = known["name"].text("a name such as hsn0")
-        if name in nics:
-            raise TopologyError(f"{known['name'].where}: NIC {name} is there twice")
-        nics[name] = Nic(
-            name,
-            _bus(known["bus"]) if "bus" in known else "",
-            known["kind"].text("what it speaks, such as cxi, ib or ethernet") if "kind" in known else "",
-            known["gb_s"].rate("GB/s") if "gb_s" in known else None,
-            known["numa"].integer(0, _MAX_NUMBER) if "numa" in known else None,
+            raise ConfigError(f"{file}: devices.{place}: device {number} occurs twice")
+        devices[number] = Device(
+            number, each.bus, each.kind or declared.kind, each.module, each.numa, each.nic, each.uuid
         )
-        for member in _members(known["devices"], devices) if "devices" in known else []:
-            devices[member] = _filled(known["devices"], devices[member], "nic", name)
-    for device in devices.values():
-        if value is not None and device.nic and device.nic not in nics:
-            raise TopologyError(
-                f"{value.where}: device {device.number} names the NIC {device.nic!r}; "
-                f"NICs that are there: {', '.join(nics) or 'none'}"
-            )
-    return tuple(nics.values())
 
+    def fill(members: Iterable[int], field: str, value: Any, where: str) -> None:
+        for member in members:
+            if member not in devices:
+                raise ConfigError(f"{file}: {where}: found device {member}, possible: {', '.join(map(str, devices))}")
+            if getattr(devices[member], field) not in ("", None, value):
+                raise ConfigError(f"{file}: {where}: device {member} has another {field} elsewhere")
+            devices[member] = replace(devices[member], **{field: value})
 
-def _members(value: Value, devices: dict[int, Device]) -> list[int]:
-    """Numbers of devices that are there, each once."""
-    members = [item.integer(0, _MAX_NUMBER, "the number of a device") for item in value.items("a list of devices")]
-    for item, member in zip(value.content, members):
-        if member not in devices:
-            raise TopologyError(f"{item.where}: there is no device {member}; devices: {_span(devices)}")
-    if len(set(members)) != len(members):
-        raise TopologyError(f"{value.where}: a device is there twice in {members[:20]}")
-    return members
-
-
-def _filled(value: Value, device: Device, field: str, content: Any) -> Device:
-    """The device with a field, unless it has another value already."""
-    known = getattr(device, field)
-    if known not in ("", None, content):
-        raise TopologyError(f"{value.where}: device {device.number} has {field} {content} here and {known} elsewhere")
-    return replace(device, **{field: content})
-
-
-def _by_tier(value: Value | None, unit: str) -> dict[str, float]:
-    if value is None or value.content is None:
-        return {}
-    rates = {tier: rate.rate(unit) for tier, rate in value.block("a block by tier", LEVELS).items()}
-    return {tier: rate for tier, rate in rates.items() if rate is not None}
-
-
-def _bus(value: Value) -> str:
-    return bus_id(value.text("a PCI bus id such as 0000:c1:00.0"), value.where)
-
-
-def _span(devices: dict[int, Device]) -> str:
-    numbers = sorted(devices)
-    if numbers == list(range(len(numbers))) and len(numbers) > 1:
-        return f"0 to {len(numbers) - 1}"
-    return ", ".join(map(str, numbers[:20])) or "none"
+    if declared.buses is not None and len(declared.buses) != len(devices):
+        raise ConfigError(
+            f"{file}: buses: found {len(declared.buses)}, expected one for each of {len(devices)} devices"
+        )
+    for number, bus in zip(sorted(devices), declared.buses or []):
+        fill([number], "bus", bus, "buses")
+    for domain, members in declared.numa.items():
+        fill(members, "numa", domain, f"numa.{domain}")
+    for place, nic in enumerate(declared.nics):
+        fill(nic.devices, "nic", nic.name, f"nics.{place}.devices")
+    names = [nic.name for nic in declared.nics]
+    strange = {device.nic for device in devices.values() if device.nic} - set(names) if names else set()
+    if len(set(names)) < len(names) or strange:
+        raise ConfigError(f"{file}: nics: found {', '.join(names)}; expected each once, and all that devices name")
+    links: list[Link] = []
+    for group in declared.links:
+        if len(links) > len(devices) ** 2:
+            break  # the machine refuses pairs that occur twice
+        pairs = itertools.combinations(sorted(devices), 2) if group.pairs is None else map(sorted, group.pairs)
+        links += [Link(a, b, group.kind, group.count, group.gb_s) for a, b in pairs]
+    return Machine(
+        source,
+        tuple(devices.values()),
+        tuple(links),
+        tuple(Nic(nic.name, nic.bus, nic.kind, nic.gb_s, nic.numa) for nic in declared.nics),
+        None if declared.packages is None else tuple(map(tuple, declared.packages)),
+        tier_gb_s=declared.tier_gb_s.model_dump(exclude_none=True),
+    )

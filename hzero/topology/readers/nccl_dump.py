@@ -1,39 +1,43 @@
-"""Topology dumps of RCCL and NCCL: what ``NCCL_TOPO_DUMP_FILE`` writes.
+"""Topology dumps of RCCL and NCCL: the XML that ``NCCL_TOPO_DUMP_FILE`` makes a job write.
+
+A dump shows what KFD's sysfs does not: NVLinks and NVSwitches of NVIDIA's machines, and a node that is not at hand, such as
+the models that come with RCCL.
 
 Source of the format: RCCL's and NCCL's src/graph/xml.cc and topo.cc (system version 2 is RCCL's with gcn and arch, 1 is
-NCCL's), and RCCL's recorded models (tools/topo_expl). PCI devices are nested as in the machine below the CPU of a NUMA
+NCCL's), and RCCL's models (tools/topo_expl). PCI devices are nested as in the machine below the CPU of a NUMA
 domain; ``gpu`` and ``nic`` stand inside their PCI device. ``tclass`` is the PCI class of a link's target: 0x068000 is an
 NVSwitch, 0x068001 a CPU.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from xml.parsers import expat
 
 from hzero.topology.machine import (
     MAX_DEVICES,
+    PRODUCTS,
     XGMI_LINK_GB_S,
     Device,
     Link,
     Machine,
     Nic,
-    TopologyError,
     bus_id,
     merge_links,
 )
 from hzero.topology.readers.nearest import nearest
 from hzero.topology.readers.source import integer, read_text, shown
-from hzero.topology.readers.xgmi import PRODUCTS
+from hzero.validation import ConfigError
 
 VERSIONS = ("1", "2")
 
 _NVSWITCH, _CPU = "0x068000", "0x068001"
 _MAX_DEPTH = 64
-#: Most links of a GPU, and most parallel ones: partitions of 8 MI300X reach 63 others.
+#: Largest number of links of a GPU, and of parallel ones: partitions of 8 MI300X reach 63 others.
 _MAX_LINKS = 64
 _CRAY, _INFINIBAND = "0x17db", "0x0207"
 #: GB/s each way of one NVLink by compute capability: half of the two-way figures of NVIDIA's data sheets of V100 (300
@@ -53,42 +57,34 @@ class _Gpu:
 
 @dataclass
 class _Dump:
-    """What the elements say, collected while they are read.
-
-    Attributes:
-        name: Of the file.
-        parser: Knows the line.
-        stack: Open elements with their attributes.
-        gpus: By PCI bus id.
-        nics: With their PCI paths, by name.
-    """
+    """The content of the elements, collected while they are read."""
 
     name: str
     parser: expat.XMLParserType
-    stack: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    gpus: dict[str, _Gpu] = field(default_factory=dict)
-    nics: dict[str, tuple[Nic, tuple[str, ...]]] = field(default_factory=dict)
+    stack: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # open elements with their attributes
+    gpus: dict[str, _Gpu] = field(default_factory=dict)  # by PCI bus id
+    nics: dict[str, tuple[Nic, tuple[str, ...]]] = field(default_factory=dict)  # with their PCI paths, by name
     hosts: set[str] = field(default_factory=set)
 
     def where(self) -> str:
         return f"{self.name}:{self.parser.CurrentLineNumber}"
 
     def refuse(self, *_: object) -> None:
-        raise TopologyError(f"{self.where()}: has a DOCTYPE or an entity, which no topology dump has")
+        raise ConfigError(f"{self.where()}: has a DOCTYPE or an entity, which no topology dump has")
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:
         if len(self.stack) >= _MAX_DEPTH:
-            raise TopologyError(f"{self.where()}: elements are nested deeper than {_MAX_DEPTH}")
+            raise ConfigError(f"{self.where()}: elements are nested deeper than {_MAX_DEPTH}")
         if not self.stack:
             if tag != "system":
-                raise TopologyError(f"{self.where()}: found the element {shown(tag)}, expected system")
+                raise ConfigError(f"{self.where()}: found the element {shown(tag)}, expected system")
             if (version := attributes.get("version")) not in VERSIONS:
-                raise TopologyError(f"{self.where()}: found version {shown(version)}, possible: {', '.join(VERSIONS)}")
+                raise ConfigError(f"{self.where()}: found version {shown(version)}, possible: {', '.join(VERSIONS)}")
         self.stack.append((tag, attributes))
         if tag == "cpu":
             self.hosts.add(attributes.get("host_hash", ""))
             if len(self.hosts) > 1:
-                raise TopologyError(f"{self.where()}: a second host begins, expected a dump of one node")
+                raise ConfigError(f"{self.where()}: a second host begins, expected a dump of one node")
         elif tag == "gpu":
             self._gpu(attributes)
         elif tag in ("xgmi", "nvlink"):
@@ -101,7 +97,7 @@ class _Dump:
 
     def _attribute(self, attributes: dict[str, str], name: str) -> str:
         if name not in attributes:
-            raise TopologyError(f"{self.where()}: {self.stack[-1][0]} has no attribute {name}")
+            raise ConfigError(f"{self.where()}: {self.stack[-1][0]} has no attribute {name}")
         return attributes[name]
 
     def _path(self) -> tuple[str, ...]:
@@ -115,11 +111,11 @@ class _Dump:
         return tuple(path)
 
     def _numa(self) -> int | None:
-        for tag, attributes in self.stack:
-            if tag == "cpu" and "numaid" in attributes:
-                numa = integer(attributes["numaid"], self.where(), "numaid", -1, 2**20)
-                return numa if numa >= 0 else None
-        return None
+        text = next(
+            (attributes["numaid"] for tag, attributes in self.stack if tag == "cpu" and "numaid" in attributes), "-1"
+        )
+        numa = integer(text, self.where(), "numaid", -1, 2**20)
+        return numa if numa >= 0 else None
 
     def _pci(self) -> dict[str, str]:
         """Attributes of the innermost PCI device around."""
@@ -128,29 +124,29 @@ class _Dump:
     def _gpu(self, attributes: dict[str, str]) -> None:
         path = self._path()
         if not self._pci():
-            raise TopologyError(f"{self.where()}: found a gpu that is in no pci element")
+            raise ConfigError(f"{self.where()}: found a gpu that is in no pci element")
         bus = path[-1]
         number = integer(self._attribute(attributes, "dev"), self.where(), "dev", 0, 2**20)
         if len(self.gpus) >= MAX_DEVICES:
-            raise TopologyError(f"{self.where()}: more than {MAX_DEVICES} devices in one node")
+            raise ConfigError(f"{self.where()}: more than {MAX_DEVICES} devices in one node")
         for other in self.gpus.values():
             if number == other.device.number or bus == other.device.bus:
-                raise TopologyError(f"{self.where()}: gpu {number} at {bus} is also in line {other.line}")
-        capability = attributes.get("sm", "")
-        architecture = (
-            _architecture(attributes["gcn"]) if "gcn" in attributes else f"sm_{capability}" if capability else ""
-        )
-        rate = XGMI_LINK_GB_S.get(architecture) if "gcn" in attributes else _NVLINK_GB_S.get(capability)
-        product = PRODUCTS.get(_hexadecimal(self._pci().get("device", "")), "") if "gcn" in attributes else ""
+                raise ConfigError(f"{self.where()}: gpu {number} at {bus} is also in line {other.line}")
+        capability, product = attributes.get("sm", ""), ""
+        architecture, rate = f"sm_{capability}" if capability else "", _NVLINK_GB_S.get(capability)
+        if "gcn" in attributes:
+            architecture = _architecture(attributes["gcn"])
+            rate = XGMI_LINK_GB_S.get(architecture)
+            product = PRODUCTS.get(_hexadecimal(self._pci().get("device", "")), "")
         device = Device(number, bus, (product or architecture)[:40], numa=self._numa())
         self.gpus[bus] = _Gpu(self.parser.CurrentLineNumber, device, architecture, rate, path)
 
     def _link(self, tag: str, attributes: dict[str, str]) -> None:
         if len(self.stack) < 2 or self.stack[-2][0] != "gpu":
-            raise TopologyError(f"{self.where()}: found {tag} outside a gpu")
+            raise ConfigError(f"{self.where()}: found {tag} outside a gpu")
         gpu = next(reversed(self.gpus.values()))
         if len(gpu.links) >= _MAX_LINKS:
-            raise TopologyError(f"{self.where()}: gpu {gpu.device.number} has more than {_MAX_LINKS} links")
+            raise ConfigError(f"{self.where()}: gpu {gpu.device.number} has more than {_MAX_LINKS} links")
         target, target_class = self._attribute(attributes, "target"), attributes.get("tclass", "")
         if tag == "xgmi" or not target_class.startswith((_NVSWITCH, _CPU)):  # a hidden switch may have no bus id
             target = bus_id(target, self.where())
@@ -160,7 +156,7 @@ class _Dump:
     def _net(self, attributes: dict[str, str]) -> None:
         name, path, pci = self._attribute(attributes, "name"), self._path(), self._pci()
         if len(self.nics) >= MAX_DEVICES:
-            raise TopologyError(f"{self.where()}: more than {MAX_DEVICES} NICs in one node")
+            raise ConfigError(f"{self.where()}: more than {MAX_DEVICES} NICs in one node")
         speed = integer(attributes.get("speed", "0"), self.where(), "speed", 0, 10**9)  # Mbit/s
         bus = path[-1] if pci else ""
         nic = Nic(name[:80], bus, _nic_kind(name, pci), speed / 8000 if speed else None, self._numa())
@@ -181,7 +177,7 @@ class _Dump:
                     switches[target] = max(switches.get(target, 0), count)
                     continue
                 if target not in self.gpus:
-                    raise TopologyError(
+                    raise ConfigError(
                         f"{self.name}:{line}: {tag} leads to {target}, which is no gpu of this file; "
                         "a dump has the GPUs of its job alone, so take one of a job on all of the node's"
                     )
@@ -200,10 +196,9 @@ def read(path: Path) -> Machine:
     """The node that a dump describes, with the dump's own device numbers.
 
     Raises:
-        TopologyError: It is no dump, is cut off, has a DOCTYPE or entities, or contradicts itself; the message names the
+        ConfigError: It is no dump, is cut off, has a DOCTYPE or entities, or contradicts itself; the message names the
             file and the line.
     """
-    text = read_text(path)
     parser = expat.ParserCreate()
     dump = _Dump(str(path), parser)
     parser.StartDoctypeDeclHandler = dump.refuse
@@ -211,9 +206,9 @@ def read(path: Path) -> Machine:
     parser.StartElementHandler = dump.start
     parser.EndElementHandler = dump.end
     try:
-        parser.Parse(text, True)
+        parser.Parse(read_text(path), True)
     except expat.ExpatError as error:
-        raise TopologyError(f"{path}:{error.lineno}: is no XML: {expat.ErrorString(error.code)}") from None
+        raise ConfigError(f"{path}:{error.lineno}: is not valid XML: {expat.ErrorString(error.code)}") from None
     listed = list(dump.links())
     seen: dict[frozenset[int], Link] = {}
     for line, link in listed:
@@ -222,19 +217,17 @@ def read(path: Path) -> Machine:
     switched = [link for _, link in listed if link.kind == "nvswitch"]
     links = merge_links(str(path), [link for _, link in listed if link.kind != "nvswitch"], both_ends=True)
     nics = list(dump.nics.values())
-    devices = []
-    for gpu in dump.gpus.values():
-        nic = nearest(gpu.path, gpu.device.numa, nics)
-        devices.append(Device(gpu.device.number, gpu.device.bus, gpu.device.kind, numa=gpu.device.numa, nic=nic))
+    gpus = dump.gpus.values()
+    devices = [replace(gpu.device, nic=nearest(gpu.path, gpu.device.numa, nics)) for gpu in gpus]
     return Machine(str(path), tuple(devices), (*links, *switched), tuple(nic for nic, _ in nics))
 
 
 def _architecture(gcn: str) -> str:
     """Older dumps have hipDeviceProp_t.gcnArch, in which 910 is gfx90a; newer ones a name with features."""
     name = gcn.split(":")[0]
-    return (
-        name if name.startswith("gfx") else {"910": "gfx90a", "940": "gfx942"}.get(name, f"gfx{name}" if name else "")
-    )
+    if name.startswith("gfx") or not name:
+        return name
+    return {"910": "gfx90a", "940": "gfx942"}.get(name, f"gfx{name}")
 
 
 def _nic_kind(name: str, pci: dict[str, str]) -> str:
@@ -244,7 +237,4 @@ def _nic_kind(name: str, pci: dict[str, str]) -> str:
 
 
 def _hexadecimal(text: str) -> int:
-    try:
-        return int(text[:12], 16)
-    except ValueError:
-        return 0
+    return int(text, 16) if re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text) else 0

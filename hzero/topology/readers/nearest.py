@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hzero.topology.machine import Nic
@@ -15,27 +16,8 @@ _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _MAX_INTERFACES = 1024
 
 
-@dataclass(frozen=True)
-class Nics:
-    """NICs of a node with their places.
-
-    Attributes:
-        nics: Sorted by name.
-        paths: PCI path of each by its name, root first.
-        remarks: What was left out.
-    """
-
-    nics: tuple[Nic, ...] = ()
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-
-    def nearest(self, path: Sequence[str], numa: int | None) -> str:
-        """Name of the nearest NIC; empty where several are equally near."""
-        return nearest(path, numa, [(nic, self.paths[nic.name]) for nic in self.nics])
-
-
 def nearest(path: Sequence[str], numa: int | None, nics: Iterable[tuple[Nic, Sequence[str]]]) -> str:
-    """Name of the NIC that shares most of a device's PCI path; of several the one in the same NUMA domain.
+    """The name of the NIC that shares the longest part of a device's PCI path; of several the one in the same NUMA domain.
 
     Args:
         path: Of the device, root first.
@@ -43,9 +25,12 @@ def nearest(path: Sequence[str], numa: int | None, nics: Iterable[tuple[Nic, Seq
         nics: Each NIC with its path.
 
     Returns:
-        The name; empty where there is no NIC, or where several are equally near.
+        The name; empty without NICs or if several are equally near.
     """
-    shared = {nic.name: (_shared(path, other), nic.numa) for nic, other in nics}
+    shared = {}
+    for nic, other in nics:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, other))
+        shared[nic.name] = (len(list(same)), nic.numa)
     most = max((length for length, _ in shared.values()), default=0)
     near = {name: domain for name, (length, domain) in shared.items() if length == most}
     if len(near) > 1 and numa is not None:
@@ -53,26 +38,28 @@ def nearest(path: Sequence[str], numa: int | None, nics: Iterable[tuple[Nic, Seq
     return next(iter(near)) if len(near) == 1 else ""
 
 
-def read_nics(sysfs: Path) -> Nics:
+def read_nics(sysfs: Path) -> tuple[list[tuple[Nic, tuple[str, ...]]], list[str]]:
     """NICs with a device behind them: not loopback, bridges or virtual pairs.
 
     An RDMA device and the network interface of the same PCI function are one NIC, under the RDMA device's name, which is
     also the name in NCCL's dumps. Where a node has fabric NICs (cxi, or RDMA devices), its plain Ethernet interfaces are
     left out with a remark: training does not run over them.
+
+    Returns:
+        Each NIC with its PCI path, root first, by name; and remarks on what was left out.
     """
     found: dict[str, tuple[Nic, tuple[str, ...], bool]] = {}
     for folder in ("infiniband", "net"):
         for interface in _entries(sysfs / "class" / folder):
             path = pci_path(interface / "device")
-            if not path or path[-1] in found:
-                continue
-            nic = _rdma(interface, path[-1]) if folder == "infiniband" else _interface(interface, path[-1])
-            found[path[-1]] = (nic, path, folder == "infiniband" or nic.kind == "cxi")
-    fabric = any(is_fabric for _, _, is_fabric in found.values())
-    kept = sorted(((nic, path) for nic, path, is_fabric in found.values() if is_fabric or not fabric), key=_by_name)
-    left_out = sorted(nic.name for nic, _, is_fabric in found.values() if fabric and not is_fabric)
-    remarks = [f"{name}: Ethernet, left out beside the fabric's NICs" for name in left_out]
-    return Nics(tuple(nic for nic, _ in kept), {nic.name: path for nic, path in kept}, tuple(remarks))
+            if path and path[-1] not in found:
+                nic = _rdma(interface, path[-1]) if folder == "infiniband" else _interface(interface, path[-1])
+                found[path[-1]] = (nic, path, folder == "infiniband" or nic.kind == "cxi")
+    nics = sorted(found.values(), key=lambda entry: _natural(entry[0].name))
+    fabric = any(of_fabric for _, _, of_fabric in nics)
+    kept = [(nic, path) for nic, path, of_fabric in nics if of_fabric or not fabric]
+    left_out = [nic.name for nic, _, of_fabric in nics if fabric and not of_fabric]
+    return kept, [f"{name}: Ethernet, left out next to the NICs of the fabric" for name in left_out]
 
 
 def numa_of(device: Path) -> int | None:
@@ -93,7 +80,9 @@ def pci_path(device: Path) -> tuple[str, ...]:
 
 def _interface(folder: Path, bus: str) -> Nic:
     speed = _number(folder / "speed")  # Mbit/s; an error or -1 where the link is down
-    cxi = folder.name.startswith("hsn") or _driver(folder / "device").startswith("cxi")
+    cxi = folder.name.startswith("hsn") or os.path.realpath(folder / "device/driver").rpartition("/")[2].startswith(
+        "cxi"
+    )
     gb_s = speed / 8000 if speed is not None and speed > 0 else None
     return Nic(folder.name, bus, "cxi" if cxi else "ethernet", gb_s, numa_of(folder / "device"))
 
@@ -104,15 +93,6 @@ def _rdma(folder: Path, bus: str) -> Nic:
     layer = _text(ports[0] / "link_layer") if ports else ""
     gb_s = speed / 8 if speed is not None and speed > 0 else None
     return Nic(folder.name, bus, "ethernet" if layer == "Ethernet" else "ib", gb_s, numa_of(folder / "device"))
-
-
-def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    length = 0
-    for left, right in zip(one, other):
-        if left != right:
-            break
-        length += 1
-    return length
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -134,19 +114,6 @@ def _number(path: Path) -> float | None:
     return float(found.group()) if found else None
 
 
-def _driver(device: Path) -> str:
-    try:
-        return (device / "driver").resolve(strict=True).name
-    except (OSError, RuntimeError):
-        return ""
-
-
-def _by_name(entry: tuple[Nic, tuple[str, ...]]) -> list[tuple[int, str]]:
-    return _natural(entry[0].name)
-
-
 def _natural(name: str) -> list[tuple[int, str]]:
-    """hsn2 before hsn10."""
-    return [
-        (int(digits), "") if digits else (-1, text) for digits, text in re.findall(r"([0-9]{1,18})|([^0-9]+)", name)
-    ]
+    """A key that sorts hsn2 before hsn10."""
+    return [(int(digits or 0), text) for text, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", name)]

@@ -1,7 +1,9 @@
 """nvidia-smi: the matrix of ``nvidia-smi topo -m``.
 
+NVIDIA's machines have no KFD, and a dump of NCCL needs a job that runs: of a live NVIDIA node this is the one source.
+
 Source of the format: the legend that nvidia-smi prints below the matrix. NV# stands for # NVLinks between two GPUs, also
-where they run through switches; the other cells name what a PCIe path crosses, from PIX (one bridge) to SYS (sockets).
+where they run through switches; the other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets).
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hzero.topology.machine import MAX_DEVICES, Device, Link, Machine, Nic, TopologyError, bus_id, merge_links
+from hzero.topology.machine import MAX_DEVICES, Device, Link, Machine, Nic, bus_id, merge_links
 from hzero.topology.readers.source import integer, read_text, run, shown
+from hzero.validation import ConfigError
 
 _MATRIX = ("nvidia-smi", "topo", "-m")
 _DEVICES = ("nvidia-smi", "--query-gpu=index,pci.bus_id,name,uuid", "--format=csv,noheader")
@@ -23,7 +26,6 @@ _PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 #: links), A100 (600 by 12), H100 and H200 (900 by 18) and B200 (1800 by 18).
 _NVLINK_GB_S = {"V100": 25.0, "A100": 25.0, "H100": 25.0, "H200": 25.0, "B200": 50.0}
 _MAX_LINKS = 64
-_MAX_BYTES = 4 * 2**20
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]{0,16}m")
 _GPU = re.compile(r"GPU([0-9]{1,6})")
@@ -38,23 +40,14 @@ _PRODUCT = re.compile(r"\b(G?[VAHB][12]00)\b")
 
 @dataclass
 class _Matrix:
-    """Rows of the matrix, and what stands around it.
+    """Rows of the matrix, its legend, and the devices listed after it."""
 
-    Attributes:
-        columns: Names of GPUs and NICs.
-        trailing: How many columns follow them.
-        numa_column: Which of those is the NUMA affinity; None where there is none.
-        rows: Cells by name, with line and the cells that follow.
-        aliases: NIC names by the short names of the legend.
-        devices: Bus id, product and UUID by device number.
-    """
-
-    columns: list[str] = field(default_factory=list)
-    trailing: int = 0
-    numa_column: int | None = None
-    rows: dict[str, tuple[int, list[str], list[str]]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    devices: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)  # names of GPUs and NICs
+    trailing: int = 0  # columns that follow them
+    numa_column: int | None = None  # which of those is the NUMA affinity
+    rows: dict[str, tuple[int, list[str], list[str]]] = field(default_factory=dict)  # line, cells, cells that follow
+    aliases: dict[str, str] = field(default_factory=dict)  # NIC names by the short names of the legend
+    devices: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # bus id, product, UUID
 
 
 def read(path: Path) -> Machine:
@@ -65,17 +58,13 @@ def read(path: Path) -> Machine:
             --query-gpu=index,pci.bus_id,name,uuid --format=csv``.
 
     Raises:
-        TopologyError: It is no such output, or contradicts itself; the message names file and line.
+        ConfigError: It is no such output, or contradicts itself; the message names file and line.
     """
-    return _machine(read_text(path, _MAX_BYTES), str(path))
+    return _machine(read_text(path, 4 * 2**20), str(path))
 
 
 def query() -> Machine:
-    """The same from the tool itself.
-
-    Raises:
-        TopologyError: It is not installed, fails, or does not answer in time.
-    """
+    """The same from the tool itself. Raises `ConfigError` if it is not installed, fails, or does not answer in time."""
     return _machine(f"{run(_MATRIX)}\n{run(_DEVICES)}", "nvidia-smi")
 
 
@@ -85,13 +74,13 @@ def _machine(text: str, name: str) -> Machine:
     missing = [column for column in numbers if column not in matrix.rows]
     if missing or not numbers:
         what = f"no row of {missing[0]}" if missing else "no matrix"
-        raise TopologyError(f"{name}: has {what}; expected the output of nvidia-smi topo -m")
+        raise ConfigError(f"{name}: has {what}; expected the output of nvidia-smi topo -m")
     nics = [column for column in matrix.columns if column not in numbers]
     devices = []
     for column, number in numbers.items():
         bus, kind, uuid = matrix.devices.get(number, ("", "", ""))
-        numa = _numa(matrix, column, name)
-        devices.append(Device(number, bus, kind, numa=numa, nic=_nearest(matrix, column, nics), uuid=uuid))
+        nic = _nearest(matrix, column, nics)
+        devices.append(Device(number, bus, kind, numa=_numa(matrix, column, name), nic=nic, uuid=uuid))
     kinds = {device.number: device.kind for device in devices}
     links = merge_links(name, _links(matrix, numbers, kinds, name), both_ends=True)
     return Machine(name, tuple(devices), links, tuple(Nic(matrix.aliases.get(nic, nic)) for nic in nics))
@@ -105,7 +94,7 @@ def _links(matrix: _Matrix, numbers: dict[str, int], kinds: dict[int, str], name
             if column not in numbers or not found:
                 continue
             if column == row:
-                raise TopologyError(f"{name}:{line}: {row} is linked to itself")
+                raise ConfigError(f"{name}:{line}: {row} is linked to itself")
             count = integer(found.group(1), f"{name}:{line}", "number of links", 1, _MAX_LINKS)
             rates = {_rate(kinds[number]), _rate(kinds[numbers[column]])}
             rate = rates.pop() if len(rates) == 1 else None
@@ -126,7 +115,7 @@ def _nearest(matrix: _Matrix, gpu: str, nics: list[str]) -> str:
 
 
 def _numa(matrix: _Matrix, gpu: str, name: str) -> int | None:
-    """NUMA domain of a row; None where it has none, several, or a column is empty so that none can be told."""
+    """NUMA domain of a row; None where it has none, several, or a column is empty, which leaves it unknown."""
     line, _, rest = matrix.rows[gpu]
     if matrix.numa_column is None or len(rest) != matrix.trailing or not rest[matrix.numa_column].isdecimal():
         return None
@@ -157,10 +146,10 @@ def _header(matrix: _Matrix, row: str, words: list[str], where: str) -> None:
     end = words.index("CPU") if "CPU" in words else len(words)
     matrix.columns = words[:end]
     if len(matrix.columns) > 2 * MAX_DEVICES:
-        raise TopologyError(f"{where}: {len(matrix.columns)} columns, at most {2 * MAX_DEVICES} are read")
+        raise ConfigError(f"{where}: {len(matrix.columns)} columns, at most {2 * MAX_DEVICES} are read")
     for column in matrix.columns:
         if matrix.columns.count(column) > 1 or not _NAME.fullmatch(column):
-            raise TopologyError(f"{where}: found the column {shown(column)}, expected names that differ")
+            raise ConfigError(f"{where}: found the column {shown(column)}, expected names that differ")
     titles = re.findall(r"CPU Affinity|NUMA Affinity|GPU NUMA ID", row[:100_000])
     matrix.trailing = len(titles)
     matrix.numa_column = titles.index("NUMA Affinity") if "NUMA Affinity" in titles else None
@@ -172,9 +161,9 @@ def _row(matrix: _Matrix, words: list[str], line: int, where: str) -> None:
     wrong = next((cell for cell in cells if not _is_cell(cell)), None)
     if wrong is not None or len(cells) < count:
         what = f"found {shown(wrong)}" if wrong is not None else f"found {len(cells)} cells, expected {count}"
-        raise TopologyError(f"{where}: row of {label}: {what}; cells are X, NV# or one of {', '.join(_PATHS)}")
+        raise ConfigError(f"{where}: row of {label}: {what}; cells are X, NV# or one of {', '.join(_PATHS)}")
     if label in matrix.rows:
-        raise TopologyError(f"{where}: {label} is also in line {matrix.rows[label][0]}")
+        raise ConfigError(f"{where}: {label} is also in line {matrix.rows[label][0]}")
     matrix.rows[label] = (line, cells, words[count + 1 :])
 
 

@@ -1,0 +1,97 @@
+"""Scheme: one way to distribute training, behind the interface that all schemes of a measurement share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hzero.topology import Grid
+from hzero.train import model
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work that all schemes of a measurement share.
+
+    Attributes:
+        model: The ``model`` group.
+        train: The ``train`` block, as `benchmarks.rows.Train` has it.
+        grid: Where the ranks sit, numbered node by node and package by package.
+        bucket_numel: Elements that are gathered or reduced together: those of one transformer layer.
+    """
+
+    model: dict[str, Any]
+    train: dict[str, Any]
+    grid: Grid
+    bucket_numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights in kernels and on the wires."""
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.train["dtype"]]
+
+    def build(self) -> torch.nn.Module:
+        """The float32 model, equal on all ranks. Its weights are rounded to `dtype`, so that all schemes start equal."""
+        built = model.build({**self.model, "zero_init": False}, self.train["seed"], {}, False)
+        with torch.no_grad():
+            for param in built.parameters():
+                param.copy_(param.to(self.dtype))
+        return built
+
+    def adamw(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of all schemes."""
+        train = self.train
+        return torch.optim.AdamW(
+            params, lr=train["lr"], betas=tuple(train["betas"]), weight_decay=train["weight_decay"]
+        )
+
+
+class Scheme(ABC):
+    """One engine with its model.
+
+    Attributes:
+        parameters: Elements of the whole model.
+    """
+
+    parameters: int
+
+    @abstractmethod
+    def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
+        """Takes one optimizer step.
+
+        Args:
+            batches: Token ids of this rank for each micro-step, int64 ``[micro_batch, length]``.
+            rate: Learning rate.
+
+        Returns:
+            Mean loss of this rank, a float32 scalar.
+        """
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Maximum bytes that a step of this rank holds of each state, temporary buffers not counted.
+
+        Returns:
+            ``weights``, ``gradients``, ``optimizer`` (float32 masters and moments).
+        """
+
+    @abstractmethod
+    def fetches(self) -> float | None:
+        """Gathers of each weight per micro-step since `start_counting`, on average; None if nothing is gathered."""
+
+    def start_counting(self) -> None:  # noqa: B027 - most schemes count nothing
+        """Resets the counters."""
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of tensors; of a sharded one, of this rank's part."""
+    total = 0
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            total += local.numel() * local.element_size()
+    return total

@@ -1,0 +1,132 @@
+"""PyTorch's own: DistributedDataParallel, FSDP2, HSDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
+from hzero.config import Scope
+
+
+class _TorchScheme(Scheme):
+    """A module with torch's AdamW; what the two engines share."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._module = job.build()
+        self.parameters = sum(param.numel() for param in self._module.parameters())
+        self._optimizer: torch.optim.Optimizer
+        self._gradient_bytes = 0
+
+    def _finish_step(self, rate: float, keep_gradients: bool = False) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._gradient_bytes = tensor_bytes(param.grad for param in self._module.parameters())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=not keep_gradients)
+
+    def memory(self) -> dict[str, int]:
+        """As in `Scheme`: the float32 parameters are the masters, and no narrow copy outlives its use."""
+        optimizer = tensor_bytes(self._module.parameters()) + self._optimizer_bytes()
+        return {"weights": 0, "gradients": self._gradient_bytes, "optimizer": optimizer}
+
+    def _optimizer_bytes(self) -> int:
+        states = self._optimizer.state.values()
+        return tensor_bytes(value for state in states for value in state.values())
+
+
+class Ddp(_TorchScheme):
+    """All states on every rank. Gradients are reduced once per step, in the type of the other schemes' wires.
+
+    Args:
+        job: Shared by all schemes.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        megabytes = job.bucket_numel * 4 / 2**20
+        self._ddp = DistributedDataParallel(self._module, bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+        if job.dtype == torch.bfloat16:
+            self._ddp.register_comm_hook(None, lambda _, bucket: _narrow_all_reduce(bucket))
+        self._optimizer = job.adamw(self._ddp.parameters())
+
+    def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
+        """As in `Scheme`; micro-steps but the last are not synchronised."""
+        total = torch.zeros(())
+        narrow = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._job.dtype == torch.bfloat16)
+        for index, ids in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.nullcontext() if last else self._ddp.no_sync():
+                with narrow:
+                    loss = self._ddp(input_ids=ids, labels=ids).loss
+                total += loss.detach().float()
+                (loss / len(batches)).backward()
+        self._finish_step(rate, keep_gradients=True)  # views of the buckets, which DDP keeps
+        return total / len(batches)
+
+    def fetches(self) -> None:
+        """As in `Scheme`: nothing is sharded."""
+
+
+class Fsdp(_TorchScheme):
+    """``fully_shard`` of every layer and of the root, released after forward.
+
+    Args:
+        job: Shared by all schemes.
+        shard: Scope over which all states are sharded; replicated across the rest (HSDP).
+        reshard_after_forward: Scope over which weights stay sharded between forward and backward; None: as `shard`.
+    """
+
+    def __init__(self, job: Job, shard: Scope, reshard_after_forward: Scope | None) -> None:
+        super().__init__(job)
+        size, world = job.grid.scope_size(shard), job.grid.world_size
+        self._hybrid = size < world
+        if self._hybrid:
+            mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh("cpu", (world,))
+        narrow = job.dtype if job.dtype != torch.float32 else None
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
+        between: bool | int = True
+        if reshard_after_forward is not None and job.grid.scope_size(reshard_after_forward) < size:
+            between = job.grid.scope_size(reshard_after_forward)
+        layers: Any = self._module.get_submodule("gpt_neox.layers")
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=between, mp_policy=policy)
+        self._root = fully_shard(self._module, mesh=mesh, reshard_after_forward=between, mp_policy=policy)
+        self._optimizer = job.adamw(self._module.parameters())
+
+    def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
+        """As in `Scheme`; replicas are reduced in the last micro-step alone."""
+        total = torch.zeros(())
+        for index, ids in enumerate(batches):
+            last = index == len(batches) - 1
+            self._root.set_is_last_backward(last)
+            if self._hybrid:
+                self._root.set_requires_all_reduce(last)
+            loss = self._module(input_ids=ids, labels=ids).loss
+            total += loss.detach().float()
+            (loss / len(batches)).backward()
+        self._finish_step(rate)
+        return total / len(batches)
+
+    def fetches(self) -> float:
+        """As in `Scheme`: forward and backward each gather, with `reshard_after_forward`."""
+        return 2.0
+
+
+def _narrow_all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket in bfloat16. torch's own hook does the same, and is refused without NCCL."""
+    buffer = bucket.buffer()
+    narrow = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(narrow, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -1,0 +1,278 @@
+"""Figures of the report. A scheme has one colour and marker in all of them; hzero's are solid, others pale or dashed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from benchmarks.report.curves import Reach, by_preset, reach, smoothed
+from benchmarks.report.results import SCHEMES, STOCK_PRESET, Comparison, Result
+from benchmarks.report.series import Series, series_of
+from benchmarks.rows import StepsRow, TrainingRow
+from hzero.train.report import COLOURS
+
+_BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = COLOURS
+_BROWN = "#8B5A2B"
+#: In the order of `SCHEMES`. Schemes of one idea share a colour, such as hzero's zero3 and DeepSpeed's.
+_OTHERS = (_BLACK, _ORANGE, _BROWN, _GREEN, _PINK, _BLUE, _SKY)
+_OWN = (_BLUE, _SKY, _PINK, _GREEN, _ORANGE, _RED)
+_COLOURS = dict(zip(SCHEMES, _OTHERS + _OWN))
+_MARKERS = "osD^vPX*<>hpd8H1234+x"
+_HATCH = "///"
+_AXES = {
+    "accumulation": "micro-steps per step",
+    "nodes_weak": "nodes, equal work per rank",
+    "nodes_strong": "nodes, equal work in total",
+    "sweep": "Mbit/s between nodes",
+}
+DPI = 110
+
+
+@dataclass(frozen=True)
+class _Style:
+    colour: str
+    own: bool
+    marker: str
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        if self.own:
+            return {"color": self.colour, "edgecolor": "black", "linewidth": 1.0, "hatch": _HATCH}
+        return {"color": self.colour, "alpha": 0.45, "edgecolor": self.colour, "linewidth": 0.8}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return {
+            "color": self.colour,
+            "linewidth": 2.0 if self.own else 1.2,
+            "linestyle": "-" if self.own else "--",
+            "marker": self.marker,
+            "markersize": 5,
+            "markerfacecolor": self.colour if self.own else "white",
+        }
+
+
+def styles(rows: Sequence[StepsRow]) -> dict[str, _Style]:
+    """Styles by scheme. Schemes beyond `SCHEMES` take the colours and markers that are left, in order."""
+    order = list(dict.fromkeys([*SCHEMES, *(row.scheme for row in rows)]))
+    used = {_COLOURS.get(row.scheme) for row in rows}
+    free = [colour for colour in (*COLOURS, _BROWN) if colour not in used] or list(COLOURS)
+    found = {}
+    for row in rows:
+        place = order.index(row.scheme)
+        colour = _COLOURS.get(row.scheme) or free[(place - len(SCHEMES)) % len(free)]
+        found[row.scheme] = _Style(colour, row.engine == "hzero", _MARKERS[place % len(_MARKERS)])
+    return found
+
+
+def figures(comparison: Comparison) -> dict[str, Any]:
+    """The figures by the end of their file's name. The caller closes them."""
+    found: dict[str, Any] = {}
+    for result in comparison.detailed()[:1]:
+        found["step-time"] = step_time(result)
+        found["bytes"] = traffic(result)
+    suites = ("accumulation", "nodes_weak", "nodes_strong", "sweep")
+    series = {suite: one for suite in suites if (one := series_of(comparison, suite))}
+    if "accumulation" in series:
+        found["accumulation"] = _lines(
+            [series["accumulation"]], [("tokens/s, all ranks", _values(lambda row: row.tokens_per_s))]
+        )
+        found["accumulation"].axes[0].set_ylim(bottom=0)
+    nodes = [series[suite] for suite in suites[1:3] if suite in series]
+    if nodes:
+        per_rank = _values(lambda row: row.tokens_per_s / row.world_size)
+        found["nodes"] = _lines(nodes, [("tokens/s per rank", per_rank), ("the same over 1 node", Series.efficiency)])
+        for axes in found["nodes"].axes[: len(nodes)]:
+            _logarithmic(axes)
+        found["nodes"].axes[-1].set_ylim(bottom=0)
+    if "sweep" in series:
+        found["sweep"] = _lines([series["sweep"]], [("step time, s (median)", _values(lambda row: row.median_s))])
+        _logarithmic(found["sweep"].axes[0])
+    if comparison.trainings:
+        found["convergence"] = convergence(comparison.trainings)
+    if joined := reach(comparison):
+        found["loss-time"] = loss_time(joined)
+    return found
+
+
+def step_time(result: Result) -> Any:
+    """Median step time by scheme, with the range of the timed steps."""
+    rows = result.rows
+    figure, axes = plt.subplots(figsize=(7.6, 1.3 + 0.34 * len(rows)), layout="constrained")
+    style = styles(rows)
+    for place, row in enumerate(rows):
+        low, high = row.median_s - min(row.step_s), max(row.step_s) - row.median_s
+        axes.barh(place, row.median_s, 0.72, **style[row.scheme].bar)
+        axes.errorbar(row.median_s, place, xerr=[[low], [high]], color="black", capsize=2.5, linewidth=1)
+        axes.text(max(row.step_s), place, f"  {row.median_s:.2f}", va="center", fontsize=8.5)
+    _schemes_down(axes, rows)
+    axes.margins(x=0.1)
+    axes.set_xlim(left=0)
+    axes.set(xlabel="step time, s: median, and range of the timed steps")
+    axes.set_title(_title("Step time", result), fontsize=11)
+    _families(figure, rows)
+    return figure
+
+
+def traffic(result: Result) -> Any:
+    """Bytes of a step by scheme, a panel per tier: measured, planned, and with an ideal reduce-scatter."""
+    rows, tiers = result.rows, result.config.cluster.tiers
+    size = (2.6 + 2.9 * len(tiers), 1.7 + 0.34 * len(rows))
+    figure, panels = plt.subplots(1, len(tiers), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    style = styles(rows)
+    planned: dict[str, Any] = {
+        "marker": "|",
+        "markersize": 14,
+        "markeredgewidth": 2.2,
+        "color": "black",
+        "linestyle": "",
+    }
+    ideal: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 5,
+        "markerfacecolor": "white",
+        "color": "black",
+        "linestyle": "",
+    }
+    for axes, tier in zip(panels[0], tiers):
+        for place, row in enumerate(rows):
+            axes.barh(place, row.bytes.measured.get(tier, 0) / 1e6, 0.72, **style[row.scheme].bar)
+            axes.plot(row.bytes.planned.get(tier, 0) / 1e6, place, **planned)
+            axes.plot(row.bytes.ideal.get(tier, 0) / 1e6, place, zorder=4, **ideal)
+        axes.set(xlabel="MB per step, all ranks")
+        axes.set_title(f"tier {tier}", fontsize=10)
+        axes.set_xlim(left=0)
+        _schemes_down(axes, rows)
+    figure.suptitle(_title("Bytes by tier", result), fontsize=11)
+    signs = [Line2D([], [], label="planned", **planned), Line2D([], [], label="ideal reduce-scatter", **ideal)]
+    _families(figure, rows, signs)
+    return figure
+
+
+def _title(what: str, result: Result) -> str:
+    cluster = result.config.cluster
+    rates = [cluster.rates_mbit[tier] for tier in cluster.tiers]
+    shown = " / ".join("no limit" if mbit is None else f"{mbit:g}" for mbit in rates)
+    shape = f"{cluster.nodes} x {cluster.gpus_per_node} x {cluster.gcds_per_gpu} ranks"
+    return f"{what}: {shape}, {shown} Mbit/s, accumulation {result.config.train.accumulation}"
+
+
+def _values(of: Callable[[StepsRow], float]) -> Callable[[Series, str], dict[Any, float]]:
+    return lambda series, scheme: {value: of(row) for value, row in series.of(scheme).items()}
+
+
+def _lines(series: Sequence[Series], values: Sequence[tuple[str, Callable[[Series, str], Mapping[Any, float]]]]) -> Any:
+    """Lines by scheme over a logarithmic axis: a column of panels per series, a row of them per quantity."""
+    size = (3.4 + 4.2 * len(series), 0.6 + 3.4 * len(values))
+    figure, panels = plt.subplots(
+        len(values), len(series), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    style = styles([row for one in series for row in one.schemes()])
+    for (name, of), line in zip(values, panels):
+        for one, axes in zip(series, line):
+            ticks = [value for value, _ in one.points]
+            last = 2 * max((value for value in ticks if math.isfinite(value)), default=0.5)  # no limit: rightmost
+            for row in one.schemes():
+                found = of(one, row.scheme)
+                (drawn,) = axes.plot([min(x, last) for x in found], list(found.values()), **style[row.scheme].line)
+                handles.setdefault(row.label, drawn)
+            axes.set_xscale("log", base=2)
+            names = [f"{value:g}" if math.isfinite(value) else "no limit" for value in ticks]
+            axes.set_xticks([min(value, last) for value in ticks], names)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel(name)
+    for one, axes in zip(series, panels[-1]):
+        axes.set_xlabel(_AXES[one.suite])
+    figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8.5)
+    return figure
+
+
+def _logarithmic(axes: Any) -> None:
+    """Logarithmic upwards, with plain numbers at 1, 2 and 5."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+
+
+def convergence(rows: Sequence[TrainingRow]) -> Any:
+    """Smoothed training loss by preset, and the same minus stock's: the mean over the seeds, and the band between them."""
+    presets = by_preset(rows)
+    common = sorted(set.intersection(*map(set, presets.values())))
+    stock = presets.get(STOCK_PRESET, {})
+    many = 2 if stock and common else 1
+    figure, panels = plt.subplots(1, many, figsize=(2.2 + 4.4 * many, 4.0), squeeze=False, layout="constrained")
+    for place, (name, runs) in enumerate(presets.items()):
+        known = {seed: smoothed(row) for seed, row in runs.items() if seed in common or not common}
+        colour = _BLACK if name == STOCK_PRESET else _COLOURS.get(name, COLOURS[place % len(COLOURS)])
+        _band(panels[0][0], name, list(known.values()), colour)
+        if many > 1:
+            apart = [[x - y for x, y in zip(curve, smoothed(stock[seed]))] for seed, curve in known.items()]
+            _band(panels[0][1], name, apart, colour)
+    panels[0][0].set_ylabel("training loss, nats per token (smoothed)")
+    for axes, text in zip(panels[0], ("training loss", "difference to stock with the same seed")):
+        axes.set(xlabel="optimizer step")
+        axes.set_title(text, fontsize=10)
+        axes.grid(alpha=0.3)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
+    return figure
+
+
+def _band(axes: Any, name: str, curves: Sequence[Sequence[float]], colour: str) -> None:
+    """The mean of curves, and the band between their minimum and maximum."""
+    at = list(zip(*curves))
+    steps, stock = range(1, len(at) + 1), name == STOCK_PRESET
+    axes.plot(
+        steps,
+        [math.fsum(values) / len(values) for values in at],
+        color=colour,
+        linewidth=1.6,
+        linestyle="--" if stock else "-",
+        zorder=4 if stock else 3,
+        label="stock (DeepSpeed ZeRO-3)" if stock else name,
+    )
+    axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.15, linewidth=0)
+
+
+def loss_time(found: Reach) -> Any:
+    """Smoothed training loss against the time that the steps take on emulated links."""
+    figure, axes = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
+    style = styles(found.rows)
+    for row in found.rows:
+        curve = found.curves[row.scheme]
+        seconds = [step * row.median_s for step in range(1, len(curve) + 1)]
+        axes.plot(seconds, curve, label=row.label, **{**style[row.scheme].line, "marker": ""})
+    for loss in found.losses:
+        axes.axhline(loss, color="#999999", linewidth=0.8, linestyle=":", zorder=1)
+    axes.set(xlabel="steps x median step time, s", ylabel="training loss, nats per token (smoothed)")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
+    return figure
+
+
+def _schemes_down(axes: Any, rows: Sequence[StepsRow]) -> None:
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8.5)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _families(figure: Any, rows: Sequence[StepsRow], more: Sequence[Any] = ()) -> None:
+    """A legend below that tells hzero's bars from others."""
+    handles = [
+        Patch(facecolor="#dddddd", edgecolor="black", hatch=_HATCH, label="hzero"),
+        Patch(facecolor="#dddddd", edgecolor="#dddddd", label="others"),
+        *more,
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5)

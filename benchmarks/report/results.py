@@ -1,0 +1,158 @@
+"""Which rows count: the results of each measurement and the trainings that a report is made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import RESULTS, MeasurementConfig, Row, StepsRow, TrainingRow, read_rows
+from hzero.validation import ConfigError
+
+#: DeepSpeed's own ZeRO-3, to which ratios are taken, and the preset of its trainings.
+STOCK, STOCK_PRESET = "zero3-deepspeed", "stock"
+#: The scheme of the claims.
+SUBJECT = "topo"
+#: Order of the schemes in tables and plots; others follow.
+SCHEMES = (
+    *("ddp", "fsdp2", "fsdp2-node", "hsdp-node", "hsdp-package", STOCK, "hpz-deepspeed"),
+    *("zero3", "hpz", "zeropp", "lossless", "mild", SUBJECT),
+)
+#: Suites that a section of their own shows; the measurements of others are shown as those of main.
+SHOWN = ("reduce_scatter", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", "training")
+#: Blocks of a trainer's configuration that define what is trained.
+_TRAINED = ("model", "data", "topology", "train", "zero", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Schemes that did the same work in turns.
+
+    Attributes:
+        suite: Of the measurement.
+        name: Unique in the suite.
+        rows: One per scheme, in the order of `SCHEMES`.
+    """
+
+    suite: str
+    name: str
+    rows: tuple[StepsRow, ...]
+
+    @property
+    def config(self) -> MeasurementConfig:
+        """Of the measurement."""
+        return self.rows[0].config
+
+    @property
+    def title(self) -> str:
+        """Suite and name."""
+        return self.rows[0].title
+
+    def row(self, scheme: str) -> StepsRow | None:
+        """The row of a scheme; None if it took no part."""
+        return next((row for row in self.rows if row.scheme == scheme), None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of a report.
+
+    Attributes:
+        results: In the order of their first rows.
+        trainings: That differ in preset and seed alone.
+        notes: About rows that do not count.
+    """
+
+    results: tuple[Result, ...]
+    trainings: tuple[TrainingRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows that count."""
+        return [*(row for result in self.results for row in result.rows), *self.trainings]
+
+    def of(self, *suites: str) -> list[Result]:
+        """Results of some suites, in the order of the suites."""
+        return [result for suite in suites for result in self.results if result.suite == suite]
+
+    def detailed(self) -> list[Result]:
+        """Results that are shown in full: of main first, then of suites without a section of their own."""
+        others = [one for one in self.results if one.suite not in ("main", *SHOWN)]
+        return self.of("main") + others
+
+
+def read(paths: Sequence[Path]) -> Comparison:
+    """Reads results folders or files of rows; see `choose`.
+
+    Raises:
+        ConfigError: A file cannot be read, a line is not a row, or no rows were found.
+    """
+    rows: list[Row] = []
+    notes: list[str] = []
+    for path in paths:
+        file = path / RESULTS if path.is_dir() else path
+        found, torn = read_rows(file)
+        rows += [row for row in found if row not in rows]
+        notes += [f"Line {number} of {file.name} is torn and left out." for number in torn]
+    if not rows:
+        raise ConfigError(f"RESULTS: no rows in {', '.join(map(str, paths))}")
+    return choose(rows, notes)
+
+
+def choose(rows: Sequence[Row], notes: Sequence[str] = ()) -> Comparison:
+    """Selects the rows that count.
+
+    A measurement that was taken several times counts once: the take with all its schemes first, then the one with more
+    schemes, with more rounds, the newest. Of trainings, those of the same job count that have most steps; of one preset
+    and seed the newest.
+    """
+    said = list(notes)
+    takes: dict[tuple[str, str], dict[Hashable, list[StepsRow]]] = {}
+    for row in rows:
+        if isinstance(row, StepsRow):
+            takes.setdefault((row.suite, row.measurement), {}).setdefault((row.id, row.date), []).append(row)
+    results = [_result(*key, list(found.values()), said) for key, found in takes.items()]
+    trainings = _trainings([row for row in rows if isinstance(row, TrainingRow)], said)
+    return Comparison(tuple(results), tuple(trainings), tuple(said))
+
+
+def _result(suite: str, name: str, takes: Sequence[Sequence[StepsRow]], notes: list[str]) -> Result:
+    def missing(take: Sequence[StepsRow]) -> list[str]:
+        return [scheme for scheme in take[0].config.schemes if scheme not in {row.scheme for row in take}]
+
+    best = max(takes, key=lambda take: (not missing(take), len(take), take[0].config.rounds, take[0].date))
+    result = Result(suite, name, tuple(sorted(best, key=lambda row: _place(row.scheme))))
+    if len(takes) > 1:
+        notes.append(f"{result.title} was taken {len(takes)} times; the take of {best[0].date:%Y-%m-%d %H:%M} counts.")
+    if missing(best):
+        notes.append(f"{result.title} has no row of {', '.join(missing(best))}.")
+    return result
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Sorts schemes and presets: stock first, those of `SCHEMES` in their order, then others."""
+    order = (STOCK_PRESET, *SCHEMES)
+    return order.index(name) if name in order else len(order), name
+
+
+def _trainings(rows: Sequence[TrainingRow], notes: list[str]) -> list[TrainingRow]:
+    jobs: dict[Hashable, dict[tuple[str, int], TrainingRow]] = {}
+    for row in sorted(rows, key=lambda row: row.date):
+        jobs.setdefault((_job(row), len(row.losses)), {})[row.preset, row.seed] = row
+    best = max(jobs.values(), key=lambda job: (len(next(iter(job.values())).losses), len(job)), default={})
+    left = [row.measurement for row in rows if row not in best.values()]
+    if left:
+        notes.append(f"Left out, since others train longer or later: {', '.join(left)}.")
+    return sorted(best.values(), key=lambda row: (_place(row.preset), row.seed))
+
+
+def _job(row: TrainingRow) -> str:
+    """What a run trained, without preset and seed."""
+    config: dict[str, Any] = {key: row.config.get(key) for key in _TRAINED}
+    for block, key in (("zero", "preset"), ("train", "seed")):
+        if isinstance(config[block], dict):
+            config[block] = {name: value for name, value in config[block].items() if name != key}
+    return json.dumps([config, row.parameters, row.world_size], sort_keys=True)

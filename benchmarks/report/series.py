@@ -1,0 +1,110 @@
+"""Series: the results of a suite along the one thing that it varies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.report.results import Comparison, Result
+from benchmarks.rows import StepsRow
+
+#: Keys that say how a measurement is taken, not of what.
+_HOW = ("schemes", "rounds", "warmup", "timeout_s", "threads")
+#: Keys in which the results of a series may differ. The first one is the axis.
+SAME: dict[str, tuple[str, ...]] = {
+    "reduce_scatter": ("reduce_scatter",),
+    "accumulation": ("train.accumulation",),
+    "nodes_weak": ("cluster.nodes",),
+    "nodes_strong": ("cluster.nodes", "train.micro_batch", "train.accumulation"),
+    "sweep": ("cluster.rates_mbit.node",),
+}
+#: Suites whose results may be points of other suites' series.
+_LENDERS = ("main", "nodes_weak")
+_HEADS = {
+    "reduce_scatter": "{}",
+    "accumulation": "accumulation {}",
+    "nodes_weak": "nodes: {}",
+    "nodes_strong": "nodes: {}",
+    "sweep": "{} Mbit/s",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Results along an axis.
+
+    Attributes:
+        suite: That varies it.
+        points: Values and results, by value; of a reduce-scatter its name, infinite for a trunk without a limit.
+    """
+
+    suite: str
+    points: tuple[tuple[Any, Result], ...]
+
+    def schemes(self) -> list[StepsRow]:
+        """A row of each scheme of the suite, in order. Schemes of borrowed points alone do not count."""
+        own = [result for _, result in self.points if result.suite == self.suite]
+        rows = {row.scheme: row for result in own for row in result.rows}
+        order = [row.scheme for result in own for row in result.rows]
+        return [rows[scheme] for scheme in dict.fromkeys(order)]
+
+    def of(self, scheme: str) -> dict[Any, StepsRow]:
+        """Rows of a scheme by value."""
+        return {value: row for value, result in self.points if (row := result.row(scheme))}
+
+    def heads(self) -> list[str]:
+        """Heads of the points' columns; a borrowed point names its suite."""
+        heads = []
+        for value, result in self.points:
+            text = value if isinstance(value, str) else f"{value:g}"
+            head = "no limit" if value == math.inf else _HEADS[self.suite].format(text)
+            heads.append(head + (f" ({result.suite})" if result.suite != self.suite else ""))
+        return heads
+
+    def efficiency(self, scheme: str) -> dict[Any, float]:
+        """Tokens/s per rank over those of the first point, by value; empty if the first point lacks the scheme."""
+        rates = {value: row.tokens_per_s / row.world_size for value, row in self.of(scheme).items()}
+        base = rates.get(self.points[0][0])
+        return {value: rate / base for value, rate in rates.items()} if base else {}
+
+
+def work(result: Result, free: tuple[str, ...]) -> dict[str, Any]:
+    """What the schemes of a result did, without some dotted keys."""
+    config = result.config.model_dump()
+    for key in (*_HOW, *free):
+        *parents, last = key.split(".")
+        block = config
+        for parent in parents:
+            block = block[parent]
+        block.pop(last)
+    return config
+
+
+def series_of(comparison: Comparison, suite: str) -> Series | None:
+    """The results of a suite along its axis, with those of lenders that differ along the axis alone.
+
+    Returns:
+        None if the suite was not measured.
+    """
+    own = comparison.of(suite)
+    if not own:
+        return None
+    free, first = SAME[suite], own[0]
+    schemes = {row.scheme for result in own for row in result.rows}
+    points: dict[Any, Result] = {}
+    for result in own + comparison.of(*(lender for lender in _LENDERS if lender != suite)):
+        alike = work(result, free) == work(first, free)
+        if suite == "nodes_strong":
+            alike &= result.rows[0].tokens_per_step == first.rows[0].tokens_per_step
+        if alike and any(row.scheme in schemes for row in result.rows):
+            points.setdefault(_value(result, free[0]), result)
+    order = {"gloo": 0, "all_to_all": 1, "ring": 2}
+    return Series(suite, tuple(sorted(points.items(), key=lambda pair: order.get(pair[0], pair[0]))))
+
+
+def _value(result: Result, key: str) -> Any:
+    value: Any = result.config
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return math.inf if value is None else value

@@ -1,0 +1,44 @@
+"""Writes files whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
+    """Opens a file that replaces ``path`` when the block ends without an exception, and is removed otherwise.
+
+    Readers see the old content or the new, never a part. Several processes may write the same path; the last one wins.
+    The content is on disk before the name changes, so a power cut also leaves one of the two.
+
+    Args:
+        path: The file to write or replace. Its folder must exist.
+        mode: ``"w"`` for UTF-8 text, ``"wb"`` for bytes.
+
+    Yields:
+        The open file.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full. ``path`` is unchanged.
+    """
+    path = Path(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # only their owner may read mkstemp's files
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,347 @@
+"""Launcher: starts the ranks of a command on this machine, watches them, and ends all of them when one fails.
+
+The parent calls `Ranks.run`; a rank that it has started calls `run_rank`. Both meet in a folder of logs: ``rank<r>.log``
+holds a rank's output, ``rank<r>.refused`` the input that it refused, ``rank<r>.traceback`` its error, and rank 0 makes
+`STARTED` when the work begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import math
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+from hzero.files import replacing
+from hzero.validation import ConfigError
+
+#: How long ranks may take to stop after Ctrl-C, in seconds.
+GRACE_S = 60.0
+#: Exit statuses: after Ctrl-C, and for input that the ranks refuse.
+INTERRUPTED, REFUSED = 130, 2
+#: File in the folder of logs that rank 0 makes when the work begins.
+STARTED = "started"
+_PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    """A TCP port of this machine that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
+    """The environment of a rank on this machine: ours without the variables of other launchers, and its own on top."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC_"))}
+    return {
+        **ours,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def local_ranks(world_size: int, threads: int = 1, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """The environments of all ranks of a world on this machine, each with the variables ``more`` as well."""
+    port = free_port()
+    return [{**rank_environment(rank, world_size, port, threads), **(more or {})} for rank in range(world_size)]
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the thread that started it ends. For ``preexec_fn``; it outlives an exec."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Fork:
+    """A forked rank, with the part of the interface of `subprocess.Popen` that `Ranks` uses."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+class Ranks:
+    """The rank processes of one command. None of them outlives this process.
+
+    Args:
+        command: The command, the same for all ranks.
+        environments: One environment per rank.
+        logs: The folder of logs. Rank 0's standard output goes to ours instead.
+        imports: Modules that this process imports before it forks the ranks; ``command`` is ``python -m MODULE ...`` then.
+            Imports are most of a rank's start on processors (6 to 9 s of a core). Libraries of accelerators do not
+            survive a fork.
+        start_timeout: How long rank 0 may take to make `STARTED`, in seconds.
+        timeout_key: The key or option that sets ``start_timeout``, for the message.
+        stopping: What Ctrl-C does, for the message.
+        stopping_early: The same before `STARTED` is there.
+        say: Takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        logs: Path,
+        *,
+        imports: Sequence[str] = (),
+        start_timeout: float = math.inf,
+        timeout_key: str = "",
+        stopping: str = "the ranks are told to end (again to end them at once)",
+        stopping_early: str | None = None,
+        say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
+    ) -> None:
+        self._command = list(command)
+        self._environments = environments
+        self._logs = logs
+        self._imports = imports
+        self._started = logs / STARTED
+        self._start_timeout, self._timeout_key = start_timeout, timeout_key
+        self._stopping, self._stopping_early = stopping, stopping_early or stopping
+        self._say = say
+        self._processes: list[subprocess.Popen[bytes] | _Fork] = []
+        self._interrupts = 0
+
+    def run(self) -> int:
+        """Runs the ranks to their end.
+
+        Returns:
+            0 if all ended well, 130 after an interruption, 2 if the ranks refused their input, 1 if a rank failed or the
+            start took too long.
+        """
+        for stale in self._logs.glob("rank*"):
+            stale.unlink()
+        self._started.unlink(missing_ok=True)
+        handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start()
+            if self._interrupts:  # one that was being started then was not told
+                self._tell(signal.SIGTERM)
+            return self._watch()
+        finally:
+            self._tell(signal.SIGKILL)
+            for process in self._processes:
+                process.wait()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> None:
+        for name in self._imports:
+            importlib.import_module(name)
+        for rank, environment in enumerate(self._environments):
+            if self._interrupts:
+                break
+            with open(self._logs / f"rank{rank}.log", "wb") as log:
+                start = self._fork if self._imports else self._spawn
+                self._processes.append(start(rank, dict(environment), log))
+
+    def _spawn(self, rank: int, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 else log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C reaches us alone, and we tell them
+            preexec_fn=die_with_parent,
+        )
+
+    def _fork(self, rank: int, environment: dict[str, str], log: IO[bytes]) -> _Fork:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        if pid := os.fork():
+            return _Fork(pid)
+        # From here on this process is the rank.
+        try:
+            os.setsid()
+            die_with_parent()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), 0)
+            os.dup2(log.fileno(), 2)
+            if rank:
+                os.dup2(log.fileno(), 1)
+            if os.getppid() == parent:  # else it ended before this process asked to end with it
+                gc.freeze()  # or collections would copy the memory that the ranks share
+                os.environ.clear()
+                os.environ.update(environment)
+                sys.argv = self._command[2:]
+                runpy.run_module(self._command[2], run_name="__main__", alter_sys=True)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # a rank that has done its work has ended in `run_rank`
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._say(f"stopping: {self._stopping if self._started.exists() else self._stopping_early}")
+        self._tell(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
+
+    def _tell(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _watch(self) -> int:
+        deadline = time.monotonic() + self._start_timeout
+        interrupted_at: float | None = None
+        while True:
+            codes = [process.poll() for process in self._processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            if self._interrupts:
+                interrupted_at = interrupted_at or time.monotonic()
+                if not running:
+                    raised = [rank for rank in failed if (codes[rank] or 0) > 0]
+                    if raised:  # while it saved, as on a full disk
+                        self._report(raised)
+                    return INTERRUPTED
+                if time.monotonic() > interrupted_at + GRACE_S:
+                    self._say(f"ranks {running} did not stop within {GRACE_S:.0f} s and are killed")
+                    return INTERRUPTED
+            elif failed:
+                time.sleep(1.0)  # others that failed for the same reason may still be writing theirs
+                return self._report(failed)
+            elif not running:
+                return 0
+            elif not self._started.exists() and time.monotonic() > deadline:
+                self._say(
+                    f"rank 0 has not started its work within {self._start_timeout:.0f} s ({self._timeout_key}); all ranks "
+                    f"are ended. Logs: {self._logs}"
+                )
+                return 1
+            time.sleep(0.05)
+
+    def _report(self, failed: Sequence[int]) -> int:
+        """Says why ranks failed; returns the exit status that this makes."""
+        for path in sorted(self._logs.glob("rank*.refused")):
+            self._say(f"hzero: error: {path.read_text(errors='replace').strip()}")
+            return REFUSED
+        tracebacks = sorted(self._logs.glob("rank*.traceback"), key=lambda path: path.stat().st_mtime_ns)
+        codes = {rank: self._processes[rank].poll() or 0 for rank in failed}
+        killed = [rank for rank in failed if codes[rank] < 0]
+        # A rank killed from outside leaves no traceback, and those of the other ranks only say that it is gone.
+        if killed or not tracebacks:
+            rank = (killed or list(failed))[0]
+            log = self._logs / f"rank{rank}.log"
+            tail = log.read_text(errors="replace").strip().splitlines()[-15:] if log.exists() else []
+            self._say("\n".join([*tail, f"hzero: rank {rank} died: {_cause(codes[rank])}; all ranks are ended"]))
+        else:
+            text = tracebacks[0].read_text(errors="replace").rstrip()
+            self._say(f"{text}\nhzero: {tracebacks[0].stem.replace('rank', 'rank ')} failed; all ranks are ended")
+        self._say(f"hzero: logs of all ranks: {self._logs}")
+        return 1
+
+
+def _cause(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    name = signal.Signals(-code).name
+    return f"signal {name}{', perhaps out of memory' if name == 'SIGKILL' else ''}"
+
+
+def run_rank(logs: Path, work: Callable[[], None], plain: tuple[type[BaseException], ...] = ()) -> NoReturn:
+    """Does the work of a rank that `Ranks` has started, and ends the process.
+
+    Args:
+        logs: The folder of logs. If the work fails, the reason is left there.
+        work: The work.
+        plain: Exceptions whose message says all, so that no traceback is shown; `ConfigError` is plain anyway.
+    """
+    sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
+    try:
+        work()
+    except BaseException as error:
+        refused = isinstance(error, ConfigError)
+        text = str(error) if refused or isinstance(error, plain) else traceback.format_exc()
+        reason = logs / f"rank{os.environ['RANK']}.{'refused' if refused else 'traceback'}"
+        with contextlib.suppress(OSError), replacing(reason) as file:  # a full disk must not keep the rank from ending
+            file.write(text)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a process group with a dead member can take minutes to be torn down
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def on_rank_0(function: Callable[[], T], group: Any = None) -> T:
+    """Calls a function on rank 0 and returns its result on all ranks. Collective.
+
+    Raises:
+        ConfigError: The function raised one. All ranks raise it, those other than rank 0 with ``elsewhere`` set.
+    """
+    import torch.distributed as dist
+
+    first = dist.get_rank() == 0
+    answer: list[Any] = [None, None]
+    if first:
+        try:
+            answer[0] = function()
+        except ConfigError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, 0, group=group)
+    if answer[1] is not None:
+        raise ConfigError(answer[1]) if first else ConfigError.of_rank_0(answer[1])
+    return answer[0]  # type: ignore[no-any-return]
+
+
+class PatientStream:
+    """Standard output that outlives its reader: ``hzero train | head`` must not end the training."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes; to nowhere once the reader is gone."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, with the same patience."""
+        self._try(lambda: self._stream.flush())
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BrokenPipeError:
+            self._stream = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

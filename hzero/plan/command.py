@@ -1,0 +1,162 @@
+"""``hzero plan``: the command, and the plan as plain values."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hzero.config import TIERS
+from hzero.plan.links_file import read_links
+from hzero.plan.tables import show
+from hzero.settings.conf import compose, plain
+from hzero.settings.groups import Configuration
+from hzero.settings.settings import Settings, model_numels
+from hzero.sharding import memory as memory_plan
+from hzero.sharding import traffic as traffic_plan
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel, record_format
+from hzero.topology import Grid
+from hzero.validation import ConfigError, nearest
+
+#: Short names of the keys that plans are mostly about.
+SHORT = {
+    "nodes": "topology.nodes",
+    "gpus_per_node": "topology.gpus_per_node",
+    "gcds_per_gpu": "topology.gcds_per_gpu",
+    "preset": "zero.preset",
+    "accumulation": "train.grad_accumulation",
+}
+_EPILOG = """examples:
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48
+  hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero bench links`
+
+link times: the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
+that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are those of flat rings,
+an average over the devices. The time of a tier is a lower bound if its links carry no more than the given rate; for the
+gpu tier of topology=frontier, 50 GB/s is the rate of one link, and a GCD has two or three of them.
+
+short names of keys:\n""" + "\n".join(f"  {short:15}{key}" for short, key in SHORT.items())
+
+
+def run_plan(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="hzero plan",
+        description="Computes memory per device, bytes per step and tier, and bandwidth-only times of the links.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
+    add("--itemsize", type=int, choices=(2, 4), help="bytes of one weight (default: of train.dtype; 2 for auto)")
+    add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
+    add("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_intermixed_args(list(arguments))
+    result = compute(parsed.overrides, parsed.itemsize, parsed.links)
+    if parsed.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result, Console())
+    return 0
+
+
+def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path | None = None) -> dict[str, Any]:
+    """The plan as plain values: what ``--json`` prints.
+
+    Args:
+        overrides: Overrides of the trainer's configuration, short names allowed.
+        itemsize: Bytes of one weight; None takes those of ``train.dtype``.
+        links: File of measured rates; None takes ``topology.bandwidth_gb_s``.
+    """
+    settings = Settings(plain(compose([_long(override) for override in overrides])))
+    plan, grid = settings.plan, settings.grid
+    if plan is None:
+        raise ConfigError("zero.preset: none given; hzero plan compares a preset with plain ZeRO-3 (as in preset=topo)")
+    model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
+    itemsize = itemsize or (4 if settings["train"]["dtype"] == "fp32" else 2)
+    numels = model_numels(model)
+    traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
+    stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)
+    measured = None if links is None else _measured(links, grid)
+    rates = settings["topology"].get("bandwidth_gb_s") or {}
+    if measured is not None:
+        rates = {tier: rate["gb_s"] for tier, rate in measured["tiers"].items()}
+    return {
+        "model": model["name"],
+        "parameters": sum(numels),
+        "grid": {tier: grid.size(tier) for tier in TIERS},
+        "world_size": grid.world_size,
+        "preset": settings.preset,
+        "weights": plan.weights_scope,
+        "gradients": plan.gradients_scope,
+        "accumulation": accumulation,
+        "itemsize": itemsize,
+        "notes": [*plan.notes, *_padding_note(plan, numels)],
+        "memory": memory_plan.as_dicts(memory_plan.plan_memory(plan, numels, itemsize=itemsize)),
+        "zero3_memory": memory_plan.as_dicts(memory_plan.zero3_memory(grid, numels, itemsize=itemsize)),
+        "traffic": traffic_plan.as_dicts(traffic),
+        "zero3_traffic": traffic_plan.as_dicts(stock),
+        "node_bytes": {
+            f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
+            **traffic_plan.schemes_node_bytes(grid, numels, itemsize=itemsize, accumulation=accumulation),
+        },
+        "link_seconds": traffic_plan.link_seconds(traffic, rates),
+        "zero3_link_seconds": traffic_plan.link_seconds(stock, rates),
+        "rates_gb_s": rates,
+        "links": measured,
+    }
+
+
+def _measured(path: Path, grid: Grid) -> dict[str, Any]:
+    """Rates of a grid's tiers from a links file, matched by name: the file's own grid may differ.
+
+    Raises:
+        ConfigError: A tier of more than one rank has not been measured.
+    """
+    links = read_links(path)
+    needed = [tier for tier in TIERS if grid.size(tier) > 1]
+    for tier in needed:
+        if tier not in links.tiers:
+            raise ConfigError(
+                f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "
+                f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
+            )
+    return {
+        "file": str(path),
+        "date": links.date,
+        "grid": dict(links.grid),
+        "backend": links.backend,
+        "device": links.device,
+        "tiers": {tier: links.tiers[tier].model_dump() for tier in needed},
+    }
+
+
+def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:
+    """A note if shards are so small that padding and scales cost more than a tenth on top of the codes."""
+    chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
+    fmt = record_format(plan.gather_hops()[0].codec) if plan.gather_hops() else None
+    if fmt is None or fmt.codec == "none":
+        return []
+    long = fmt.record_bytes(1 << 20, 2) / (1 << 20)
+    ratio = fmt.message_bytes(chunks, 1, 2) / (sum(numels) / plan.grid.world_size * long)
+    if ratio < 1.1:
+        return []
+    return [
+        f"shards have {sum(chunks) / len(chunks):,.0f} elements on average, so padding makes {fmt.codec} records "
+        f"{ratio:.1f} times as long as those of a large model; the closed forms of other schemes know no padding"
+    ]
+
+
+def _long(override: str) -> str:
+    key, sign, value = override.partition("=")
+    near = nearest(key, SHORT, cutoff=0.7) if sign and key.isidentifier() else None
+    if near and key not in SHORT and key not in Configuration.model_fields:
+        raise ConfigError(f"{key}: unknown key; did you mean {near!r}?")
+    return f"{SHORT.get(key, key)}{sign}{value}"

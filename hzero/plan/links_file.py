@@ -1,0 +1,182 @@
+"""Links file: bandwidth and latency of every tier as `hzero bench links` has measured them, kept as JSON.
+
+Sizes, algorithm and bus bandwidth are those of rccl-tests (its doc/PERFORMANCE.md): the size is that of the whole array
+over the group, ``algbw`` is size / time, and ``busbw`` is the rate at which every device sends or receives.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from pydantic import Field, FiniteFloat, model_validator
+
+from hzero.config import TIERS, CodecName, Tier
+from hzero.files import replacing
+from hzero.validation import ConfigError, Frozen, validated
+
+#: A bare collective, or the role of a hop.
+Operation: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "weights", "gradients"]
+#: Value of the key ``schema`` in the files that this release writes and reads.
+SCHEMA: Final = "hzero-links-1"
+#: Maximum size of a file that is read: many times what a probe of all sizes writes.
+MAX_BYTES = 16 << 20
+
+
+def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
+    """``algbw`` in GB/s: bytes of the whole array over the time of the collective."""
+    return size_bytes / seconds / 1e9
+
+
+def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
+    """``busbw`` in GB/s of an all-gather, reduce-scatter or all-to-all: ``algbw`` x (n - 1) / n.
+
+    The factor is the same for the three collectives that hops are made of (doc/PERFORMANCE.md of
+    nccl-tests): a rank's own part of the array crosses no link.
+    """
+    return algorithm_bandwidth(size_bytes, seconds) * (ranks - 1) / ranks
+
+
+class LinkRow(Frozen):
+    """One measurement.
+
+    Attributes:
+        tier: The tier.
+        ranks: Ranks of a group of that tier; all groups ran at once.
+        op: The collective; for a hop its role.
+        codec: Codec of a hop, which is encoding, collective and decoding; None for a bare collective.
+        size_bytes: Bytes of the whole array over the group, for a hop those before encoding.
+        count: Elements of one rank's part of it.
+        type: Type of the elements.
+        median_us: Median time of an iteration of its slowest rank, in microseconds.
+        min_us: Shortest of these times.
+        max_us: Longest of these times.
+        algbw_gb_s: By the median; for a hop it is an effective rate.
+        busbw_gb_s: By the median; for a hop it is an effective rate.
+    """
+
+    tier: Tier
+    ranks: int = Field(ge=2, lt=2**31)
+    op: Operation
+    codec: CodecName | None
+    size_bytes: int = Field(ge=1, lt=2**63)
+    count: int = Field(ge=1, lt=2**63)
+    type: str
+    median_us: FiniteFloat = Field(gt=0)
+    min_us: FiniteFloat = Field(gt=0)
+    max_us: FiniteFloat = Field(gt=0)
+    algbw_gb_s: FiniteFloat = Field(gt=0)
+    busbw_gb_s: FiniteFloat = Field(gt=0)
+
+
+class TierRate(Frozen):
+    """Bandwidth and latency of one tier, for a plan.
+
+    Attributes:
+        gb_s: ``busbw`` of the largest all-gather: bytes that a device receives per second over this tier.
+        latency_us: Time of the smallest all-gather, in microseconds.
+    """
+
+    gb_s: FiniteFloat = Field(gt=0)
+    latency_us: FiniteFloat = Field(gt=0)
+
+
+class LinksFile(Frozen):
+    """The content of a links file.
+
+    Attributes:
+        schema_name: `SCHEMA`; in the file the key is ``schema``.
+        date: When it was measured, ISO 8601 in UTC.
+        machine: Host of rank 0 and its processor.
+        versions: Of Python, hzero and torch.
+        backend: Of torch.distributed.
+        device: The ranks' device type.
+        codecs: Backend of the codecs.
+        launcher: The command that started the ranks.
+        grid: Size of every tier.
+        settings: Of the command.
+        tiers: Summary of every tier of more than one rank.
+        rows: All measurements, in order.
+    """
+
+    schema_name: Literal["hzero-links-1"] = Field(alias="schema")
+    date: str
+    machine: dict[str, str]
+    versions: dict[str, str]
+    backend: str
+    device: str
+    codecs: str
+    launcher: str
+    grid: dict[Tier, int]
+    settings: dict[str, Any]
+    tiers: dict[Tier, TierRate]
+    rows: list[LinkRow]
+
+    def grid_text(self) -> str:
+        """Sizes of the tiers, outermost first."""
+        return " x ".join(f"{self.grid[tier]} {tier}" for tier in reversed(TIERS))
+
+    @model_validator(mode="after")
+    def _agrees(self) -> LinksFile:
+        if set(self.grid) != set(TIERS) or min(self.grid.values()) < 1:
+            raise ValueError(f"grid: found {self.grid}, expected a size of at least 1 for each of {', '.join(TIERS)}")
+        measured = {tier for tier in TIERS if self.grid[tier] > 1}
+        if set(self.tiers) != measured:
+            raise ValueError(
+                f"tiers: found {', '.join(self.tiers) or 'none'}, but the grid {self.grid} has more than one rank on "
+                f"{', '.join(sorted(measured)) or 'no tier'}"
+            )
+        for index, row in enumerate(self.rows):
+            if row.ranks != self.grid[row.tier]:
+                raise ValueError(
+                    f"rows.{index}.ranks: found {row.ranks}, but tier {row.tier} has {self.grid[row.tier]}"
+                )
+        return self
+
+
+def tier_rate(rows: list[LinkRow]) -> TierRate:
+    """The summary of one tier from its rows, an all-gather among them."""
+    gathers = sorted((row for row in rows if row.op == "all_gather"), key=lambda row: row.size_bytes)
+    return TierRate(gb_s=gathers[-1].busbw_gb_s, latency_us=gathers[0].median_us)
+
+
+def write_links(path: Path, links: LinksFile) -> None:
+    """Writes a links file: whole or not at all.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            file.write(json.dumps(links.model_dump(by_alias=True), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def read_links(path: Path) -> LinksFile:
+    """Reads a links file.
+
+    Raises:
+        ConfigError: The file cannot be read or is no links file; the message names the file and the key.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; the limit is {MAX_BYTES >> 20} MiB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; `hzero bench links` writes links files") from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise ConfigError(
+            f"{path}: schema: found {reprlib.repr(found)}, expected {SCHEMA!r}, which `hzero bench links` writes"
+        )
+    try:
+        return validated(LinksFile, content, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,92 @@
+"""A plan as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hzero.config import TIERS
+from hzero.formatting import size_text, table_of
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints what `hzero.plan.command.compute` returns."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    grid = " x ".join(f"{result['grid'][tier]} {name}" for tier, name in zip(TIERS[::-1], ("nodes", "GPUs", "GCDs")))
+    say(
+        f"[bold]{result['model']}[/]: {result['parameters']:,} parameters of {result['itemsize']} bytes on "
+        f"{result['world_size']:,} devices ({grid})\npreset {result['preset']}: weights over the {result['weights']}, "
+        f"gradients over the {result['gradients']}, optimizer over the world; micro-steps per step: "
+        f"{result['accumulation']}"
+    )
+    for note in result["notes"]:
+        say(f"note: {note}")
+    console.print(_memory(result))
+    console.print(_traffic(result))
+    console.print(_nodes(result))
+    if result["link_seconds"]:
+        console.print(_times(result))
+        say("GB/s: one way per device. Not counted: latency, computation, overlap (assumptions: hzero plan --help)")
+    if (links := result["links"]) is not None:
+        shape = " x ".join(f"{links['grid'][tier]} {tier}" for tier in TIERS[::-1])
+        console.print(
+            f"rates: {links['file']}, measured {links['date']} on {shape}, {links['backend']} on {links['device']}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _memory(result: dict[str, Any]) -> Table:
+    stock = {state["name"]: state["bytes"] for state in result["zero3_memory"]}
+    rows = []
+    for state in result["memory"]:
+        plain = size_text(stock[state["name"]]) if state["name"] in stock else ""
+        rows.append((state["name"], size_text(state["bytes"]), state["what"], plain))
+    table = table_of("memory per device, without activations", ("state", "*bytes", "of", "*ZeRO-3"), rows)
+    total = sum(state["bytes"] for state in result["memory"])
+    table.add_row("all", size_text(total), "", size_text(sum(stock.values())), style="bold")
+    return table
+
+
+def _traffic(result: dict[str, Any]) -> Table:
+    flat = {(row["role"], row["tier"]): row["wire_bytes"] for row in result["zero3_traffic"]}
+    rows = [
+        (
+            row["role"],
+            row["tier"],
+            row["codec"],
+            str(row["crossings"]),
+            size_text(row["wire_bytes"]),
+            f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else "",
+            size_text(flat[row["role"], row["tier"]]),
+        )
+        for row in result["traffic"]
+        if row["used"]
+    ]
+    head = ("role", "tier", "codec", "*crossings", "*bytes", "*ratio", "*ZeRO-3, average")
+    return table_of("bytes received per device and optimizer step (ZeRO-3: flat rings)", head, rows)
+
+
+def _nodes(result: dict[str, Any]) -> Table:
+    counts, stock = result["node_bytes"], result["node_bytes"]["ZeRO-3"]
+    rows = [(name, size_text(count), f"{count / stock:.3f}" if stock else "") for name, count in counts.items()]
+    title = "bytes into one node per step (other schemes: minimum, by closed forms)"
+    return table_of(title, ("scheme", "*bytes", "*against ZeRO-3"), rows)
+
+
+def _times(result: dict[str, Any]) -> Table:
+    links = result["links"]
+    rows = []
+    for tier, seconds in result["link_seconds"].items():
+        latency = () if links is None else (f"{links['tiers'][tier]['latency_us']:.1f} us",)
+        rates = (f"{result['rates_gb_s'][tier]:.4g}", *latency)
+        rows.append((tier, *rates, f"{seconds:.3f} s", f"{result['zero3_link_seconds'][tier]:.3f} s"))
+    rates_of = "nominal rates, not measured" if links is None else "measured rates"
+    head = ("tier", "*GB/s", *(() if links is None else ("*one latency",)), "*hzero", "*ZeRO-3")
+    return table_of(f"link time per step from bandwidth alone ({rates_of})", head, rows)

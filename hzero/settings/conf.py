@@ -1,0 +1,98 @@
+"""The folder of Hydra groups, what is composed from it, and Hydra's errors as one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import hzero
+from hzero.settings.groups import known_keys
+from hzero.validation import ConfigError, nearest, one_of
+
+
+def conf_dir() -> Path:
+    """The folder of Hydra groups: inside the installed package, or at the root of a checkout."""
+    package = Path(hzero.__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def compose(overrides: list[str]) -> DictConfig:
+    """The main job's configuration with ``overrides``.
+
+    Raises:
+        ConfigError: Hydra's complaint, on one line.
+    """
+    check_options(overrides, (), "")
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return hydra_compose("train", overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(one_line(error)) from None
+
+
+def check_options(overrides: Sequence[str], groups: Sequence[str], lists: str) -> None:
+    """Refuses overrides without a key or that leave a group without an option, for which Hydra has no clear error.
+
+    Args:
+        overrides: The user's arguments.
+        groups: Groups that need an option.
+        lists: The command that lists the options, for the message.
+
+    Raises:
+        ConfigError: Names the override.
+    """
+    for override in overrides:
+        if re.match(r"[+~]*=", override):
+            raise ConfigError(f"{override}: expected KEY=VALUE")
+        if re.fullmatch(rf"({'|'.join(groups)})=(null)?", override):
+            raise ConfigError(f"{override}: the group needs an option; {lists} lists them")
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain dictionaries.
+
+    Raises:
+        ConfigError: Names the first key that has no value, or whose value cannot be resolved.
+    """
+    try:
+        resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from None
+    return {str(key): value for key, value in resolved.items()}
+
+
+def one_line(error: Exception) -> str:
+    """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return str(one_of(group, option, sorted(error.options), "option"))
+    text = " ".join(str(error).split())
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: cannot be read; a value with blanks, brackets, commas or ~ needs two pairs of quotes: "
+            "KEY='\"my book (1)\"'"
+        )
+    found = re.search(r"Could not override '([^']+)'", text)
+    if found is not None:
+        return _unknown_key(found.group(1))
+    message, _, rest = text.partition(" full_key: ")
+    return f"{rest.split()[0]}: {message[0].lower()}{message[1:]}" if rest else text
+
+
+def _unknown_key(key: str) -> str:
+    known = known_keys()
+    same_end = (name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
+    near = next(same_end, None) or nearest(key, known)
+    if key in known:
+        return f"{key}: not set yet, so Hydra needs +{key}=VALUE"
+    hint = f"; did you mean {near!r}?" if near else "."
+    return f"{key}: unknown key{hint} `hzero train --cfg job` shows all of them"

@@ -1,0 +1,149 @@
+"""The groups of the trainer's configuration as pydantic models."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
+
+from hzero.config import HZeroConfig
+from hzero.validation import Frozen
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[FiniteFloat, Field(ge=0)]
+#: Seconds of a wait, at most eleven days: larger ones overflow in torch.
+Timeout = Annotated[FiniteFloat, Field(ge=1, le=1e6)]
+Name = Annotated[str, Field(min_length=1)]
+#: Adam's two decay rates.
+Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+
+
+class ModelGroup(Frozen):
+    """A GPT-NeoX. ``zero_init`` says whether it is built under ``deepspeed.zero.Init``."""
+
+    name: str
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    intermediate_size: Positive
+    vocab_size: int = Field(ge=257)
+    seq_length: int = Field(ge=2)
+    zero_init: Literal["auto", True, False]
+
+    @field_validator("num_heads")
+    @classmethod
+    def _divides(cls, value: int, info: ValidationInfo) -> int:
+        hidden = info.data.get("hidden_size", value)
+        if hidden % value:
+            raise ValueError(f"found {value}, which does not divide model.hidden_size {hidden}")
+        return value
+
+
+class DataGroup(Frozen):
+    """The text. ``path`` null is Python's standard library, ``max_bytes`` 0 takes all of it."""
+
+    path: Name | None
+    max_bytes: Count
+    eval_share: FiniteFloat = Field(gt=0, lt=1)
+    cache_dir: Name | None
+
+
+class Bandwidth(Frozen):
+    """Bytes per second that one device receives over a tier, in GB/s."""
+
+    gcd: FiniteFloat | None = Field(None, gt=0)
+    gpu: FiniteFloat | None = Field(None, gt=0)
+    node: FiniteFloat | None = Field(None, gt=0)
+
+
+class TopologyGroup(Frozen):
+    """A source to discover the grid from, or a declared grid (checked as `hzero.config.TopologyConfig`)."""
+
+    source: Name | None = None
+    nodes: Any = None
+    gpus_per_node: Any = None
+    gcds_per_gpu: Any = None
+    order: Any = None
+    bandwidth_gb_s: Bandwidth | None = None
+
+
+class LauncherGroup(Frozen):
+    """How `hzero train` starts its ranks."""
+
+    world_size: Positive | None
+    threads: Positive
+    start_timeout_s: Timeout
+
+
+class RunBlock(Frozen):
+    """The run's folder."""
+
+    name: Name
+    dir: Name
+    overwrite: bool
+
+
+class TrainBlock(Frozen):
+    """The loop."""
+
+    steps: Positive
+    micro_batch: Positive
+    grad_accumulation: Positive
+    lr: Rate
+    min_lr_ratio: FiniteFloat = Field(ge=0, le=1)
+    warmup_steps: Count
+    weight_decay: Rate
+    betas: Betas
+    grad_clip: Rate
+    seed: Count
+    dtype: Literal["auto", "fp32", "bf16", "fp16"]
+    activation_checkpointing: bool
+    eval_every: Count
+    eval_batches: Positive
+    timeout_s: Timeout
+
+
+class CheckpointBlock(Frozen):
+    """When checkpoints are written, and how many are kept."""
+
+    every: Count
+    keep: Positive
+
+
+class Configuration(Frozen):
+    """The whole configuration. ``zero`` is checked by `hzero.config.parse_config`, ``deepspeed`` by DeepSpeed."""
+
+    model: ModelGroup
+    data: DataGroup
+    topology: TopologyGroup
+    zero: dict[str, Any]
+    launcher: LauncherGroup
+    resume: Any
+    run: RunBlock
+    train: TrainBlock
+    checkpoint: CheckpointBlock
+    deepspeed: dict[str, Any]
+
+    @field_validator("resume")
+    @classmethod
+    def _false_auto_or_path(cls, value: Any) -> Any:
+        if value is not None and value is not False and not (isinstance(value, str) and value):
+            raise ValueError(f"found {value!r}, possible: false, auto or a path")
+        return value
+
+
+def known_keys() -> list[str]:
+    """Dotted names of all keys, groups among them."""
+    zero = (f"zero.{key}" for key in _dotted(HZeroConfig) if not key.startswith(("topology", "preset_")))
+    return [*_dotted(Configuration), *zero]
+
+
+def _dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _dotted(inner, f"{prefix}{name}.")

@@ -1,0 +1,158 @@
+"""Settings of a run, checked before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hzero.config import TopologyConfig, parse_config, parse_topology
+from hzero.settings.groups import Configuration
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.shapes import gpt_neox_numels
+from hzero.topology import Grid, foreseen_grid, resolve_grid
+from hzero.topology.local import machine_of
+from hzero.validation import ConfigError, validated
+
+#: DeepSpeed's keys that the trainer sets, and what to write instead.
+_OWNED = {
+    "hzero": "choose zero=...",
+    "train_micro_batch_size_per_gpu": "use train.micro_batch",
+    "train_batch_size": "use train.micro_batch and train.grad_accumulation",
+    "gradient_accumulation_steps": "use train.grad_accumulation",
+    "gradient_clipping": "use train.grad_clip",
+    "managed_gradient_accumulation": "the loop leaves the boundary to DeepSpeed",
+    "scheduler": "use train.lr, train.warmup_steps and train.min_lr_ratio",
+    "optimizer.params.lr": "use train.lr",
+    "optimizer.params.betas": "use train.betas",
+    "optimizer.params.weight_decay": "use train.weight_decay",
+    "bf16.enabled": "use train.dtype",
+    "fp16.enabled": "use train.dtype",
+    "zero_optimization.stage": "the trainer runs stage 3",
+}
+
+
+def without_nulls(value: Any) -> Any:
+    """A nested dictionary without its null leaves and the blocks that are empty then."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return {key: item for key, item in kept.items() if item != {}}
+
+
+def model_numels(model: dict[str, Any]) -> list[int]:
+    """Elements of every parameter of the ``model`` group's model."""
+    return gpt_neox_numels(
+        hidden=model["hidden_size"],
+        layers=model["num_layers"],
+        vocab=model["vocab_size"],
+        intermediate=model["intermediate_size"],
+    )
+
+
+class Settings:
+    """A configuration whose parts have been checked, also against each other.
+
+    Attributes:
+        config: The configuration as plain dictionaries.
+        world_size: Ranks of the run.
+        grid: Where the ranks sit.
+        block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
+        plan: The shard plan of rank 0; None for stock ZeRO-3.
+
+    Args:
+        config: Plain dictionaries, such as `hzero.settings.conf.plain` returns.
+        world_size: Ranks that a launcher has started; None if the run may choose.
+
+    Raises:
+        ConfigError: Names the key, what was found, what is possible.
+    """
+
+    def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
+        validated(Configuration, config, "")
+        self.config = config
+        _check_deepspeed(config["deepspeed"])
+        declared = self._declared()
+        self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
+        if isinstance(declared, str) and world_size is None:
+            self.grid: Grid = foreseen_grid(declared, self.world_size)
+        else:
+            where = "topology.source" if isinstance(declared, str) else "topology"
+            self.grid = resolve_grid(declared, self.world_size, where=where)
+        self.block = self._block(declared)
+        self.plan = ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0) if self.block else None
+
+    def __getitem__(self, group: str) -> Any:
+        return self.config[group]
+
+    def _declared(self) -> str | TopologyConfig:
+        """The grid that the group ``topology`` declares, or the source to discover it from."""
+        keys = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
+        source = keys.pop("source", None)
+        if source is None:
+            return parse_topology("topology", keys)
+        if keys:
+            raise ConfigError(
+                f"topology.{next(iter(keys))}: given together with topology.source {source!r}, which says where ranks sit; "
+                "topology=auto sets none of these keys"
+            )
+        return str(source)
+
+    @property
+    def preset(self) -> str:
+        """Name of the preset; ``stock`` without one."""
+        return self.config["zero"].get("preset") or "stock"
+
+    @property
+    def dtype(self) -> str:
+        """Type of the weights. ``auto`` is fp32 on processors and bf16 on accelerators."""
+        chosen = self.config["train"]["dtype"]
+        if chosen != "auto":
+            return str(chosen)
+        import torch
+
+        return "bf16" if torch.cuda.is_available() else "fp32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one weight."""
+        return 4 if self.dtype == "fp32" else 2
+
+    def _block(self, declared: str | TopologyConfig) -> dict[str, Any] | None:
+        zero = without_nulls(self.config["zero"])
+        if "preset" not in zero:
+            if zero:
+                raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
+            return None
+        if isinstance(declared, str):
+            return {**zero, "topology": declared}
+        grid = self.grid
+        sizes = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
+        return {**zero, "topology": {**sizes, "order": list(grid.order)}}
+
+
+def _ranks_to_start(declared: str | TopologyConfig) -> int:
+    if isinstance(declared, str):
+        if ranks := len(machine_of(declared).devices):
+            return ranks
+        raise ConfigError(
+            "launcher.world_size: not given, and this machine has no GPUs that would say how many ranks to start"
+        )
+    if declared.nodes is None:
+        raise ConfigError(
+            "topology.nodes: not given, and nothing else says how many ranks to start; give topology.nodes=.. or "
+            "launcher.world_size=.."
+        )
+    return declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
+
+
+def _check_deepspeed(written: dict[str, Any]) -> None:
+    """Refuses DeepSpeed's keys that the trainer has keys for: of the same thing said twice, one would be ignored."""
+    for key, instead in _OWNED.items():
+        value: Any = written
+        *blocks, last = key.split(".")
+        for depth, block in enumerate(blocks):
+            value = value.get(block, {})
+            if not isinstance(value, dict):
+                where = ".".join(["deepspeed", *blocks[: depth + 1]])
+                raise ConfigError(f"{where}: found {value!r}, expected a block of keys")
+        if last in value:
+            raise ConfigError(f"deepspeed.{key}: the trainer sets it; {instead}")

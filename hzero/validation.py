@@ -1,0 +1,137 @@
+"""The one way to refuse input: pydantic models check it, and their first error becomes one line."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+import typing
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ConfigError(ValueError):
+    """Input that cannot be used. The message is one line: the key, file or argument, what was found, what is possible.
+
+    Attributes:
+        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
+    """
+
+    elsewhere = False
+
+    @classmethod
+    def of_rank_0(cls, message: str) -> Self:
+        """The error on another rank than 0, where rank 0 raises the same."""
+        error = cls(message)
+        error.elsewhere = True
+        return error
+
+
+def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The possible value most similar to ``value``; None where none is similar."""
+    return next(iter(difflib.get_close_matches(str(value), list(possible), n=1, cutoff=cutoff)), None)
+
+
+def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -> ConfigError:
+    """The error for a value that is not possible; names the nearest possible one."""
+    names = [str(name) for name in possible]
+    near = nearest(value, names)
+    hint = f"; did you mean {near!r}?" if near else "."
+    return ConfigError(
+        f"{key}{': ' if key else ''}unknown {what} {reprlib.repr(value)}{hint} Possible: {', '.join(names)}"
+    )
+
+
+class Frozen(BaseModel):
+    """Base of models of user input: immutable, no unknown keys, no silent conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+M = TypeVar("M", bound=BaseModel)
+#: What pydantic calls keys that a model does not have: others, and those that are no text.
+_UNKNOWN = ("extra_forbidden", "invalid_key")
+
+
+def validated(model: type[M], values: Any, where: str) -> M:
+    """``values`` as a ``model``.
+
+    Args:
+        model: A pydantic model. A validator of its own raises `ValueError` with what follows the key in the message.
+        values: What the user wrote: a mapping.
+        where: Key, option or file that it stands in, which begins the message; "" for none. A file's name ends with a
+            colon: ``node.yaml:`` gives ``node.yaml: devices: found ...``.
+
+    Raises:
+        ConfigError: The first error, on one line: an unknown key or value with the nearest known one, a missing key, or
+            what was found and what was expected.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise explained(error, model, where) from None
+    except OverflowError as error:
+        raise ConfigError(_one_line(_key(where), f"a number is too large ({error})")) from None
+
+
+def explained(error: ValidationError, model: type[BaseModel], where: str = "") -> ConfigError:
+    """The first error of pydantic as one line; unknown keys go first, since they often explain missing ones."""
+    errors = error.errors(include_url=False)
+    first = next((e for e in errors if e["type"] in _UNKNOWN), errors[0])
+    *parents, last = first["loc"] or ("",)
+    key, found, context = _key(where, *first["loc"]), first.get("input"), first.get("ctx", {})
+    cause = context.get("error")
+    if first["type"] in _UNKNOWN:
+        fields = _fields(model, parents)
+        return one_of(_key(where, *parents) or "input", last, fields, "key")
+    if first["type"] == "missing":
+        return ConfigError(f"{key}: missing")
+    if first["type"] in ("model_type", "model_attributes_type"):
+        fields = _fields(model, list(first["loc"]))
+        return ConfigError(
+            _one_line(key, f"found {reprlib.repr(found)}, expected a block with keys {', '.join(fields)}")
+        )
+    if first["type"] == "literal_error":
+        return one_of(key, found, _choices(context["expected"]))
+    if isinstance(cause, ValueError):
+        return ConfigError(_one_line(key, str(cause)))
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return ConfigError(_one_line(key, f"found {reprlib.repr(found)}; {message}"))
+
+
+def _key(*parts: Any) -> str:
+    # "[key]" is pydantic's for a dictionary's key; after a file's name and its colon, keys begin anew.
+    path = ".".join(str(part) for part in parts if part not in ("", "[key]"))
+    return path.replace(":.", ": ", 1).removesuffix(":")
+
+
+def _one_line(key: str, message: str) -> str:
+    # What was found may hold line breaks.
+    return " ".join(f"{key}{': ' if key else ''}{message}".split())
+
+
+def _choices(expected: str) -> list[str]:
+    """The values of pydantic's "'a', 'b' or 'c'"."""
+    return [part.strip().strip("'") for piece in expected.split(" or ") for part in piece.split(",")]
+
+
+def _fields(model: Any, path: list[int | str]) -> list[str]:
+    """Keys of the model at ``path`` below ``model``."""
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        found = next(iter(_models(field.annotation)), None) if field is not None else None
+        if found is None and not isinstance(part, int):  # a list's index, a dictionary's key, or a union's branch
+            continue
+        model = found or model
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Models that an annotation such as ``dict[str, M] | None`` mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in typing.get_args(annotation) for model in _models(argument)]

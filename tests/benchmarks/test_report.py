@@ -1,0 +1,310 @@
+"""The report of a comparison: rows that are read or refused, arithmetic by hand, the committed report written again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.report import document, write_report
+from benchmarks.report.__main__ import main
+from benchmarks.report.curves import reach
+from benchmarks.report.results import Comparison, choose, read
+from benchmarks.report.series import series_of
+from benchmarks.report.targets import TARGETS, lines, variants
+from benchmarks.rows import Row, line_of, parse_row, read_rows
+from hzero.validation import ConfigError
+from tests.benchmarks.rows import config, everything, main_rows, run, steps, training, write
+from tests.ranks import ROOT
+
+STEM = "2026-11-21-comparison"
+COMMITTED = ROOT / "benchmarks" / "reports" / f"{STEM}.jsonl"
+LATER = {"date": "2026-11-22T08:00:00+00:00"}
+
+
+def _rows(contents: list[dict[str, Any]]) -> list[Row]:
+    return [parse_row(content, "here") for content in contents]
+
+
+def _comparison(contents: list[dict[str, Any]]) -> Comparison:
+    return choose(_rows(contents))
+
+
+def _text(contents: list[dict[str, Any]]) -> str:
+    return document(_comparison(contents), STEM, [])
+
+
+def _cells(text: str, part: str, start: str) -> list[str]:
+    """Cells of the first line that starts so, behind a part's first words."""
+    line = next(line for line in text[text.index(part) :].splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+# --- rows ---
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_file_that_was_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataObject) -> None:
+    first, last = json.dumps(steps("topo")), json.dumps(run("topo", 1, number=60))
+    cut = data.draw(st.integers(1, len(last) - 1))
+    again = data.draw(st.booleans())  # a run that was taken up goes on below
+    file = tmp_path / "results.jsonl"
+    file.write_text(f"{first}\n{last[:cut]}" + (f"\n{last}\n" if again else ""))
+    rows, torn = read_rows(file)
+    assert len(rows) == 1 + again and torn == [2]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60))
+def test_bytes_that_are_not_rows_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read([file])
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_are_read_as_they_were_written() -> None:
+    for row in _rows(everything()):
+        assert parse_row(json.loads(line_of(row)), "here") == row
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"kind": "step"}, "kind: unknown value 'step'; did you mean 'steps'?"),
+    "format": ({"format": 1}, "found format 1, expected 2"),
+    "unknown key": ({"peer": "topo"}, "unknown key 'peer'"),
+    "engine": ({"engine": "jax"}, "engine: unknown value 'jax'"),
+    "date": ({"date": "yesterday"}, "date: found 'yesterday'"),
+    "time of 0": ({"step_s": [1.0, 0.0]}, "step_s.1: found 0.0"),
+    "not a number": ({"step_s": [math.nan]}, "step_s.0: found nan"),
+    "huge": ({"step_s": [10**400]}, ""),
+    "tier": ({"busiest": {"rack": 1.0}}, "busiest.rack"),
+    "bytes": ({"busiest": {"node": -1.0}}, "busiest.node: found -1.0"),
+    "rates": ({"config": config(node_rate=0)}, "cluster.rates_mbit.node: found 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_by_file_line_and_key(name: str, tmp_path: Path) -> None:
+    change, message = BAD[name]
+    folder = write(tmp_path, [steps("zero3"), {**steps("topo"), **change}])
+    with pytest.raises(ConfigError) as refused:
+        read([folder])
+    assert f"{folder / 'results.jsonl'}:2" in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+# --- which rows count ---
+
+
+def test_of_several_takes_whole_ones_then_more_schemes_more_rounds_newer_ones_count() -> None:
+    double = main_rows(scale=2.0, id="later", **LATER)
+
+    def fastest(contents: list[dict[str, Any]]) -> float:
+        return min(row.median_s for row in _comparison(contents).results[0].rows)
+
+    assert fastest(main_rows() + double) == 2.5
+    assert fastest(main_rows() + double[:-1]) == 1.25  # the last scheme is missing
+    few = config(schemes=["topo", "zero3"])
+    assert (
+        fastest(main_rows() + [steps(one, scale=2.0, config=few, id="few", **LATER) for one in few["schemes"]]) == 1.25
+    )
+    assert fastest(main_rows() + main_rows(scale=2.0, config=config(rounds=2), id="short", **LATER)) == 1.25
+    notes = _comparison(main_rows() + double[:-1]).notes
+    assert notes == ("main was taken 2 times; the take of 2026-11-21 18:02 counts.",)
+    assert _comparison(main_rows()[:-1]).notes == ("main has no row of topo.",)
+
+
+def test_trainings_of_another_job_do_not_mix() -> None:
+    other = run("mild", 1)
+    other["config"]["train"]["lr"] = 0.001
+    trials = [{**run(preset, 1, number=60), **LATER} for preset in ("stock", "topo", "mild")]
+    rows = [run("topo", 1), run("stock", 1), {**run("topo", 1, 0.5), **LATER}, other, *trials]
+    chosen = _comparison(rows)
+    assert [(row.preset, row.losses[-1]) for row in chosen.trainings] == [("stock", 4.0), ("topo", 4.5)]
+    assert "Left out" in chosen.notes[0]
+
+
+# --- arithmetic ---
+
+
+def test_tables_have_the_figures_of_the_rows() -> None:
+    text = _text(everything())
+    # DeepSpeed 4.0 s, topo 1.25 s; 64 tokens x 8 ranks x 2. Busiest link: 1.1 of an even part of 20, 10 and 4 MB over
+    # 8 links of 200 Mbit/s, 8 of 75 and 2 trunks of 50. Both cores are busy for 0.5 s.
+    assert _cells(text, "## Step time", "hzero topo")[1:] == [
+        *("1.250", "1.125", "1.500", "0.312", "819", "0.110 / 0.147 / 0.352", "0.500 *", "3.5000")
+    ]
+    assert _cells(text, "## Step time", "DeepSpeed ZeRO-3")[7] == "0.500"
+    assert _cells(text, "## Bytes", "hzero lossless")[1:] == [
+        *("40.80 / 40.00 / 30.00 (+2.0%)", "20.40 / 20.00 / 15.00 (+2.0%)", "8.16 / 8.00 / 6.00 (+2.0%)", "1.80")
+    ]
+    assert _cells(text, "## Memory", "PyTorch DDP")[3:] == ["12.00 MB", "15.00 MB", "0 B", "–"]
+    assert _cells(text, "## Accumulation", "hzero topo")[3] == "**1.875** (1.688–2.250) *"
+    # Four nodes take 4 times (topo) and 8 times (DeepSpeed) as long as one for the same work per rank.
+    assert _cells(text, "### Weak", "hzero topo")[3] == "**2.500** (2.250–3.000) *"
+    assert _cells(text, "Tokens/s per rank, and", "DeepSpeed ZeRO-3")[1:] == [
+        "64.0 (1.000)",
+        "32.0 (0.500)",
+        "8.0 (0.125)",
+    ]
+    assert _cells(text, "## Bandwidth", "scheme")[1:] == ["15 Mbit/s", "50 Mbit/s (main)", "150 Mbit/s"]
+    assert _cells(text, "## Codecs", "topo, weights-int4")[1:5] == ["1.125", "1.012", "1.350", "0.900"]
+    assert _cells(text, "## Convergence", "topo")[1:] == [
+        *("1: 4.0300, 2: 4.0700", "4.0500", "0.0400", "1: +0.0300, 2: +0.0500", "+0.0400 (+1.00%)")
+    ]
+
+
+def test_targets_are_met_missed_or_not_judged() -> None:
+    def table(contents: list[dict[str, Any]]) -> list[list[str]]:
+        return lines(variants(_comparison(contents)))
+
+    met = table(everything())
+    assert met[0][1:5] == ["≤ 0.417", "0.312, met", "0.312, met", "0.312, met"]
+    assert met[5][1:3] == ["≤ 0.250", "0.250, met"]  # optimizer states over the world, not the package
+    assert met[-2][2].startswith("+2.0% (") and met[-2][2].endswith(", met")
+    assert met[-1][1:3] == ["not judged", met[-1][2]] and met[-1][2].startswith("-10.0% (")
+    rows = main_rows()
+    rows[-1]["step_s"] = [2.0]
+    rows[-1]["bytes"]["planned"]["gcd"] = 0
+    missed = table(rows)
+    assert missed[0][2] == "0.500, **missed**" and missed[-2][2] == "+inf% (hzero topo, gcd), **missed**"
+    elsewhere = table(main_rows(config=config(accumulation=4)))
+    assert elsewhere[0][2] == "0.312"  # the targets are set for accumulation 2
+    assert table([row for row in main_rows() if row["scheme"] != "topo"])[0][2] == "–"
+    assert len(TARGETS) == 6
+
+
+def _points(contents: list[dict[str, Any]], suite: str) -> list[tuple[Any, str]]:
+    series = series_of(_comparison(contents), suite)
+    assert series is not None
+    return [(value, result.suite) for value, result in series.points]
+
+
+def test_series_borrow_points_that_differ_along_the_axis_alone() -> None:
+    rows = everything()
+    assert _points(rows, "accumulation") == [(1, "accumulation"), (2, "main"), (4, "accumulation"), (8, "accumulation")]
+    assert _points(rows, "nodes_weak") == [(1, "nodes_weak"), (2, "main"), (4, "nodes_weak")]
+    assert _points(rows, "sweep") == [(15, "sweep"), (50, "main"), (150, "sweep")]
+    assert [value for value, _ in _points(rows, "reduce_scatter")] == ["gloo", "all_to_all", "ring"]
+    for row in rows:
+        if row["suite"] == "main":
+            row["config"] = copy.deepcopy(row["config"])
+            row["config"]["train"]["dtype"] = "fp32"
+    assert [value for value, _ in _points(rows, "sweep")] == [15, 150]
+    unlimited = config(schemes=["topo"])
+    unlimited["cluster"]["rates_mbit"]["node"] = None
+    rows.append(steps("topo", "sweep", "node-none", config=unlimited))
+    assert [value for value, _ in _points(rows, "sweep")] == [15, 150, math.inf]
+
+
+def test_time_to_a_loss_takes_steps_of_one_and_step_times_of_the_other() -> None:
+    runs = [run(preset, 1) for preset in ("stock", "lossless", "topo")]
+    for row, level in zip(runs, (4.0, 3.0, 4.5)):
+        row["losses"] = [level] * 100
+    found = reach(_comparison(runs + training()))
+    assert found is not None and found.losses == (4.0,)
+    steps_to = {row.scheme: found.steps_to(row.scheme, 4.0) for row in found.rows}
+    assert steps_to == {"hsdp-node": 1, "zero3-deepspeed": 1, "lossless": 1, "topo": None}
+    text = _text(runs + training())
+    assert _cells(text, "## Time to a loss", "hzero lossless")[1:] == ["2.000", "1 steps, 2 s (0.500)"]
+    other = training()
+    for row in other:
+        row["config"]["train"]["micro_batch"] = 4
+    assert reach(_comparison(runs + other)) is None  # another job
+
+
+def test_a_loss_that_was_not_finite_is_not_hidden() -> None:
+    rows = [run("stock", 1), run("topo", 1)]
+    rows[1]["losses"][-1] = None
+    text = _text(rows)
+    assert _cells(text, "## Convergence", "topo")[1:3] == ["1: nan", "–"]
+    row = steps("topo", losses=[None] * 6, label="hzero | <topo>\n[x]")
+    assert _cells(_text([row]), "## Step time", "hzero \\| &lt;topo> [x]")[-1] == "not finite"
+
+
+# --- the report ---
+
+
+def test_the_committed_report_is_that_of_the_committed_rows(tmp_path: Path) -> None:
+    comparison, files = write_report([COMMITTED], tmp_path)
+    assert comparison.notes == ()
+    for file in files:
+        committed = COMMITTED.parent / file.name
+        if file.suffix == ".png":  # its bytes depend on the fonts and on matplotlib
+            assert committed.is_file() and file.read_bytes().startswith(b"\x89PNG\r\n")
+        else:
+            assert file.read_bytes() == committed.read_bytes()
+    assert {file.name for file in files} == {path.name for path in COMMITTED.parent.glob(f"{STEM}*")}
+    text = files[0].read_text()
+    assert "**Not measured on AMD GPUs.**" in text and len(text.splitlines()) < 350
+    assert set(re.findall(r"\]\(([^)]+)\)", text)) == {file.name for file in files[1:]}
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    text = _text([run("stock", 1), run("topo", 1)])
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Convergence", "Measurements"]
+    text = _text([steps("topo", "one", "one,train.seed=3", config=config(schemes=["topo"]))])
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Step time", "Bytes", "Memory", "Measurements"]
+    assert "{{" not in text and "\n- " not in text
+
+
+def test_lines_of_figures_have_the_values_of_their_series() -> None:
+    from benchmarks.report.figures import figures, plt
+
+    drawn = figures(_comparison(everything()))
+    try:
+        assert [bar.get_width() for bar in drawn["step-time"].axes[0].patches] == [
+            3.0,
+            1.6,
+            1.5,
+            4.0,
+            2.5,
+            3.6,
+            2.0,
+            1.25,
+        ]
+        topo = drawn["sweep"].axes[0].lines[-1]
+        assert (list(topo.get_xdata()), list(topo.get_ydata())) == ([15, 50, 150], [1.875, 1.25, 1.125])
+        efficiency = drawn["nodes"].axes[2].lines[0]
+        assert list(efficiency.get_ydata()) == [1.0, 0.5, 0.125]
+        assert drawn["convergence"].axes[1].lines[0].get_ydata() == pytest.approx([0.0] * 100)
+    finally:
+        plt.close("all")
+
+
+def test_wrong_input_is_one_line_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("in"), [run("stock", 1)])
+    Path("empty").mkdir()
+    Path("file").write_text("")
+    wrong = {
+        "nowhere": "nowhere: cannot read: No such file",
+        "empty": "empty/results.jsonl: cannot read",
+        "file": "RESULTS: no rows in file",
+        "in --name a/b": "--name: found 'a/b', expected letters",
+        "in --date 21.11.2026": "--date: found '21.11.2026', expected a day",
+        "in -o file": "--output: cannot write 'file'",
+    }
+    for arguments, message in wrong.items():
+        assert main(arguments.split()) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+    assert {path.name for path in Path().iterdir()} == {"in", "empty", "file"}
+    assert main(["in", "--date", "2027-01-02", "--name", "first"]) == 0
+    assert (
+        Path("in/report/2027-01-02-first.md").read_text().startswith("# Comparison on an emulated cluster, 2027-01-02")
+    )
+    assert main(["in", "--date", "2027-01-02", "--name", "first"]) == 2  # never silently
+    assert "exists; --overwrite replaces it" in capsys.readouterr().err
+    assert main(["in", "--date", "2027-01-02", "--name", "first", "--overwrite"]) == 0
