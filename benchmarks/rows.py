@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AwareDatetime, BeforeValidator, Field, FiniteFloat
+from pydantic import AwareDatetime, Field, FiniteFloat
 
 from benchmarks.cluster.shape import Cluster
 from hzero.config import Tier
@@ -24,10 +24,6 @@ Amount: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 Seconds: TypeAlias = Annotated[FiniteFloat, Field(gt=0)]
 #: A loss in nats per token; None where it was not finite.
 Loss: TypeAlias = "FiniteFloat | None"
-
-
-def _cluster(value: Any) -> Any:
-    return value if isinstance(value, Cluster) else Cluster.from_config("cluster", value)
 
 
 class Train(Frozen):
@@ -72,7 +68,7 @@ class MeasurementConfig(Frozen):
 
     model: dict[str, Any]
     data: dict[str, Any]
-    cluster: Annotated[Cluster, BeforeValidator(_cluster)]
+    cluster: Cluster
     train: Train
     schemes: list[str] = Field(min_length=1)
     rounds: Count
@@ -217,7 +213,7 @@ class StepsRow(_Row):
     def wire_s(self) -> dict[Tier, float]:
         """Minimum seconds that the measured bytes take on each shaped tier, by its busiest link."""
         cluster = self.config.cluster
-        rates = {tier: cluster.rates_mbit[tier] for tier in cluster.tiers}
+        rates = {tier: cluster.rate_mbit(tier) for tier in cluster.tiers}
         return {tier: 8 * self.busiest.get(tier, 0.0) / (rate * 1e6) for tier, rate in rates.items() if rate}
 
     @property

@@ -102,9 +102,9 @@ class Ranks:
         command: The command, the same for all ranks.
         environments: One environment per rank.
         logs: The folder of logs. Rank 0's standard output goes to ours instead.
-        imports: Modules that this process imports before it forks the ranks; ``command`` is ``python -m MODULE ...`` then.
-            Imports are most of a rank's start on processors (6 to 9 s of a core). Libraries of accelerators do not
-            survive a fork.
+        imports: Modules that take long to import, for a ``command`` of the form ``python -m MODULE ...``. Without an
+            accelerator this process imports them and then forks the ranks, which saves each rank 6 to 9 s of a core.
+            Libraries of accelerators do not survive a fork.
         start_timeout: How long rank 0 may take to make `STARTED`, in seconds.
         timeout_key: The key or option that sets ``start_timeout``, for the message.
         stopping: What Ctrl-C does, for the message.
@@ -160,13 +160,14 @@ class Ranks:
                 signal.signal(number, handler)
 
     def _start(self) -> None:
-        for name in self._imports:
+        fork = bool(self._imports) and not importlib.import_module("torch").cuda.is_available()
+        for name in self._imports if fork else ():
             importlib.import_module(name)
         for rank, environment in enumerate(self._environments):
             if self._interrupts:
                 break
             with open(self._logs / f"rank{rank}.log", "wb") as log:
-                start = self._fork if self._imports else self._spawn
+                start = self._fork if fork else self._spawn
                 self._processes.append(start(rank, dict(environment), log))
 
     def _spawn(self, rank: int, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:

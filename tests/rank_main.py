@@ -1,4 +1,4 @@
-"""The ranks of `tests.ranks.launch`: ``python -m tests.rank_main MODULE:CHECK..`` imports once and forks them."""
+"""The ranks of `tests.ranks.launch`: one process imports the checks and forks the ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,17 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import HOP_TIMEOUT_S
+#: Maximum wait of one collective in a check: a hang must fail, and soon.
+HOP_TIMEOUT_S = 90
 
 
-def run_rank(rank: int) -> None:
+def _run_rank(rank: int, checks: Sequence[str]) -> None:
     """Runs the checks on one rank; leaves at the first that fails."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     out = Path(os.environ["HZERO_CHECKS_OUT"])
     name = "start"
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=HOP_TIMEOUT_S))
-        for module, name in (check.split(":") for check in sys.argv[1:]):
+        for module, name in (check.split(":") for check in checks):
             started, status, why = time.monotonic(), "passed", ""
             try:
                 getattr(sys.modules[module], name)()
@@ -49,29 +51,23 @@ def run_rank(rank: int) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Imports the modules of checks, forks the ranks, and ends all of them when one fails."""
+def run_checks(checks: Sequence[str]) -> None:
+    """Imports the modules of checks ``MODULE:CHECK``, forks the ranks, and ends all of them when one fails."""
     torch.set_num_threads(1)  # no thread pool may be up when we fork
+    torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed makes a text of every parameter
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    for check in sys.argv[1:]:
+    for check in checks:
         importlib.import_module(check.split(":")[0])
-    if "deepspeed" in sys.modules:  # imported with its first engine, which takes seconds on every rank
-        for module in ("torch._dynamo", "torch._inductor.compile_fx"):
-            importlib.import_module(module)
     gc.freeze()  # DeepSpeed collects garbage with every engine: imported objects need not be searched
     children = []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
         if pid == 0:
-            run_rank(rank)
+            _run_rank(rank, checks)
         children.append(pid)
     for _ in children:
         _, status = os.wait()
         if status:
             time.sleep(0.5)  # the one that failed first may not be the one that ended first
             os._exit(1)  # whoever started us kills our group
-
-
-if __name__ == "__main__":
-    main()

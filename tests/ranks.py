@@ -9,12 +9,7 @@ has ended.
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +18,9 @@ from pathlib import Path
 import pytest
 
 from hzero.launcher import free_port
+from tests.forks import fork, join
 
 ROOT = Path(__file__).resolve().parent.parent
-
-#: Longest wait of one collective in a check: a hang must fail, and soon.
-HOP_TIMEOUT_S = 90
 
 
 @dataclass(frozen=True)
@@ -97,34 +90,19 @@ def launch(
     wanted = [f"{module}:{name}" for module, name in _checks(modules) if name in checks]
     with tempfile.TemporaryDirectory() as folder:
         env = {
-            **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "HZERO_CHECKS_OUT": folder,
             **environment,
         }
-        with open(Path(folder) / "ranks.log", "w") as log:
-            # One process imports, which takes long, and forks the ranks.
-            ranks = subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_main", *wanted],
-                env=env,
-                cwd=folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            ranks.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ranks.pid, signal.SIGKILL)
-            ranks.wait()
+        from tests.rank_main import run_checks  # imports torch
+
+        log = Path(folder) / "ranks.log"
+        ranks = fork(run_checks, wanted, folder=Path(folder), env=env, out=log, err=log)
+        join(ranks, timeout)
         return _outcomes(Path(folder), [name.split(":")[1] for name in wanted], timeout)
 
 

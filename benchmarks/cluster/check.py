@@ -133,7 +133,7 @@ def _measure(cluster: Cluster, tier: Tier, what: str, pairs: list[tuple[int, int
     return Row(
         tier=tier,
         what=what,
-        nominal_mbit=cluster.rates_mbit[tier],
+        nominal_mbit=cluster.rate_mbit(tier),
         mbit=done.mbit,
         payload=sum(done.payload.values()),
         senders=sum(rise[rank][tier] for rank in senders),

@@ -138,7 +138,7 @@ def _classes(cluster: Cluster, rank: int) -> list[str]:
 
 
 def _class(cluster: Cluster, tier: Tier) -> str:
-    mbit = cluster.rates_mbit[tier] if tier != "node" else None
+    mbit = cluster.rate_mbit(tier) if tier != "node" else None
     bits, size = (UNSHAPED_BITS, UNSHAPED_BURST) if mbit is None else (round(mbit * 1e6), burst(mbit))
     return (
         f"class add dev {INTERFACE} parent 1: classid {CLASSES[tier][0]} "
@@ -150,7 +150,7 @@ def _trunk_ends(cluster: Cluster) -> list[tuple[str, str, float | None]]:
     """Both ends of every trunk: namespace, interface, rate of what is sent there."""
     if cluster.nodes == 1:
         return []
-    rate = cluster.rates_mbit["node"]
+    rate = cluster.rates_mbit.node
     leaves = [(node_namespace(node), TRUNK, rate) for node in range(cluster.nodes)]
     return leaves + [(SPINE, f"n{node}", rate) for node in range(cluster.nodes)]
 

@@ -89,7 +89,7 @@ class Lock:
     def write(self, cluster: Cluster, *, kept: bool) -> None:
         """Says what is set up, and by whom."""
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        self._replace(json.dumps({"pid": os.getpid(), "since": now, "kept": kept, "cluster": cluster.as_dict()}))
+        self._replace(json.dumps({"pid": os.getpid(), "since": now, "kept": kept, "cluster": cluster.model_dump()}))
 
     def erase(self) -> None:
         """Says that nothing is set up."""
@@ -129,7 +129,7 @@ def _locked(handle: int) -> bool:
 def _parse(text: str, *, live: bool) -> Owner | None:
     try:
         said = json.loads(text)
-        cluster = Cluster.from_config("cluster", said["cluster"])
+        cluster = Cluster.model_validate(said["cluster"])
         return Owner(int(said["pid"]), str(said["since"]), bool(said["kept"]), cluster, live)
     except (ValueError, KeyError, TypeError):  # nothing, or nothing of ours, is written there (ConfigError: ValueError)
         return None

@@ -106,8 +106,7 @@ class Measurement:
         """Seconds of every shaped tier for bytes that all ranks send in a step, spread evenly."""
         cluster = self.config.cluster
         links = {"gcd": cluster.world_size, "gpu": cluster.world_size, "node": cluster.nodes}
-        rates = cluster.rates_mbit
-        return [size * 8e-6 / rate / links[tier] for tier, size in sent.items() if (rate := rates.get(tier))]
+        return [size * 8e-6 / rate / links[tier] for tier, size in sent.items() if (rate := cluster.rate_mbit(tier))]
 
 
 def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
-from benchmarks.compare.scheme import Job, Scheme
 from hzero.config import SCOPES, Scope
 from hzero.validation import ConfigError, Frozen, one_of, validated
+
+if TYPE_CHECKING:  # both import torch and transformers
+    from benchmarks.compare.scheme import Job, Scheme
 
 
 class _Entry(Frozen):

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from benchmarks.cluster.network import Network
-from benchmarks.cluster.ranks import command_inside, rank_environment_on
+from benchmarks.cluster.ranks import rank_environment_on
 from benchmarks.compare import worker
 from benchmarks.compare.machine import machine, now, versions
 from benchmarks.compare.measurement import Measurement
@@ -16,6 +16,7 @@ from benchmarks.compare.store import Store
 from benchmarks.rows import Bytes, StepsRow
 from hzero.launcher import Ranks
 from hzero.train import data
+from hzero.train.worker import RANK_IMPORTS
 
 
 def take_measurement(measurement: Measurement, store: Store, after_s: float) -> int:
@@ -51,12 +52,13 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
     measured_with = versions()  # before the ranks read the files, which may change while they run
     with Network(cluster):
         status = Ranks(
-            command_inside([sys.executable, "-m", "benchmarks.compare.worker", str(logs)]),
+            [sys.executable, "-m", "benchmarks.compare.worker", str(logs)],
             [
                 {**rank_environment_on(cluster, rank, threads=config.threads), "PYTHONWARNINGS": "ignore"}
                 for rank in range(cluster.world_size)
             ],
             logs,
+            imports=(*RANK_IMPORTS, "benchmarks.compare.scheme"),
             stopping="results of this measurement are discarded",
         ).run()
     if status:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import namespace
 from hzero.config import Tier
 from hzero.files import replacing
 from hzero.formatting import clock
@@ -192,4 +194,5 @@ class _Turns:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    namespace.enter(os.environ[namespace.VARIABLE])
     run_rank(folder, functools.partial(_measure, folder))

@@ -160,7 +160,7 @@ def traffic(result: Result) -> Any:
 
 def _title(what: str, result: Result) -> str:
     cluster = result.config.cluster
-    rates = [cluster.rates_mbit[tier] for tier in cluster.tiers]
+    rates = [cluster.rate_mbit(tier) for tier in cluster.tiers]
     shown = " / ".join("no limit" if mbit is None else f"{mbit:g}" for mbit in rates)
     shape = f"{cluster.nodes} x {cluster.gpus_per_node} x {cluster.gcds_per_gpu} ranks"
     return f"{what}: {shape}, {shown} Mbit/s, accumulation {result.config.train.accumulation}"

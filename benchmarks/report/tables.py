@@ -38,7 +38,7 @@ def setting(result: Result) -> str:
     row, config = result.rows[0], result.config
     cluster, train = config.cluster, config.train
     rates = [
-        f"{tier} no limit" if (mbit := cluster.rates_mbit[tier]) is None else f"{tier} {mbit:g} Mbit/s"
+        f"{tier} no limit" if (mbit := cluster.rate_mbit(tier)) is None else f"{tier} {mbit:g} Mbit/s"
         for tier in cluster.tiers
     ]
     return (

@@ -81,7 +81,7 @@ def judged(result: Result) -> bool:
     """Whether a result has the setting that the targets are set for."""
     cluster = result.config.cluster
     shape = (cluster.nodes, cluster.gpus_per_node, cluster.gcds_per_gpu)
-    return (shape, result.config.train.accumulation, cluster.rates_mbit) == SETTING
+    return (shape, result.config.train.accumulation, cluster.rates_mbit.model_dump()) == SETTING
 
 
 def differences(row: StepsRow, *, twice: bool = False) -> dict[Tier, float]:

@@ -64,7 +64,7 @@ def run_links(arguments: Sequence[str]) -> int:
         command,
         local_ranks(ranks, more={_STARTED_HERE: "1"}),
         logs,
-        imports=("torch.distributed", "hzero.bench.probe") if _on_processors(settings) else (),
+        imports=("torch.distributed", "hzero.bench.probe"),
         stopping="nothing is written",
     ).run()
     if status == INTERRUPTED:
@@ -72,14 +72,6 @@ def run_links(arguments: Sequence[str]) -> int:
     if status in (0, REFUSED, INTERRUPTED):
         shutil.rmtree(logs, ignore_errors=True)
     return status
-
-
-def _on_processors(settings: LinksSettings) -> bool:
-    if settings.device == "cpu":
-        return True
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 def ranks_to_start(topology: str | TopologyConfig) -> int:

@@ -23,7 +23,7 @@ from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, data, folder
-from hzero.train.worker import prepare_process, rank_imports, train_rank, write_job
+from hzero.train.worker import RANK_IMPORTS, prepare_process, train_rank, write_job
 from hzero.validation import ConfigError
 
 
@@ -83,7 +83,7 @@ def _train(config: DictConfig) -> int:
             [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
             local_ranks(settings.world_size, settings["launcher"]["threads"]),
             logs,
-            imports=rank_imports(),
+            imports=RANK_IMPORTS,
             start_timeout=settings["launcher"]["start_timeout_s"],
             timeout_key="launcher.start_timeout_s",
             stopping="the ranks finish their step and save (again to stop at once)",

@@ -17,6 +17,8 @@ from hzero.launcher import run_rank
 from hzero.train.folder import CONFIG, LOGS
 
 JOB = "job.json"
+#: Modules that take a rank long to import; the first engine imports torch's compiler.
+RANK_IMPORTS = ("deepspeed", "torch._inductor.compile_fx", "hzero.zero", "hzero.train.loop")
 
 
 def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None) -> None:
@@ -50,13 +52,6 @@ def prepare_process(threads: int) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(threads)
-
-
-def rank_imports() -> tuple[str, ...]:
-    """Modules that ranks may share by a fork: all on processors, none where an accelerator is in sight."""
-    import torch
-
-    return () if torch.cuda.is_available() else ("deepspeed", "hzero.zero", "hzero.train.loop")
 
 
 def _config(run_dir: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hzero.bench.links import ranks_to_start
 from hzero.bench.settings import parse
 from hzero.cli import main
 from hzero.plan.links_file import algorithm_bandwidth, bus_bandwidth, read_links
+from tests.forks import Command
 from tests.ranks import ROOT
 
 WRONG = {
@@ -94,26 +96,16 @@ def test_sizes_and_parts() -> None:
     assert settings.parts(4096, 2) == [8]
 
 
-def command(topology: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hzero", "bench", "links", "--topology", topology, *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HZERO_BACKEND": "reference"}
+def start(folder: Path, topology: str, *arguments: str, **env: str) -> Command:
+    env["HZERO_BACKEND"] = "reference"
+    return Command(["bench", "links", "--topology", topology, *arguments], folder, folder / "output", env)
 
 
 def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "links.json"
     sizes = ("--min-bytes", "1K", "--max-bytes", "4K", "--iterations", "3", "--warmup", "0")
-    done = subprocess.run(
-        command("2x2x2", *sizes, "--out", str(out)),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    status, output, errors = start(tmp_path, "2x2x2", *sizes, "--out", str(out)).finish()
+    assert status == 0, errors
     links = read_links(out)
     ops = [("all_gather", None), ("all_to_all", None), ("reduce_scatter", None)]
     ops += [(role, codec) for role in ("weights", "gradients") for codec in ("none", "int8", "int4")]
@@ -127,30 +119,27 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
     assert links.grid == {"gcd": 2, "gpu": 2, "node": 2} and links.launcher == "hzero"
     assert (links.backend, links.device, links.codecs) == ("gloo", "cpu", "reference")
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["links.json", "links.png"]
-    shown = [line.split() for line in done.stdout.splitlines() if line[:1] == " " and "GB/s" not in line]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["links.json", "links.png", "output"]
+    shown = [line.split() for line in output.splitlines() if line[:1] == " " and "GB/s" not in line]
     assert sum(len(line) == 9 and line[0] in ("1024", "4096") for line in shown) == len(expected)
-    assert done.stdout.count("4 groups of 2 ranks") == 3
+    assert output.count("4 groups of 2 ranks") == 3
 
     assert main(["plan", "model=gpt_neox_1m", "topology=emulated_2x2x2", "--links", str(out)]) == 0
     assert str(out) in capsys.readouterr().out.replace("\n", "")
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    running = subprocess.Popen(
-        command("1x1x2", "--iterations", "100000", "--out", str(tmp_path / "links.json")),
-        env={**environment(), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stdout is not None
-    assert running.stdout.readline().startswith("# hzero bench links: 2 ranks, 1 node x 1 GPU x 2 GCDs")
+    links = tmp_path / "links.json"
+    running = start(tmp_path, "1x1x2", "--iterations", "100000", "--out", str(links), TMPDIR=str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not running.out.exists() or "\n" not in running.out.read_text():
+        assert time.monotonic() < deadline and running.poll() is None, running.err.read_text()
+        time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert errors.strip() == "stopping: nothing is written"
-    assert not list(tmp_path.iterdir())  # neither results nor logs
+    status, output, errors = running.finish(60)
+    assert output.startswith("# hzero bench links: 2 ranks, 1 node x 1 GPU x 2 GCDs")
+    assert (status, errors.strip()) == (130, "stopping: nothing is written")
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]  # neither results nor logs
 
 
 def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
@@ -159,10 +148,10 @@ def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists():
         pytest.skip("mpiexec is not beside this interpreter")
-    arguments = "--topology 1x1x3 --device cpu --max-bytes 4K --iterations 1 --warmup 0 --codecs none --out links.json"
+    arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --warmup 0 --codecs none --out links.json"
     done = subprocess.run(
-        [str(mpiexec), "-n", "3", sys.executable, "-m", "hzero", "bench", "links", *arguments.split()],
-        env=environment(),
+        [str(mpiexec), "-n", "2", sys.executable, "-m", "hzero", "bench", "links", *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HZERO_BACKEND": "reference"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,23 @@ from benchmarks.cluster import check, counters, layout, namespace, network, owne
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, check_kernel, check_tools, clear, ours
 from benchmarks.cluster.ranks import command_inside, rank_environment_on
-from benchmarks.cluster.shape import Cluster
+from benchmarks.cluster.shape import Cluster, Rates
 from hzero.config import TIERS
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, validated
 from tests.ranks import ROOT
 
 RATES: dict[str, float | None] = {"gcd": 200.0, "gpu": 75.0, "node": 50.0}
 BLOCK: dict[str, Any] = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2, "rates_mbit": RATES}
 
+
+def cluster_of(shape: tuple[int, int, int], rates: Mapping[str, float | None] = RATES) -> Cluster:
+    nodes, gpus, gcds = shape
+    return Cluster(nodes=nodes, gpus_per_node=gpus, gcds_per_gpu=gcds, rates_mbit=Rates(**rates))
+
+
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)).filter(lambda shape: math.prod(shape) > 1)
 rates = st.none() | st.floats(0.1, 100_000)
-clusters = st.builds(
-    lambda shape, values: Cluster(shape[0], shape[1], shape[2], dict(zip(TIERS, values))),
-    shapes,
-    st.tuples(rates, rates, rates),
-)
+clusters = st.builds(lambda shape, *values: cluster_of(shape, dict(zip(TIERS, values))), shapes, rates, rates, rates)
 few = settings(max_examples=30, deadline=None)
 
 
@@ -54,9 +56,9 @@ def test_signals_wait_until_what_was_begun_is_done() -> None:
 
 
 def test_a_block_is_read_and_written() -> None:
-    cluster = Cluster.from_config("cluster", {**BLOCK, "rates_mbit": {"gcd": 200, "gpu": "none", "node": None}})
-    assert cluster.rates_mbit == {"gcd": 200.0, "gpu": None, "node": None}
-    assert Cluster.from_config("cluster", cluster.as_dict()) == cluster
+    cluster = validated(Cluster, {**BLOCK, "rates_mbit": {"gcd": 200, "gpu": "none", "node": None}}, "cluster")
+    assert cluster.rates_mbit.model_dump() == {"gcd": 200.0, "gpu": None, "node": None}
+    assert Cluster.model_validate(cluster.model_dump()) == cluster
     assert Cluster.from_text("2x2x2", "200,none,none") == cluster
     assert Cluster.from_text("4x1x1", "none").tiers == ("node",)
     assert (cluster.world_size, cluster.namespace(3), cluster.address(3)) == (8, "hzero-r3", "198.18.0.4")
@@ -65,19 +67,20 @@ def test_a_block_is_read_and_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"nodes": 0}, "c.nodes: found 0, expected a whole number of at least 1"),
+        ({"nodes": 0}, "c.nodes: found 0; input should be greater than or equal to 1"),
         ({"nodes": True}, "c.nodes: found True"),
         ({"gpus_per_node": 2.0}, "c.gpus_per_node: found 2.0"),
         ({"nodes": 17}, "c: found 17x2x2, 68 ranks, expected 2 to 64"),
         ({"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}, "c: found 1x1x1, 1 ranks"),
         ({"node": 2}, "c: unknown key 'node'; did you mean 'nodes'?"),
         ({"rates_mbit": 50}, "c.rates_mbit: found 50, expected a block with keys gcd, gpu, node"),
+        ({"nodes": ...}, "c.nodes: missing"),
         ({"rates_mbit": {"gcd": 1, "gpu": 1}}, "c.rates_mbit.node: missing"),
         ({"rates_mbit": {**RATES, "hive": 1}}, "c.rates_mbit: unknown key 'hive'"),
         *[
             (
                 {"rates_mbit": {**RATES, "gpu": rate}},
-                f"c.rates_mbit.gpu: found {rate!r}, expected 0.1 to 100,000 Mbit/s",
+                f"c.rates_mbit.gpu: found {rate!r}; input should be ",
             )
             for rate in (0, -1, math.inf, math.nan, 1e6, True, "fast")
         ],
@@ -85,15 +88,8 @@ def test_a_block_is_read_and_written() -> None:
 )
 def test_a_wrong_block_is_one_line_that_names_the_key(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Cluster.from_config("c", {**BLOCK, **changes})
+        validated(Cluster, {key: value for key, value in {**BLOCK, **changes}.items() if value is not ...}, "c")
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
-
-
-def test_a_cluster_made_directly_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.rates_mbit\.gcd: found 0"):
-        Cluster(2, 2, 2, {**RATES, "gcd": 0})
-    with pytest.raises(ConfigError, match=r"cluster\.nodes: missing"):
-        Cluster.from_config("cluster", {key: value for key, value in BLOCK.items() if key != "nodes"})
 
 
 @few
@@ -152,7 +148,7 @@ def test_every_link_joins_two_namespaces_and_both_ends_are_set_up(cluster: Clust
 @given(clusters)
 def test_trunks_are_shaped_at_both_ends_unless_they_have_no_rate(cluster: Cluster) -> None:
     queues = [line for lines in layout.shaping(cluster).values() for line in lines if " tbf " in line]
-    rate = cluster.rates_mbit["node"]
+    rate = cluster.rates_mbit.node
     shaped = cluster.nodes > 1 and rate is not None
     assert len(queues) == (2 * cluster.nodes if shaped else 0)
     assert all(f" rate {round((rate or 0) * 1e6)}bit " in line for line in queues)
@@ -178,7 +174,7 @@ def test_sent_bytes_are_those_of_the_queue_in_each_class() -> None:
 
 def test_what_a_rank_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
-    found = rank_environment_on(Cluster(4, 2, 2, RATES), 6, 1234, threads=3)
+    found = rank_environment_on(cluster_of((4, 2, 2)), 6, 1234, threads=3)
     expected = {"RANK": "6", "WORLD_SIZE": "16", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "3"}
     expected |= {"MASTER_ADDR": "198.18.0.1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "eth0"}
     expected |= {"HZERO_CLUSTER_NAMESPACE": "hzero-r6"}
@@ -198,7 +194,7 @@ def test_a_missing_namespace_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_lock_names_who_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(owner, "path", lambda: tmp_path / "lock")
     assert owner.read() is None
-    first, cluster = owner.Lock(), Cluster(2, 2, 2, RATES)
+    first, cluster = owner.Lock(), cluster_of((2, 2, 2))
     first.take()
     first.write(cluster, kept=False)
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} since .*2 nodes x 2 GPUs x 2 GCDs"):
@@ -351,7 +347,7 @@ def test_what_a_killed_owner_leaves_is_cleared_by_the_next() -> None:
         assert killed.stdout
         left = int(killed.stdout.readline())
         _until(lambda: namespace.occupants(ours()) == {left: "hzero-r1"}, "a process in the namespace")
-        with pytest.raises(ConfigError, match=f"in use by process {killed.pid}"), Network(Cluster(1, 1, 2, RATES)):
+        with pytest.raises(ConfigError, match=f"in use by process {killed.pid}"), Network(cluster_of((1, 1, 2))):
             pass
     finally:
         killed.send_signal(signal.SIGKILL)
@@ -376,7 +372,7 @@ def test_up_stays_until_down(capsys: pytest.CaptureFixture[str]) -> None:
         assert "up: 1 node x 1 GPU x 2 GCDs; gcd not shaped" in capsys.readouterr().out
         assert main(["run", "--shape", "1x1x2", "--", "true"]) == 2
         assert "one is up since" in capsys.readouterr().err
-        within = subprocess.Popen(command_inside(["sleep", "60"]), env=rank_environment_on(Cluster(1, 1, 2, RATES), 1))
+        within = subprocess.Popen(command_inside(["sleep", "60"]), env=rank_environment_on(cluster_of((1, 1, 2)), 1))
         _until(lambda: within.pid in namespace.occupants(ours()), "a process in the namespace")
         assert main(["up", "--shape", "1x2x1", "--rates", "none"]) == 2
         assert f"1 process(es) run in it, as {within.pid}" in capsys.readouterr().err

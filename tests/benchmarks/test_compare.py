@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cluster import network
-from benchmarks.cluster.shape import Cluster
+from benchmarks.cluster.shape import Cluster, Rates
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare import training as training_module
 from benchmarks.compare.store import Store
@@ -32,7 +32,6 @@ from tests.benchmarks.rows import steps
 from tests.ranks import ROOT
 
 CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog" / "all.yaml").read_text())
-NONE = {"gcd": None, "gpu": None, "node": None}
 DATA = {"path": None, "max_bytes": 0, "eval_share": 0.05, "cache_dir": None}
 
 
@@ -54,7 +53,7 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     assert suites >= {"main", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", "convergence"}
     main = next(item for item in asked if item.title == "main/main")
     assert main.config.train.accumulation == 2
-    assert main.config.cluster.rates_mbit == {"gcd": 200, "gpu": 75, "node": 50}
+    assert main.config.cluster.rates_mbit == Rates(gcd=200, gpu=75, node=50)
     assert [item.config.train.accumulation for item in asked if item.title.startswith("accumulation/")] == [
         1,
         4,
@@ -167,7 +166,7 @@ def _brute_force(cluster: Cluster, ranks: list[int], kind: str, way: str, size: 
 def test_bytes_of_schemes_are_those_of_their_messages(
     shape: tuple[int, int, int], way: str, accumulation: int, numel: int
 ) -> None:
-    cluster = Cluster(*shape, NONE)
+    cluster = Cluster.from_text("x".join(map(str, shape)), "none")
     world, node = cluster.world_size, cluster.ranks_per_node
     everyone = [list(range(world))]
     nodes = [list(cluster.ranks_of(n)) for n in range(cluster.nodes)]
@@ -199,7 +198,7 @@ def test_bytes_of_schemes_are_those_of_their_messages(
 
 
 def test_bytes_of_hzero_are_the_plans() -> None:
-    cluster, numels = Cluster(2, 2, 2, NONE), [1 << 20]
+    cluster, numels = Cluster.from_text("2x2x2", "none"), [1 << 20]
     keywords: dict[str, Any] = {"itemsize": 2, "accumulation": 2}
     found = {
         (name, way): step_bytes(CATALOG[name], cluster, numels, reduce_scatter=way, **keywords)

@@ -26,7 +26,7 @@ from hzero.config import CodecConfig, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid
-from tests.ranks import HOP_TIMEOUT_S
+from tests.rank_main import HOP_TIMEOUT_S
 
 NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))

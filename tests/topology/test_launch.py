@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hzero.launcher import Ranks, free_port, local_ranks
+from tests.forks import fork, join
 from tests.ranks import ROOT
 from tests.topology.pretended_ranks import NODES, STUBBED, STYLES, WORLD, write_trees
 
@@ -38,14 +39,15 @@ def _by_mpiexec(folder: Path) -> None:
 
 
 def _by_hzero(folder: Path) -> None:
-    (folder / "started").touch()
+    log = folder / "launcher.log"
+    process = fork(_launch, folder, folder=folder, env={}, out=log, err=log)
+    join(process, TIMEOUT_S)
+
+
+def _launch(folder: Path) -> int:
     command = [sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)]
-    Ranks(
-        command,
-        local_ranks(WORLD, more={"PYTHONPATH": str(ROOT)}),
-        folder,
-        start_timeout=TIMEOUT_S,
-    ).run()
+    imports = ("hzero.doctor", "hzero.collectives.tiered", "hypothesis", "pytest")
+    return Ranks(command, local_ranks(WORLD), folder, imports=imports, start_timeout=TIMEOUT_S).run()
 
 
 @pytest.fixture(scope="module", params=[_by_mpiexec, _by_hzero], ids=["mpiexec", "hzero"])

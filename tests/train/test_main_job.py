@@ -15,6 +15,7 @@ import pytest
 
 from hzero.cli import main
 from hzero.train.folder import lock
+from tests.forks import Command
 from tests.ranks import ROOT
 
 SMALL = [
@@ -34,25 +35,9 @@ SMALL = [
 PAIR = ("topology.gpus_per_node=1",)
 
 
-def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "hzero", "train", *SMALL, *overrides],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, out, err
+def _start(folder: Path, *overrides: str) -> Command:
+    output = folder / f"output{len(list(folder.glob('output*')))}"
+    return Command(["train", *SMALL, *overrides], folder, output, {"XDG_CACHE_HOME": str(folder / "cache")})
 
 
 def _losses(run: Path) -> dict[int, float]:
@@ -60,18 +45,18 @@ def _losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 
 
-def _ranks(process: subprocess.Popen[str]) -> list[int]:
+def _ranks(process: Command) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     return [int(pid) for pid in children.read_text().split()]
 
 
-def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+def _wait_for_step(run: Path, step: int, process: Command) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if (run / "logs" / "started").exists() and max(_losses(run), default=0) >= step:
             return
         time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+    raise AssertionError(f"step {step} was not reached: {process.finish()}")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"the {i % 17} quick brown foxes jump over {i % 5} lazy dogs, {i * 7919 % 1000} times\n" for i in range(4000)
     ]
     (path / "book.txt").write_text("".join(lines))
-    code, out, err = _finish(_start(path, "zero=lossless", "run.name=whole"))
+    code, out, err = _start(path, "zero=lossless", "run.name=whole").finish()
     assert code == 0, out + err
     return path
 
@@ -107,7 +92,7 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
     ranks = _ranks(process)
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
-    code, out, err = _finish(process, timeout=120)
+    code, out, err = process.finish(timeout=120)
     assert code == 1 and "rank 2 died: signal SIGKILL" in err, out + err
     assert all(not Path(f"/proc/{pid}").exists() for pid in ranks), "a rank was left behind"
 
@@ -116,7 +101,7 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
     _wait_for_step(run, 5, process)
     ranks = _ranks(process)
     process.send_signal(signal.SIGINT)
-    code, out, err = _finish(process, timeout=120)
+    code, out, err = process.finish(timeout=120)
     assert code == 130 and "stopping: the ranks finish their step" in err, out + err
     assert "going on after step" in out and "resume=auto run.dir=runs/stopped" in out, out
     assert all(not Path(f"/proc/{pid}").exists() for pid in ranks)
@@ -126,7 +111,7 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
     newest, before = sorted((run / "checkpoints").glob("step_*"))[::-1]
     assert (newest / "complete.json").exists() and newest.name == f"step_{summary['steps']:06d}"
     next(newest.glob("zero_pp_rank_1_*")).write_bytes(b"torn")
-    code, out, err = _finish(_start(folder, *job))
+    code, out, err = _start(folder, *job).finish()
     assert code == 0 and "is torn" in err and f"going on after step {int(before.name[5:])}" in out, out + err
     assert _losses(run) == _losses(folder / "runs" / "whole")
 
@@ -175,12 +160,12 @@ def test_a_run_stopped_after_its_last_step_is_evaluated_and_summed_up(folder: Pa
     """A run of two ranks, whose weights zero.Init makes in shards; they start like those made whole."""
     job = (*PAIR, "zero=zeropp", "run.name=pair", "model.zero_init=true", "train.steps=2")
     run = folder / "runs" / "pair"
-    code, out, err = _finish(_start(folder, *job))
+    code, out, err = _start(folder, *job).finish()
     assert code == 0, out + err
     assert _losses(run)[1] == pytest.approx(_losses(folder / "runs" / "whole")[1], rel=0.02)
     expected = json.loads((run / "summary.json").read_text())
     (run / "summary.json").unlink()
-    code, out, err = _finish(_start(folder, *job, "resume=auto"))
+    code, out, err = _start(folder, *job, "resume=auto").finish()
     assert code == 0, out + err
     late = json.loads((run / "summary.json").read_text())
     assert late["status"] == "finished" and late["steps"] == 2 and late["steps_here"] == 0
@@ -188,7 +173,7 @@ def test_a_run_stopped_after_its_last_step_is_evaluated_and_summed_up(folder: Pa
 
 
 def test_a_failing_rank_shows_its_traceback_once(folder: Path) -> None:
-    code, _, err = _finish(_start(folder, *PAIR, "run.name=bad", "+deepspeed.optimizer.type=Nope"))
+    code, _, err = _start(folder, *PAIR, "run.name=bad", "+deepspeed.optimizer.type=Nope").finish()
     assert code == 1 and err.count("Traceback") == 1, err
     assert "Nope" in err and "all ranks are ended" in err
 
@@ -200,7 +185,7 @@ def test_what_the_ranks_refuse_is_one_line_and_undone(folder: Path) -> None:
 
     kept = content()
     overrides = ("run.name=whole", "run.overwrite=true", "+deepspeed.zero_optimization.reduce_scatter=false")
-    code, _, err = _finish(_start(folder, *PAIR, *overrides))
+    code, _, err = _start(folder, *PAIR, *overrides).finish()
     assert code == 2 and err.count("\n") == 1, err
     assert err.startswith("hzero: error: zero_optimization.reduce_scatter: found False"), err
     assert content() == kept
@@ -208,7 +193,14 @@ def test_what_the_ranks_refuse_is_one_line_and_undone(folder: Path) -> None:
 
 def test_stock_zero3_gives_the_same_losses_in_a_folder_of_its_own_to_a_reader_who_leaves(folder: Path) -> None:
     before = (folder / "runs" / "whole" / "metrics.jsonl").read_bytes()
-    process = _start(folder, "zero=stock", "run.name=whole", "checkpoint.every=0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hzero", "train", *SMALL, "zero=stock", "run.name=whole", "checkpoint.every=0"],
+        cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()  # as `hzero train | head -1`

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 from typing import Any
 from unittest import mock
@@ -250,7 +249,8 @@ def check_several_engines_and_no_optimizer() -> None:
 def check_an_engine_leaves_the_model_to_the_next() -> None:
     """Stock after hzero is stock, and hzero after hzero reads its own payloads; destroyed before, late or never."""
     zero = {"stage3_param_persistence_threshold": 0}
-    for block, destroyed in itertools.product((None, block_of("topo")), ("before", "late", "never")):
+    topo = block_of("topo")
+    for block, destroyed in ((topo, "before"), (None, "late"), (topo, "late"), (None, "never")):
         model = AwkwardNet()
         first = engine_of(ds_config(block_of("topo"), zero_optimization=zero), model)
         train(first, 2)

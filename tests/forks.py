@@ -1,0 +1,101 @@
+"""Processes forked from one that has imported everything, since imports take most of a short test (9 s of a core)."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from hzero.launcher import die_with_parent
+from hzero.train.worker import RANK_IMPORTS
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["hzero.cli", "hzero.doctor", "hzero.bench.probe", *RANK_IMPORTS])
+
+
+def fork(
+    target: Callable[..., Any], *arguments: Any, folder: Path, env: Mapping[str, str], out: Path, err: Path
+) -> BaseProcess:
+    """Calls a function in a new process, the first of its group.
+
+    Args:
+        target: A function of a module; its result is the exit status.
+        arguments: Of the function.
+        folder: Where the process runs.
+        env: Its variables on top of ours.
+        out: File for what it prints.
+        err: File for its errors.
+    """
+    whole = {**os.environ, **env}
+    process = _SERVER.Process(target=_enter, args=(target, arguments, folder, whole, out, err))
+    process.start()
+    return process
+
+
+def join(process: BaseProcess, timeout: float) -> None:
+    """Waits for the end of a forked process, then kills what is left of its group."""
+    process.join(timeout)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+
+
+def _enter(
+    target: Callable[..., Any], arguments: Sequence[Any], folder: Path, env: dict[str, str], out: Path, err: Path
+) -> None:
+    os.setsid()
+    die_with_parent()
+    for path, number in ((out, 1), (err, 2)):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, number)
+        os.close(handle)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.exit(target(*arguments))
+
+
+class Command:
+    """A running ``hzero`` command, with what tests need of `subprocess.Popen`.
+
+    Args:
+        arguments: Of ``hzero``.
+        folder: Where it runs.
+        output: A new folder for what it prints.
+        env: Its variables on top of ours.
+    """
+
+    def __init__(self, arguments: Sequence[str], folder: Path, output: Path, env: Mapping[str, str]) -> None:
+        output.mkdir(parents=True)
+        self.out, self.err = output / "out", output / "err"
+        self._process = fork(_hzero, list(arguments), folder=folder, env=env, out=self.out, err=self.err)
+        self.pid = self._process.pid or 0
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal."""
+        os.kill(self.pid, number)
+
+    def finish(self, timeout: float = 300) -> tuple[int, str, str]:
+        """Exit status, output and errors once it has ended; after ``timeout`` seconds it is killed."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise TimeoutError(f"no end in {timeout:.0f} s: {self.err.read_text()}")
+        return self._process.exitcode, self.out.read_text(), self.err.read_text()
+
+
+def _hzero(arguments: list[str]) -> int:
+    from hzero.cli import main
+
+    sys.argv = ["hzero", *arguments]
+    return main(arguments)
