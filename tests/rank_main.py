@@ -19,12 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hzero.launcher import die_with_parent
+
 #: Maximum wait of one collective in a check: a hang must fail, and soon.
 HOP_TIMEOUT_S = 90
 
 
 def _run_rank(rank: int, checks: Sequence[str]) -> None:
     """Runs the checks on one rank; leaves at the first that fails."""
+    die_with_parent()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     out = Path(os.environ["HZERO_CHECKS_OUT"])
     name = "start"

@@ -19,6 +19,14 @@ class _Done:
         """Nothing is left to wait for."""
         return True
 
+    def is_completed(self) -> bool:
+        """It has ended."""
+        return True
+
+    def get_future(self) -> Any:
+        """None: like some of torch's works, it announces nothing."""
+        raise RuntimeError("ended already")
+
 
 def install(kind: str) -> None:
     """Has every reduce-scatter of this process done in one way: torch.distributed's, FSDP's, DeepSpeed's, hzero's."""

@@ -133,7 +133,7 @@ class Probe:
         start = getattr(self._transport, timing.op)
         count = timing.count * (1 if timing.op == "all_gather" else timing.ranks)
         message = self._values(count, timing.dtype)
-        return lambda: start(timing.tier, message, "a probe", lambda: None).wait()
+        return lambda: start(("weights", timing.tier), message, "a probe", lambda: None).wait()
 
     def _hop(self, timing: HopTiming) -> Callable[[], object]:
         """One hop of a bucket of one tensor: encoding, collective, decoding."""
@@ -144,9 +144,12 @@ class Probe:
         bucket = Bucket((0,), (timing.count,), timing.dtype, role)
 
         def gather() -> object:
-            message = codec.encode([shard], bucket.chunks)
-            payload, received, outer = self._collectives.gather([hop], bucket, message, codec).wait()
-            return received.decode(payload, bucket.chunks, dtype=bucket.dtype, outer=outer)
+            def decode(payload: torch.Tensor, received: Codec, outer: int) -> object:
+                return received.decode(payload, bucket.chunks, dtype=bucket.dtype, outer=outer)
+
+            return self._collectives.gather(
+                [hop], bucket, lambda: codec.encode([shard], bucket.chunks), codec, decode
+            ).wait()
 
         def reduce() -> object:
             return self._collectives.reduce([hop], bucket, [whole], rows=hop.size, shard_order=False).wait()

@@ -1,8 +1,8 @@
 """Tiered all-gather and reduce-scatter over torch.distributed, and their wire log."""
 
 from hzero.collectives.bucket import Bucket, in_buckets
-from hzero.collectives.chain import Chain, pipelined
 from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
 from hzero.collectives.tiered import TieredCollectives
 from hzero.collectives.transport import HopError, Transport
 from hzero.collectives.wirelog import WireEntry, WireLog
@@ -12,10 +12,12 @@ __all__ = [
     "Chain",
     "ErrorFeedback",
     "HopError",
+    "Pipeline",
+    "Streams",
     "TieredCollectives",
     "Transport",
     "WireEntry",
     "WireLog",
     "in_buckets",
-    "pipelined",
+    "shared_pipeline",
 ]

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
-from hzero.collectives.chain import Chain, Hops
 from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.pipeline import Chain, Hops, Pipeline
 from hzero.collectives.transport import Collective, Pending, Transport
 from hzero.collectives.wirelog import HopTimer, WireLog
 from hzero.config import CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
+
+T = TypeVar("T")
 
 
 class TieredCollectives:
     """All-gathers and reduce-scatters that cross one tier at a time.
 
     Both take a `Bucket`: several tensors, each cut into one shard per rank, which travel as one message. A hop is one
-    collective in one tier group, with the tier's codec. `gather` and `reduce` start the first hop and return a `Chain`;
-    waiting on it runs the other hops. `pipelined` overlaps the chains of several buckets, since tiers use different
-    links.
+    collective in one tier group, with the tier's codec. `gather` and `reduce` submit the hops to the `Pipeline` and
+    return a `Chain`. The chains of several buckets overlap, since tiers use different links.
 
     A gather crosses the tiers outermost first: node, gpu, gcd. A rank encodes its shards once. A hop all-gathers the
     payloads, and where the next tier has the same codec it passes them on unchanged; otherwise the rank decodes them
@@ -50,50 +52,98 @@ class TieredCollectives:
         transport: Its tier groups.
         wire_log: Counts every hop.
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
+        pipeline: Runs the hops; None makes one.
+
+    Attributes:
+        pipeline: Runs the hops.
     """
 
     def __init__(
-        self, plan: ShardPlan, transport: Transport, wire_log: WireLog, feedback: ErrorFeedback | None = None
+        self,
+        plan: ShardPlan,
+        transport: Transport,
+        wire_log: WireLog,
+        feedback: ErrorFeedback | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.plan = plan
         self.wire_log = wire_log
         self.feedback = feedback
+        self.pipeline = pipeline or Pipeline()
         self._transport = transport
         self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # ---- gather ------------------------------------------------------------------------------------------------
 
     def gather(
-        self, hops: Sequence[Hop], bucket: Bucket, message: torch.Tensor, codec: Codec, *, rows: int = 1, seed: int = 0
-    ) -> Chain[tuple[torch.Tensor, Codec, int]]:
-        """Starts a tiered all-gather of payloads.
+        self,
+        hops: Sequence[Hop],
+        bucket: Bucket,
+        payload: Callable[[], torch.Tensor],
+        codec: Codec,
+        then: Callable[[torch.Tensor, Codec, int], T],
+        *,
+        rows: int = 1,
+        seed: int = 0,
+        after: Sequence[Chain[Any]] = (),
+    ) -> Chain[T]:
+        """Submits a tiered all-gather of payloads.
 
         Args:
             hops: Tiers to cross, outermost first.
             bucket: The tensors.
-            message: uint8 payload of this rank, layout ``[tensor][rows][record]``, in ``codec``.
-            codec: Codec of ``message``.
+            payload: Makes the uint8 payload of this rank, layout ``[tensor][rows][record]``, in ``codec``.
+            codec: Codec of the payload.
+            then: Makes the result, of the gathered payload ``[outer][tensor][rows][record]``, whose outermost index is
+                that of the last hop, the payload's codec, and ``outer``.
             rows: Shards of every tensor that this rank holds.
             seed: Seed of stochastic rounding where a hop transcodes. Must be the same on all ranks.
+            after: Chains that make what ``payload`` reads.
 
         Returns:
-            A chain. Its result: the payload ``[outer][tensor][rows][record]``, whose outermost index is that of the
-            last hop; the codec of the payload; and ``outer``.
+            A chain with the result of ``then``.
         """
-        return Chain(self._gather(hops, bucket, message, codec, rows, seed))
+        return self.pipeline.submit(
+            self._gather(hops, bucket, payload, codec, then, rows, seed),
+            [(bucket.role, hop.tier) for hop in hops],
+            after,
+        )
+
+    def used(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, whose memory is kept until the current stream of an asynchronous device has passed this point."""
+        if self.pipeline.streams is not None:
+            self.pipeline.streams.used(tensor)
+        return tensor
+
+    def _received(self, pending: Pending, sent: torch.Tensor) -> torch.Tensor:
+        """What a hop has received.
+
+        Both buffers belong to the stream of the hop's lane, which does not wait for the hop. They are kept until the
+        current stream, which does, is past this point.
+        """
+        received = pending.wait()
+        self.used(sent)
+        return self.used(received)
 
     def _gather(
-        self, hops: Sequence[Hop], bucket: Bucket, message: torch.Tensor, codec: Codec, rows: int, seed: int
-    ) -> Hops[tuple[torch.Tensor, Codec, int]]:
-        outer = 1
+        self,
+        hops: Sequence[Hop],
+        bucket: Bucket,
+        payload: Callable[[], torch.Tensor],
+        codec: Codec,
+        then: Callable[[torch.Tensor, Codec, int], T],
+        rows: int,
+        seed: int,
+    ) -> Hops[T]:
+        outer, message = 1, payload()
         for hop in hops:
             message, codec = self.transcode(bucket, message, codec, hop.codec, outer=outer, rows=rows, seed=seed)
             elements = outer * rows * sum(bucket.chunks)
             pending = self._start("all_gather", hop, bucket, message, elements, peers_received=hop.size - 1)
             yield pending
-            message = pending.wait()
+            message = self._received(pending, message)
             outer *= hop.size
-        return message, codec, outer
+        return then(message, codec, outer)
 
     def transcode(
         self,
@@ -163,8 +213,9 @@ class TieredCollectives:
         shard_order: bool,
         seed: int = 0,
         scale: float = 1.0,
-    ) -> Chain[list[torch.Tensor]]:
-        """Starts a tiered reduce-scatter (sum).
+        then: Callable[[list[torch.Tensor]], T] = lambda shards: shards,  # type: ignore[assignment,return-value]
+    ) -> Chain[T]:
+        """Submits a tiered reduce-scatter (sum).
 
         Args:
             hops: Tiers to cross, innermost first.
@@ -175,12 +226,16 @@ class TieredCollectives:
                 as in the results of earlier hops.
             seed: Seed of stochastic rounding.
             scale: Loss scale of these gradients; residuals are converted to it.
+            then: Makes the result, of one flat tensor each, ``[rows / product of hop sizes * chunk]``, in hop order;
+                float32 after a hop with a codec, the communication type after one with ``none``.
 
         Returns:
-            A chain. Its result: one flat tensor each, ``[rows / product of hop sizes * chunk]``, in hop order; float32
-            after a hop with a codec, the communication type after one with ``none``.
+            A chain with the result of ``then``.
         """
-        return Chain(self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale))
+        return self.pipeline.submit(
+            self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale, then),
+            [(bucket.role, hop.tier) for hop in hops],
+        )
 
     def _reduce(
         self,
@@ -191,8 +246,10 @@ class TieredCollectives:
         shard_order: bool,
         seed: int,
         scale: float,
-    ) -> Hops[list[torch.Tensor]]:
+        then: Callable[[list[torch.Tensor]], T],
+    ) -> Hops[T]:
         chunks = bucket.chunks
+        tensors = [self.used(tensor) for tensor in tensors]
         sizes: Sequence[int] = (rows,)
         strides: Sequence[int] = (1,)
         if shard_order and self.plan.grid.regular:
@@ -215,11 +272,12 @@ class TieredCollectives:
                     self.feedback.keep(hop.tier, bucket, left, scale)
                 else:
                     message = codec.encode(tensors, chunks, sizes=sizes, strides=strides, outer=pieces, seed=seed)
+            tensors = ()  # read: their memory may go
             elements = rows * sum(chunks)
             kind: Collective = "reduce_scatter" if codec.name == "none" else "all_to_all"
             pending = self._start(kind, hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
             yield pending
-            received = pending.wait()
+            received = self._received(pending, message)
             message = None
             following = hops[index + 1] if index + 1 < len(hops) else None
             if codec.name == "none" and following is not None and following.codec.codec == "none":
@@ -240,7 +298,7 @@ class TieredCollectives:
             else:
                 tensors = codec.decode_sum(received, hop.size, chunks, inner=inner, dtype=bucket.dtype)
             rows, sizes, strides = inner, (inner,), (1,)
-        return list(tensors)
+        return then(list(tensors))
 
     @staticmethod
     def _pieces(hops: Sequence[Hop]) -> int:
@@ -302,4 +360,4 @@ class TieredCollectives:
             "all_to_all": self._transport.all_to_all,
             "reduce_scatter": self._transport.reduce_scatter,
         }[kind]
-        return start(hop.tier, message, what, count)
+        return start((bucket.role, hop.tier), message, what, count)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from hzero.config import TIERS, Tier
+from hzero.config import ROLES, TIERS, Role, Tier
 from hzero.sharding.plan import ShardPlan
 
 Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter"]
+#: A communicator: the group of one tier, for one role.
+Lane: TypeAlias = tuple[Role, Tier]
+_REDUCE_SCATTER = dist.reduce_scatter_tensor
 
 
 class HopError(RuntimeError):
@@ -32,6 +36,28 @@ class Pending:
         self._what = what
         self._on_done = on_done
         self._started = time.monotonic()
+        self._future: Any = None
+
+    def arrived(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        if self._work is None:
+            return True
+        # gloo completes the future, which wakes whoever waits, before the work.
+        return self._future.done() if self._future is not None else self._work.is_completed()
+
+    def announce(self, arrival: threading.Event) -> None:
+        """Asks the backend to set ``arrival`` when the collective has ended; see `announced`."""
+        assert self._work is not None
+        try:
+            self._future = self._work.get_future()
+        except RuntimeError:  # not every kind of work has one
+            return
+        self._future.add_done_callback(lambda _: arrival.set())
+
+    @property
+    def announced(self) -> bool:
+        """Whether the backend announces the end of the collective."""
+        return self._future is not None
 
     def wait(self) -> torch.Tensor:
         """Waits for the collective.
@@ -63,15 +89,21 @@ class _Groups:
 
     def __init__(self) -> None:
         self._world: dist.ProcessGroup | None = None
-        self._made: dict[tuple[tuple[int, ...], timedelta], dist.ProcessGroup] = {}
+        self._made: dict[tuple[Lane, tuple[int, ...], timedelta], dist.ProcessGroup] = {}
 
-    def get(self, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    def get(self, lane: Lane, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
         """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike."""
         if self._world is not dist.group.WORLD:
             self._world, self._made = dist.group.WORLD, {}
-        key = (tuple(ranks), timeout)
+        key = (lane, tuple(ranks), timeout)
         if key not in self._made:
-            self._made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, sort_ranks=False)
+            self._made[key] = dist.new_group(
+                ranks,
+                timeout=timeout,
+                use_local_synchronization=True,
+                sort_ranks=False,
+                group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
+            )
         return self._made[key]
 
 
@@ -89,8 +121,8 @@ def world_timeout() -> timedelta:
 class Transport:
     """Tier groups over torch.distributed, and collectives on them.
 
-    Every rank makes only its own group of each tier, in the order gcd, gpu, node; a tier of size 1 has none. The number
-    of calls and the memory do not depend on the size of the world.
+    Every rank makes only its own groups: for each role one of each tier, in the order gcd, gpu, node; a tier of size 1
+    has none. The number of calls and the memory do not depend on the size of the world.
 
     Args:
         plan: The shard plan of this rank.
@@ -99,32 +131,42 @@ class Transport:
 
     def __init__(self, plan: ShardPlan, timeout: timedelta | None = None) -> None:
         timeout = timeout or world_timeout()
-        self._groups: dict[Tier, dist.ProcessGroup] = {}
+        self._groups: dict[Lane, dist.ProcessGroup] = {}
         self._ranks: dict[Tier, list[int]] = {}
         self._rank = plan.rank
         for tier in TIERS:
             if plan.grid.size(tier) == 1:
                 continue
             self._ranks[tier] = list(plan.tier_group(tier))
-            self._groups[tier] = _groups.get(self._ranks[tier], timeout)
+            for role in ROLES:
+                self._groups[role, tier] = _groups.get((role, tier), self._ranks[tier], timeout)
 
-    def all_gather(self, tier: Tier, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+    def all_gather(self, lane: Lane, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
-        output = message.new_empty(message.numel() * len(self._ranks[tier]))
-        work = dist.all_gather_into_tensor(output, message, group=self._groups[tier], async_op=True)
-        return Pending(work, output, self._describe("all_gather", tier, what, output), on_done)
+        output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
+        work = dist.all_gather_into_tensor(output, message, group=self._groups[lane], async_op=True)
+        return Pending(work, output, self._describe("all_gather", lane[1], what, output), on_done)
 
-    def all_to_all(self, tier: Tier, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+    def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
         """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
-        work = dist.all_to_all_single(output, message, group=self._groups[tier], async_op=True)
-        return Pending(work, output, self._describe("all_to_all", tier, what, output), on_done)
+        work = dist.all_to_all_single(output, message, group=self._groups[lane], async_op=True)
+        return Pending(work, output, self._describe("all_to_all", lane[1], what, output), on_done)
 
-    def reduce_scatter(self, tier: Tier, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
-        """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank."""
-        output = elements.new_empty(elements.numel() // len(self._ranks[tier]))
-        work = dist.reduce_scatter_tensor(output, elements, group=self._groups[tier], async_op=True)
-        return Pending(work, output, self._describe("reduce_scatter", tier, what, elements), on_done)
+    def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+        """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
+
+        ``elements`` may be overwritten.
+        """
+        group, size = self._groups[lane], elements.numel() // len(self._ranks[lane[1]])
+        if dist.get_backend(group) == "gloo" and dist.reduce_scatter_tensor is _REDUCE_SCATTER:
+            # gloo's is an all-reduce whose work never says that it has ended; this one does, of the same bytes.
+            work = dist.all_reduce(elements, group=group, async_op=True)
+            output = elements[dist.get_rank(group) * size :][:size]
+        else:
+            output = elements.new_empty(size)
+            work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)
+        return Pending(work, output, self._describe("reduce_scatter", lane[1], what, elements), on_done)
 
     def _describe(self, kind: Collective, tier: Tier, what: str, tensor: torch.Tensor) -> str:
         ranks = self._ranks[tier]

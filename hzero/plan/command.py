@@ -99,7 +99,9 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "accumulation": accumulation,
         "itemsize": itemsize,
         "notes": [*plan.notes, *_padding_note(plan, numels)],
-        "memory": memory_plan.as_dicts(memory_plan.plan_memory(plan, numels, itemsize=itemsize)),
+        "memory": memory_plan.as_dicts(
+            memory_plan.plan_memory(plan, numels, itemsize=itemsize, accumulation=accumulation)
+        ),
         "zero3_memory": memory_plan.as_dicts(memory_plan.zero3_memory(grid, numels, itemsize=itemsize)),
         "traffic": traffic_plan.as_dicts(traffic),
         "zero3_traffic": traffic_plan.as_dicts(stock),

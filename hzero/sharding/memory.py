@@ -13,6 +13,8 @@ from hzero.topology import Grid
 
 #: DeepSpeed's default ``stage3_prefetch_bucket_size``: elements in flight in a gather, and in a message of the refresh.
 BUCKET_NUMEL = 50_000_000
+#: Maximum number of reductions in flight, and of messages of the refresh.
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def plan_memory(
     optimizer_bytes: int = 12,
     accumulation_itemsize: int = 4,
     bucket_numel: int = BUCKET_NUMEL,
+    accumulation: int = 2,
 ) -> list[StateMemory]:
     """Bytes of every state of the stage on one rank, without activations.
 
@@ -48,6 +51,7 @@ def plan_memory(
         optimizer_bytes: Optimizer bytes per parameter: a float32 master and Adam's two moments make 12.
         accumulation_itemsize: Bytes of one element of the gradient shard.
         bucket_numel: Elements of parameters gathered or reduced together.
+        accumulation: Micro-steps per step; with one no accumulators are kept.
     """
     world = plan.grid.world_size
     chunks = [chunk_numel(numel, world) for numel in numels]
@@ -72,8 +76,8 @@ def plan_memory(
         StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
         StateMemory(
             "gradient accumulators",
-            4 * shard * plan.gradient_rows if plan.accumulates else 0,
-            f"float32 over the {plan.gradients_scope}" if plan.accumulates else "none: gradients are over the world",
+            4 * shard * plan.gradient_rows if plan.accumulates and accumulation > 1 else 0,
+            _accumulators_what(plan, accumulation),
         ),
         StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
         StateMemory("error feedback", residual, "float32 residuals, kept and of this step" if residual else "none"),
@@ -84,8 +88,8 @@ def plan_memory(
         ),
         StateMemory(
             "transient reduce",
-            round(bucket * (itemsize + 2 * reduce_bits + (0 if lossless else 4 + 4 / first))),
-            f"gradients, two payloads, float32 staging of {bucket:,} elements",
+            round(bucket * (itemsize + 2 * IN_FLIGHT * reduce_bits + (0 if lossless else 4 + 4 / first))),
+            f"gradients, two payloads of each of {IN_FLIGHT} buckets, float32 staging of {bucket:,} elements",
         ),
     ]
 
@@ -129,6 +133,12 @@ def _rows_before(plan: ShardPlan, tier: Tier) -> int:
 def _element_bytes(codec: CodecConfig, itemsize: int) -> float:
     fmt = record_format(codec)
     return fmt.record_bytes(1 << 16, itemsize) / (1 << 16)
+
+
+def _accumulators_what(plan: ShardPlan, accumulation: int) -> str:
+    if not plan.accumulates:
+        return "none: gradients are over the world"
+    return f"float32 over the {plan.gradients_scope}" if accumulation > 1 else "none: a step has one micro-step"
 
 
 def _resident_what(plan: ShardPlan) -> str:

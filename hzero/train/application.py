@@ -158,7 +158,9 @@ def _check_machine(settings: Settings) -> None:
     model = settings["model"]
     sizes, itemsize = model_numels(model), settings.itemsize
     if settings.plan is not None:
-        states = plan_memory(settings.plan, sizes, itemsize=itemsize)
+        states = plan_memory(
+            settings.plan, sizes, itemsize=itemsize, accumulation=settings["train"]["grad_accumulation"]
+        )
     else:
         states = zero3_memory(settings.grid, sizes, itemsize=itemsize)
     needed = sum(state.bytes for state in states if not state.name.startswith("transient")) * settings.world_size

@@ -107,6 +107,7 @@ class Loop:
         own = hzero.state(self._engine)
         if own is not None:
             own.weights.refresh()  # this one belongs to no step
+            own.settle()
             own.wire_log.reset()
         if first:
             (self._run_dir / folder.LOGS / STARTED).touch()
@@ -139,6 +140,7 @@ class Loop:
                     break
         if own is not None:
             own.weights.refresh()  # the last step's
+            own.settle()
         traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics)

@@ -57,7 +57,7 @@ def build_summary(
     wire = sum(row["wire_bytes"] for row in traffic)
     compressed = sum(row["raw_bytes"] for row in traffic if row["codec"] != "none")
     memory = {name: max(rank["memory"].get(name, 0) for rank in everyones) for name in everyones[0]["memory"]}
-    planned = plan_memory(plan, sizes, itemsize=itemsize) if plan is not None else []
+    planned = plan_memory(plan, sizes, itemsize=itemsize, accumulation=accumulation) if plan is not None else []
     window = max(min(WINDOW, len(losses) // 2), 1)
     known = [math.nan if loss is None else loss for loss in losses]
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)

@@ -37,7 +37,7 @@ _EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),
     (DeepSpeedZeroOptimizer_Stage3, "step", ("self", "closure")),
-    (DeepSpeedZeroOptimizer_Stage3, "_post_step", ("self", "timer_names")),
+    (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (DeepSpeedZeroOptimizer_Stage3, "_restore_from_bit16_weights", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "load_state_dict", ("self", "state_dict_list")),
     (DeepSpeedZeroOptimizer_Stage3, "offload_states", ("self",)),
@@ -203,14 +203,20 @@ def _is_set(device: Any, *allowed: str) -> bool:
 
 
 def check_group(group: Any, what: str) -> None:
-    """Refuses a partition group that is not the whole world.
+    """Refuses a partition group that is not the whole world in the world's order.
 
     Raises:
-        ConfigError: The group is smaller, as under AutoTP, expert parallelism or an mpu.
+        ConfigError: The group is smaller, as under AutoTP, expert parallelism or an mpu, or its ranks are permuted, so
+            that rank r does not own shard r.
     """
-    size = dist.get_world_size() if group is None else dist.get_world_size(group)
-    if size != dist.get_world_size():
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    if len(ranks) != dist.get_world_size():
         raise ConfigError(
-            f"{what}: partitioned over {size} of {dist.get_world_size()} ranks; {KEY} needs the whole world "
+            f"{what}: partitioned over {len(ranks)} of {dist.get_world_size()} ranks; {KEY} needs the whole world "
             "(no tensor, expert or model parallelism)"
+        )
+    place = next((place for place, rank in enumerate(ranks) if place != rank), None)
+    if place is not None:
+        raise ConfigError(
+            f"{what}: its rank {place} is rank {ranks[place]} of the world; {KEY} needs the world's own order"
         )

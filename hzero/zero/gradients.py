@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipelined
+from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
+from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
 from hzero.zero.block import ZeroParameter
+
+#: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
+Deliver: TypeAlias = Callable[[list[ZeroParameter], list[torch.Tensor]], None]
 
 
 class Gradients:
     """Reduces gradients tier by tier and, where their scope is smaller than the world, accumulates partial sums.
 
-    The gradient accumulators are float32, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world
-    size divided by the size of the gradients' scope. `accumulate` fills them every micro-step; `boundary` sends and
-    frees them once per step.
+    `micro` submits the reduction of a bucket and does not wait for it. Its partial sums are added to the gradient
+    accumulators, float32, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by the
+    size of the gradients' scope. In the last micro-step of a window they go on across the outer tiers at once, while
+    backward runs; a window of one micro-step keeps no accumulator. `boundary` sends what still waits, and delivers all
+    shards together: after an error none is delivered, and the window is given up.
 
     Args:
         collectives: The stage's tiered collectives.
@@ -36,8 +45,10 @@ class Gradients:
         self._accumulators: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
+        self._reducing: deque[Chain[None]] = deque()
+        self._crossing: list[tuple[list[ZeroParameter], Chain[list[torch.Tensor]]]] = []
         self._reductions = 0
-        self._peak_bytes = 0
+        self._held_bytes = self._peak_bytes = 0
 
     @property
     def waiting(self) -> bool:
@@ -57,79 +68,124 @@ class Gradients:
         self._arrived.update(param.ds_id for param in params)
 
     def micro(
-        self, params: Sequence[ZeroParameter], dtype: torch.dtype, divisor: float, scale: float
-    ) -> list[torch.Tensor]:
-        """Averages whole gradients and reduces them over the gradients' scope.
+        self,
+        params: Sequence[ZeroParameter],
+        dtype: torch.dtype,
+        divisor: float,
+        scale: float,
+        *,
+        last: bool,
+        deliver: Deliver,
+    ) -> None:
+        """Submits the reduction of whole gradients over the gradients' scope.
 
         Args:
-            params: Parameters with ``grad`` set, sorted by id, the same on all ranks. The gradients are consumed.
+            params: Parameters with ``grad`` set, sorted by id, the same on all ranks. Their gradients are taken: on
+                return they have been read, or on a device will have been before the current stream goes on.
             dtype: Communication type.
             divisor: Every rank divides by it before the sum, as in stock ZeRO-3: the size of the averaging world.
             scale: Loss scale of these gradients.
-
-        Returns:
-            One flat tensor per parameter, ``[rows * chunk]`` in hop order: partial sums where gradients stay inside
-            their scope, this rank's shard (padding included) where they are sharded over the world. Where the scope is
-            one device no hop is made, and the result is the averaged gradient itself, in shard order and unpadded.
+            last: Whether no other micro-step of this window follows.
+            deliver: Takes this rank's shards where gradients are sharded over the world.
         """
-        bucket = self._bucket(params, dtype)
-        flat = [param.grad.to(dtype).reshape(-1).div_(divisor) for param in params]
-        return self._collectives.reduce(
-            self._micro_hops,
-            bucket,
-            flat,
-            rows=self._plan.grid.world_size,
-            shard_order=True,
-            seed=self._next_seed(),
-            scale=scale,
-        ).wait()
+        params = list(params)
+        flat = []
+        for param in params:
+            flat.append(self._collectives.used(param.grad).to(dtype).reshape(-1).div_(divisor))
+            param.grad = None
+        if self._plan.accumulates:
+            self._waiting.update((param.ds_id, param) for param in params)
+            then: Callable[[list[torch.Tensor]], None] = partial(self._reduced, params, dtype, scale, last)
+        else:
+            then = partial(self._delivered, params, deliver)
+        with self._all_or_nothing():
+            chain = self._collectives.reduce(
+                self._micro_hops,
+                self._bucket(params, dtype),
+                flat,
+                rows=self._plan.grid.world_size,
+                shard_order=True,
+                seed=self._next_seed(),
+                scale=scale,
+                then=then,
+            )
+            chain.wait_read()
+            self._reducing.append(chain)
+            while len(self._reducing) > IN_FLIGHT:  # each holds its message twice
+                self._reducing.popleft().wait()
 
-    def accumulate(self, params: Sequence[ZeroParameter], partial_sums: Sequence[torch.Tensor]) -> None:
-        """Adds partial sums to the accumulators. The first of a window becomes the accumulator: nobody else may keep it."""
-        for param, partial_sum in zip(params, partial_sums):
-            if param.ds_id in self._waiting:
-                self._accumulators[param.ds_id].add_(partial_sum)
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An error gives up the window: a step with some of its gradients would be wrong and look right."""
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            raise
+
+    def settle(self) -> None:
+        """Waits for the reductions of the micro-steps so far."""
+        while self._reducing:
+            self._reducing.popleft().wait()
+
+    def _delivered(self, params: list[ZeroParameter], deliver: Deliver, shards: list[torch.Tensor]) -> None:
+        deliver(params, self.cut(params, shards))
+
+    def _reduced(
+        self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, last: bool, sums: list[torch.Tensor]
+    ) -> None:
+        """Adds partial sums to the accumulators; in the last micro-step they cross at once.
+
+        The first of a window becomes the accumulator: nobody else may keep it.
+        """
+        for param, partial_sum in zip(params, sums):
+            kept = self._accumulators.get(param.ds_id)
+            if kept is not None:
+                kept.add_(partial_sum)
             else:
                 # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
-                self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
-                self._waiting[param.ds_id] = param
+                kept = self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
+                self._held_bytes += kept.numel() * kept.element_size()
+        if last:
+            self._cross(params, dtype, scale)
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
 
-    def boundary(
-        self,
-        dtype: torch.dtype,
-        scale: float,
-        deliver: Callable[[list[ZeroParameter], list[torch.Tensor]], None],
-    ) -> None:
-        """Sends the waiting partial sums over the outer tiers and delivers this rank's shards, bucket by bucket.
-
-        Args:
-            dtype: Communication type of hops with codec ``none``.
-            scale: Loss scale of these gradients.
-            deliver: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
-        """
-        held = sum(tensor.numel() * tensor.element_size() for tensor in self._accumulators.values())
-        self._peak_bytes = max(self._peak_bytes, held)  # nothing has been freed yet
-        waiting = [self._waiting[key] for key in sorted(self._waiting)]
-        buckets = list(in_buckets(((param, param.ds_numel) for param in waiting), self.bucket_numel))
-        chains = pipelined(partial(self._start_boundary, bucket, dtype, scale) for bucket in buckets)
-        for params, shards in zip(buckets, chains):
-            deliver(params, self.cut(params, shards))
-            for param in params:
-                del self._accumulators[param.ds_id]
-        self._waiting.clear()
-
-    def _start_boundary(
-        self, params: Sequence[ZeroParameter], dtype: torch.dtype, scale: float
-    ) -> Chain[list[torch.Tensor]]:
-        return self._collectives.reduce(
+    def _cross(self, params: list[ZeroParameter], dtype: torch.dtype, scale: float) -> None:
+        """Submits accumulated sums to the outer tiers; their accumulators are freed as soon as they are encoded."""
+        sums = [self._accumulators.pop(param.ds_id) for param in params]
+        self._held_bytes -= sum(tensor.numel() * tensor.element_size() for tensor in sums)
+        chain: Chain[list[torch.Tensor]] = self._collectives.reduce(
             self._boundary_hops,
             self._bucket(params, dtype),
-            [self._accumulators[param.ds_id] for param in params],
+            sums,
             rows=self._plan.gradient_rows,
             shard_order=not self._micro_hops,
             seed=self._next_seed(),
             scale=scale,
         )
+        self._crossing.append((params, chain))
+
+    def boundary(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
+        """Sends the partial sums that still wait over the outer tiers and delivers this rank's shards.
+
+        Args:
+            dtype: Communication type of hops with codec ``none``.
+            scale: Loss scale of these gradients.
+            deliver: Takes the shards, bucket by bucket, once all have arrived.
+        """
+        with self._all_or_nothing():
+            self.settle()
+            rest = [self._waiting[key] for key in sorted(self._accumulators)]
+            for params in in_buckets(((param, param.ds_numel) for param in rest), self.bucket_numel):
+                self._cross(params, dtype, scale)
+                if len(self._crossing) > IN_FLIGHT:
+                    self._crossing[-IN_FLIGHT - 1][1].wait()
+            crossed = [(params, chain.wait()) for params, chain in self._crossing]
+        self._crossing.clear()
+        self._waiting.clear()
+        for params, shards in crossed:
+            deliver(params, self.cut(params, shards))
 
     def cut(self, params: Sequence[ZeroParameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's shards without the padding beyond the parameters' ends, as DeepSpeed expects them."""
@@ -141,9 +197,16 @@ class Gradients:
 
     def clear(self) -> None:
         """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""
+        chains: list[Chain[Any]] = [*self._reducing, *(chain for _, chain in self._crossing)]
+        for chain in chains:
+            with contextlib.suppress(Exception):  # whoever waited for it has been told
+                chain.wait()
+        self._reducing.clear()
+        self._crossing.clear()
         self._waiting.clear()
         self._arrived.clear()
         self._accumulators.clear()
+        self._held_bytes = 0
         if self._collectives.feedback is not None:
             self._collectives.feedback.discard()
 

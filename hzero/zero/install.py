@@ -115,8 +115,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     payloads, so over the tiers inside the weights' scope only. All ranks decode the same bytes and compute with the same
     bits. Gradients are reduced in the same buckets as in stock ZeRO-3, but over the tiers inside their own scope only;
     the partial sums are added up in float32 accumulators. At the boundary, the last micro-step before an optimizer
-    step, the sums cross the outer tiers once, and each rank's shard goes to the stock optimizer. After ``step`` the
-    resident payloads are stale; the next forward rebuilds them, crossing the outer tiers once. So with weights over the
+    step, the sums cross the outer tiers once, while backward goes on, and each rank's shard goes to the stock optimizer.
+    Then the resident payloads are rebuilt, crossing the outer tiers once; the next forward waits, module by module, for
+    what it needs. So with weights over the
     package and gradients over the node, links between nodes carry each weight and each gradient once per optimizer
     step, however many micro-steps it has.
 
@@ -127,7 +128,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
     change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
-    not shard activations, overlap other collectives than DeepSpeed does, or combine with tensor, expert or pipeline
+    not shard activations or combine with tensor, expert or pipeline
     parallelism; it refuses by name the DeepSpeed features that it does not support. A configuration without the block
     gives a stock engine.
 

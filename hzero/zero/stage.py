@@ -40,9 +40,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self._stepping = False
         super().__init__(*args, **kwargs)
         self.hzero = self.parameter_offload.hzero
-        # Stock gathers persistent parameters flat over the world after each step. Here the next forward gathers them, by
-        # tier and codec, and they stay (ds_persist) until the step.
-        self.persistent_parameters = []
+        # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
+        # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
+        self._kept_whole, self.persistent_parameters = self.persistent_parameters, []
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
 
     # ---- gradients --------------------------------------------------------------------------------------------------
@@ -50,28 +50,25 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - the mangled name is how stock calls it
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
-        """Averages and reduces one bucket over the gradients' scope; see `Gradients.micro`."""
-        divisor = self.hzero.plan.grid.world_size / float(self.sequence_parallel_size)
-        gradients = self.hzero.gradients
-        sums = gradients.micro(params_to_reduce, communication_data_type, divisor, float(self.loss_scale))
-        if self.hzero.plan.accumulates:
-            return sums
-        return [s.to(self.gradient_accumulation_dtype) for s in gradients.cut(params_to_reduce, sums)]
+        """Submits the reduction of one bucket over the gradients' scope; see `Gradients.micro`."""
+        self.hzero.gradients.micro(
+            params_to_reduce,
+            communication_data_type,
+            float(self.hzero.plan.grid.world_size),
+            float(self.loss_scale),
+            last=self.is_gradient_accumulation_boundary(),
+            deliver=self._deliver,
+        )
+        return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
-        """Passes shards over the world on to stock; partial sums wait in the accumulators for the boundary."""
-        if not self.hzero.plan.accumulates:
-            self._deliver(params_to_release, grad_partitions)
-            return
-        self.hzero.gradients.accumulate(params_to_release, grad_partitions)
-        for param in params_to_release:
-            if param.grad is not None and not get_accelerator().is_synchronized_device():
-                param.grad.record_stream(get_accelerator().current_stream())  # as stock: this stream still reads it
-            param.grad = None
+        """Nothing: `Gradients.micro` has taken the gradients, and shards reach stock by `_deliver`."""
 
     def independent_gradient_partition_epilogue(self) -> None:
         """After a backward: stock, then at the boundary the outer hops."""
         super().independent_gradient_partition_epilogue()
+        if not self.hzero.plan.accumulates:
+            self.hzero.gradients.settle()
         if self.is_gradient_accumulation_boundary():
             self._cross_boundary()
             if self.offload_optimizer:
@@ -88,6 +85,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock step, after gradients that still wait have crossed."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
+        self.hzero.weights.before_change()
+        self._settle_on_processors()
         self._stepping = True
         try:
             super().step(closure)
@@ -96,6 +95,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if not self.overflow:
             self.hzero.gradients.commit()
         self.hzero.gradients.clear()
+        self.hzero.weights.gather_available(self._kept_whole)
+        self._settle_on_processors()
+
+    def _settle_on_processors(self) -> None:
+        if get_accelerator().is_synchronized_device():
+            self.hzero.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done."""
@@ -119,12 +124,15 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         that was silent before to the remains of the last window.
         """
         gradients = self.hzero.gradients
+        newer = [param.grad for param in params]  # of the next backward, or of a second phase of this one
         for again in (False, True):
             chosen = [i for i, param in enumerate(params) if gradients.arrived(param) == again]
             with self._as_micro_step(int(again)):
                 super().partition_grads(
                     [params[i] for i in chosen], [shards[i].to(self.gradient_accumulation_dtype) for i in chosen]
                 )
+        for param, grad in zip(params, newer):
+            param.grad = grad
         gradients.arrive(params)
         if self.is_gradient_accumulation_boundary():
             # Stock has moved these to the host, where the optimizer states are; see the epilogue.
@@ -178,10 +186,17 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _post_step(self, timer_names: Any) -> None:
-        """After an optimizer step that was not skipped: the trainable weights have changed."""
-        super()._post_step(timer_names)
-        self.hzero.weights.mark_stale(param for group in self.fp16_groups for param in group)
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """The weights of a sub-group are new: on a device their refresh starts, behind the steps of other sub-groups.
+
+        On processors it starts with the next gather. A script may end after any step, and torch.distributed aborts if
+        its groups are destroyed while gloo has a collective under way.
+        """
+        super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        if self._stepping:
+            self.hzero.weights.mark_stale(self.fp16_groups[sub_group_id])
+            if not get_accelerator().is_synchronized_device():
+                self.hzero.weights.refresh()
 
     def _restore_from_bit16_weights(self) -> None:
         """The last call of stock's load without optimizer states: the weights have been replaced."""

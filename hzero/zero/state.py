@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireLog
+from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireLog, shared_pipeline
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.zero.block import check_group
 from hzero.zero.gradients import Gradients
+from hzero.zero.streams import device_streams
 from hzero.zero.weights import Weights
 
 logger = logging.getLogger("hzero")
@@ -26,7 +27,7 @@ class StageState:
     Attributes:
         config: The block, preset applied.
         plan: The shard plan of this rank.
-        wire_log: Bytes and time of every hop.
+        wire_log: Bytes and time of every hop that has ended; see `settle`.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
 
@@ -53,7 +54,8 @@ class StageState:
         self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
         self.wire_log = WireLog()
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback)
+        self._pipeline = shared_pipeline(device_streams())
+        collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
         self.weights = Weights(module, collectives, bucket_numel)
         self.gradients = Gradients(collectives, bucket_numel)
         if self.plan.rank == 0:
@@ -66,6 +68,10 @@ class StageState:
         self.gradients.clear()
         if self._feedback is not None:
             self._feedback.clear()
+
+    def settle(self) -> None:
+        """Waits for all hops under way, so that `wire_log` counts them. Collective."""
+        self._pipeline.drain()
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
         """Measured bytes of each state on this rank, without transient buffers.

@@ -2,14 +2,17 @@
 
 Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. In
 addition this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and
-backward gather from resident payloads, over the inner tiers only. A change of primary shards marks payloads stale. All
-stale payloads are rebuilt together before their next use, which crosses the outer tiers once.
+backward gather from resident payloads, over the inner tiers only. A change of primary shards makes payloads stale. On
+a device those of the parameters that an optimizer step has changed are rebuilt at once, behind whatever comes next;
+otherwise the next gather starts to rebuild all. The outer tiers are crossed once, and a gather waits for its own
+parameters alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets, pipelined
+from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
+from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
 from hzero.zero.block import ZeroParameter
 
@@ -37,6 +41,7 @@ class _Managed:
         own: The stage's functions in their place.
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
         chunk: Elements of each of its records.
+        refresh: The chain that builds the payload.
         decoded: Whether ``param.data``, while it is available, came through a codec.
     """
 
@@ -45,30 +50,27 @@ class _Managed:
     own: dict[str, Any] = field(default_factory=dict)
     payload: torch.Tensor | None = None
     chunk: int = 0
+    refresh: Chain[None] | None = None
     decoded: bool = False
 
 
 class GatherHandle:
     """Handle of one gather, as DeepSpeed's coordinator waits on it."""
 
-    def __init__(self, weights: Weights, params: Sequence[ZeroParameter], bucket: Bucket, chain: Chain) -> None:
-        self._weights = weights
+    def __init__(self, params: Sequence[ZeroParameter], chain: Chain[list[torch.Tensor]]) -> None:
         self._params = params
-        self._bucket = bucket
         self._chain = chain
         self._complete = False
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
 
-        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors are made on the current stream and
-        alias no communication buffer.
+        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
+        current stream waits for them.
         """
         if self._complete:
             return
-        message, codec, outer = self._chain.wait()
-        whole = self._weights.collectives.decode_gathered(self._bucket, message, codec, outer)
-        for param, flat in zip(self._params, whole):
+        for param, flat in zip(self._params, self._chain.wait()):
             param.data = flat[: param.ds_numel].view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._complete = True
@@ -107,7 +109,8 @@ class Weights:
         self._version = 0
         self._managed: dict[int, _Managed] = {}
         self._stale: set[int] = set()
-        self._refreshed: Any = None
+        self._changed: Any = None
+        self._encoder: Chain[Any] | None = None
         for param in module.parameters():
             self._manage(param)
 
@@ -130,6 +133,7 @@ class Weights:
 
     def close(self) -> None:
         """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
+        self.collectives.pipeline.drain()
         for managed in list(self._managed.values()):
             self._release(managed)
 
@@ -180,6 +184,8 @@ class Weights:
         free_data: bool = True,
     ) -> None:
         """``param.partition``: stock; where the parameter was written, its resident payload becomes stale."""
+        if has_been_updated:
+            self.before_change()
         managed.stock["partition"](
             param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
         )
@@ -189,6 +195,7 @@ class Weights:
                 own.decoded = False
                 if has_been_updated:
                     self._stale.add(param.ds_id)
+                    self._note_change()
 
     # ---- staleness --------------------------------------------------------------------------------------------------
 
@@ -199,9 +206,22 @@ class Weights:
         """
         self._version += 1
         self._stale.update(self._managed if params is None else (param.ds_id for param in params))
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """The primary shards change on this stream; what encodes them, on another one, waits for this point."""
+        if not get_accelerator().is_synchronized_device():
+            self._changed = get_accelerator().Event()
+            self._changed.record(get_accelerator().current_stream())
+
+    def before_change(self) -> None:
+        """Makes the current stream, which is about to write primary shards, wait until they have been encoded."""
+        if self._encoder is not None:
+            self._encoder.wait_read()
 
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
+        self.collectives.pipeline.drain()
         for managed in self._managed.values():
             managed.payload = None
         self._stale.update(self._managed)
@@ -255,6 +275,8 @@ class Weights:
         params = sorted(params, key=lambda param: param.ds_id)
         for param in params:
             self._manage(param)
+        if self._changed is not None:
+            get_accelerator().current_stream().wait_event(self._changed)
         if not params or self._exact or self._plan.grid.world_size == 1:
             if not params:
                 return Handles([])
@@ -274,66 +296,92 @@ class Weights:
             by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
         return Handles([self._start_gather(same) for _, same in sorted(by_dtype.items(), key=lambda i: str(i[0]))])
 
+    def gather_available(self, params: Iterable[ZeroParameter]) -> None:
+        """Gathers those of ``params`` that are not available, and waits: whoever reads them asks nobody."""
+        self.gather(param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
+
     def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
         bucket = self._bucket(params)
         if self._refresh_hops:
-            if self._refreshed is not None:
-                get_accelerator().current_stream().wait_event(self._refreshed)
-            payloads = [self._payload(param) for param in params]
-            message = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
             codec, rows = self._resident_codec(), self._plan.resident_rows
+            payload: Callable[[], torch.Tensor] = partial(self._payloads, params)
         else:
             codec, rows = self._first_codec(), 1
-            message = self._encode_primary(params, bucket, codec)
+            payload = self._encoding(params, bucket, codec)
         for param in params:
             self._managed[param.ds_id].decoded = self._lossy
-        chain = self.collectives.gather(self._fetch_hops, bucket, message, codec, rows=rows, seed=self._version)
-        return GatherHandle(self, params, bucket, chain)
+        decode = partial(self.collectives.decode_gathered, bucket)
+        refreshes = dict.fromkeys(own.refresh for own in map(self._managed_of, params) if own.refresh is not None)
+        chain = self.collectives.gather(
+            self._fetch_hops, bucket, payload, codec, decode, rows=rows, seed=self._version, after=list(refreshes)
+        )
+        if not self._refresh_hops:
+            self._encoder = chain
+        return GatherHandle(params, chain)
 
-    def _payload(self, param: ZeroParameter) -> torch.Tensor:
-        payload = self._managed[param.ds_id].payload
-        assert payload is not None, "refresh has built it"
-        return payload
+    def _managed_of(self, param: ZeroParameter) -> _Managed:
+        return self._managed[param.ds_id]
+
+    def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
+        payloads = []
+        for param in params:
+            payload = self._managed[param.ds_id].payload
+            assert payload is not None, "refresh has built it"
+            payloads.append(self.collectives.used(payload))
+        return payloads[0] if len(payloads) == 1 else torch.cat(payloads)
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Rebuilds every stale resident payload, by collectives. Does nothing where none is stale."""
+        """Starts to rebuild every stale resident payload, by collectives. Does nothing where none is stale.
+
+        Buckets are started in the order in which forward needs them. Few are in flight at a time, since each holds its
+        message twice; beyond that this waits for the oldest.
+        """
         if not self._refresh_hops or not self._stale:
             return
+        if self._changed is not None:
+            get_accelerator().current_stream().wait_event(self._changed)
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
         for managed in (self._managed[key] for key in sorted(self._stale)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
+        running: deque[Chain[None]] = deque()
         for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
-            buckets = list(in_buckets(((m, m.param.ds_numel) for m in same), self._bucket_numel))
-            chains = pipelined(partial(self._start_refresh, bucket) for bucket in buckets)
-            for managed_bucket, (message, codec, outer) in zip(buckets, chains):
-                self._keep(managed_bucket, message, codec, outer)
+            for bucket in in_buckets(((m, m.param.ds_numel) for m in same), self._bucket_numel):
+                running.append(self._start_refresh(bucket))
+                if len(running) > IN_FLIGHT:
+                    running.popleft().wait()
         self._stale.clear()
-        if not get_accelerator().is_synchronized_device():
-            # The next gather may run on another stream, for example where forward reads a parameter of another module.
-            self._refreshed = get_accelerator().Event()
-            self._refreshed.record(get_accelerator().current_stream())
 
-    def _start_refresh(self, managed: Sequence[_Managed]) -> Chain:
+    def _start_refresh(self, managed: Sequence[_Managed]) -> Chain[None]:
         params = [m.param for m in managed]
         bucket, codec = self._bucket(params), self._first_codec()
-        message = self._encode_primary(params, bucket, codec)
-        return self.collectives.gather(self._refresh_hops, bucket, message, codec, seed=self._version)
+        chain = self.collectives.gather(
+            self._refresh_hops,
+            bucket,
+            self._encoding(params, bucket, codec),
+            codec,
+            partial(self._keep, managed, bucket, self._version),
+            seed=self._version,
+        )
+        self._encoder = chain
+        for own, chunk in zip(managed, bucket.chunks):
+            own.refresh, own.chunk = chain, chunk
+        return chain
 
-    def _keep(self, managed: Sequence[_Managed], message: torch.Tensor, codec: Codec, outer: int) -> None:
+    def _keep(
+        self, managed: Sequence[_Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
+    ) -> None:
         """Cuts a refreshed payload ``[outer][tensor][1][record]`` into one resident payload per parameter."""
-        bucket = self._bucket([m.param for m in managed])
         resident = self._resident_codec()
         if resident.format != codec.format:
             message, _ = self.collectives.transcode(
-                bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=self._version
+                bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=seed
             )
         sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
-        for own, chunk, payload in zip(managed, bucket.chunks, message.view(outer, -1).split(sizes, dim=1)):
+        for own, payload in zip(managed, message.view(outer, -1).split(sizes, dim=1)):
             # A copy, so that one parameter does not keep the whole message in memory.
             own.payload = payload.clone(memory_format=torch.contiguous_format).view(-1)
-            own.chunk = chunk
 
     def _first_codec(self) -> Codec:
         return Codec.from_config(self._plan.gather_hops()[0].codec)
@@ -341,14 +389,18 @@ class Weights:
     def _resident_codec(self) -> Codec:
         return Codec.from_config(self._plan.resident_codec)
 
-    def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec) -> torch.Tensor:
+    def _encoding(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec) -> Callable[[], torch.Tensor]:
+        """What encodes the primary shards."""
+        return partial(self._encode_primary, params, bucket, codec, self._version)
+
+    def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
         device = params[0].device
         sources = []
         for param, chunk in zip(params, bucket.chunks):
             # The padding of the last shards holds no element; DeepSpeed leaves it uninitialised.
             valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
             sources.append(param.ds_tensor.detach().view(-1)[:valid].to(device))
-        return codec.encode(sources, bucket.chunks, seed=self._version)
+        return codec.encode(sources, bucket.chunks, seed=seed)
 
     def _bucket(self, params: Sequence[ZeroParameter]) -> Bucket:
         return Bucket(

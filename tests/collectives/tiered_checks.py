@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from hzero.collectives import (
     TieredCollectives,
     Transport,
     WireLog,
-    pipelined,
 )
 from hzero.collectives.transport import world_timeout
 from hzero.config import CodecConfig, parse_config
@@ -71,9 +72,9 @@ def _gather(collectives: TieredCollectives, whole: list[torch.Tensor], dtype: to
     shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
     hops = collectives.plan.gather_hops()
     codec = Codec.from_config(hops[0].codec)
-    chain = collectives.gather(hops, bucket, codec.encode(shards, bucket.chunks), codec)
-    message, codec, outer = chain.wait()
-    return collectives.decode_gathered(bucket, message, codec, outer)
+    return collectives.gather(
+        hops, bucket, lambda: codec.encode(shards, bucket.chunks), codec, partial(collectives.decode_gathered, bucket)
+    ).wait()
 
 
 def _same_everywhere(tensors: list[torch.Tensor]) -> None:
@@ -236,22 +237,34 @@ def check_wire_log_counts_what_the_layout_says() -> None:
     assert collectives.wire_log.entries() == []
 
 
-def check_pipelined_chains_give_their_own_results() -> None:
+def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
+    """Ranks wait in orders of their own, as DeepSpeed does over sets; so do chains of two roles."""
     grid = GRIDS[WORLD][0]
     collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
-    whole = _everyones(torch.float32)[0]
-    bucket, rank, hops = _bucket("weights", torch.float32), dist.get_rank(), collectives.plan.gather_hops()
-    codec = Codec.from_config(hops[0].codec)
+    plan, whole, rank = collectives.plan, _everyones(torch.float32)[0], dist.get_rank()
+    weights, gradients = _bucket("weights", torch.float32), _bucket("gradients", torch.float32)
+    codec = Codec.from_config(plan.gather_hops()[0].codec)
 
-    def start(factor: int) -> Chain:
-        shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, bucket.chunks)]
-        return collectives.gather(hops, bucket, codec.encode(shards, bucket.chunks), codec)
+    def gather(factor: int) -> Chain:
+        shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, weights.chunks)]
+        decode = partial(collectives.decode_gathered, weights)
+        return collectives.gather(
+            plan.gather_hops(), weights, lambda: codec.encode(shards, weights.chunks), codec, decode
+        )
 
-    starts = [lambda factor=factor: start(factor) for factor in (1, 2, 4, 8, 16)]
-    for factor, (message, used, outer) in zip((1, 2, 4, 8, 16), pipelined(starts)):
-        once = _gather(collectives, whole, torch.float32)
-        for got, want in zip(collectives.decode_gathered(bucket, message, used, outer), once):
-            assert torch.equal(got, want * factor)
+    def reduce(factor: int) -> Chain:
+        tensors = [t * factor for t in whole]
+        return collectives.reduce(plan.reduce_hops(), gradients, tensors, rows=WORLD, shard_order=True)
+
+    once, summed = gather(1).wait(), reduce(1).wait()
+    for turn in range(20):
+        order = [(kind, factor) for factor in (1, 2, 4, 8) for kind in (gather, reduce)]
+        chains = [(kind, factor, kind(factor)) for kind, factor in order]
+        random.Random(turn * WORLD + rank).shuffle(chains)
+        for kind, factor, chain in chains:
+            want = once if kind is gather else summed
+            for got, expected in zip(chain.wait(), want):
+                assert torch.equal(got, expected * factor), (turn, kind, factor)
 
 
 def check_a_peer_that_does_not_come_is_named() -> None:
@@ -262,12 +275,12 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     transport = Transport(plan, timedelta(seconds=2))
     everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
     transport.all_to_all(
-        "gcd", everyone, "a first message", lambda: None
+        ("gradients", "gcd"), everyone, "a first message", lambda: None
     ).wait()  # connects, which is not what is timed
     if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
-        transport.all_to_all("gcd", everyone, "gradients", lambda: None).wait()
+        transport.all_to_all(("gradients", "gcd"), everyone, "gradients", lambda: None).wait()
     elif dist.get_rank():
         with pytest.raises(HopError) as error:
-            transport.all_to_all("gcd", everyone, "gradients", lambda: None).wait()
+            transport.all_to_all(("gradients", "gcd"), everyone, "gradients", lambda: None).wait()
         for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
             assert part in str(error.value), error.value

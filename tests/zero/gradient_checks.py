@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+from deepspeed.utils import groups, safe_get_full_grad
 
 import hzero
+from hzero.collectives import HopError
 from tests.zero.training import (
+    LR,
     AwkwardNet,
     assert_losses,
     batch,
@@ -185,6 +189,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         assert engine.optimizer.overflow and engine.optimizer.loss_scale < scale
         for name, master in masters_of(engine).items():
             assert torch.equal(master, before[name])
+        hzero.state(engine).settle()
         refreshed = hzero.state(engine).wire_log.entries()
         train(engine, 1, first=1)
         node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
@@ -240,4 +245,60 @@ def check_a_skipped_step_leaves_no_residual() -> None:
     assert not engine.optimizer.overflow
     changed = [key for key, (kept, _) in feedback._residuals.items() if not torch.equal(kept, before[key])]
     assert len(changed) > len(before) // 2
+    engine.destroy()
+
+
+def check_sequence_parallelism_has_the_gradients_of_whole_sequences() -> None:
+    """Ulysses: two ranks share a sequence. Norms are those of stock ZeRO-3 and of one rank with whole sequences."""
+
+    def half(step: int) -> torch.Tensor:
+        place = dist.get_rank() % 2
+        return batch(step, 0, rank=dist.get_rank() // 2)[:, 4 * place : 4 * place + 5]
+
+    reference = AwkwardNet()
+    trainable = [param for param in reference.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
+    want = []
+    for step in range(3):
+        sum(reference(batch(step, 0, rank=sequence)) / 4 for sequence in range(4)).backward()
+        want.append(float(torch.nn.utils.clip_grad_norm_(trainable, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for block in (None, block_of("lossless"), block_of("zero3")):
+        try:
+            deepspeed.init_distributed("gloo", verbose=False)
+            mpu.initialize_sequence_parallel(sequence_parallel_size=2)
+            engine = engine_of(ds_config(block), mpu=mpu)
+            norms = []
+            for step in range(3):
+                engine.backward(engine(half(step)))
+                engine.step()
+                norms.append(float(engine.get_global_grad_norm()))
+            assert engine.sequence_parallel_size == 2
+            assert_losses(norms, want, 1e-4, f"gradient norms of {block}")
+            engine.destroy()
+        finally:
+            mpu._release_sequence_parallel_groups()
+            groups.mpu = None
+
+
+def check_a_boundary_that_fails_delivers_nothing() -> None:
+    """All or nothing: after an error between nodes no parameter has a new gradient, and the window is given up."""
+    engine = engine_of(ds_config(block_of("lossless"), 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+    train(engine, 1, 2)
+    gradients = hzero.state(engine).gradients
+    transport, crossed = gradients._collectives._transport, []
+
+    def failing(lane: tuple[str, str], *arguments: Any) -> Any:
+        crossed.append(lane)
+        if lane == ("gradients", "node") and crossed.count(lane) == 2:
+            raise HopError("the second bucket between nodes")
+        return type(transport).reduce_scatter(transport, lane, *arguments)
+
+    engine.backward(engine(batch(1, 0)))
+    engine.step()
+    with mock.patch.object(transport, "reduce_scatter", failing), pytest.raises(HopError, match="second bucket"):
+        engine.backward(engine(batch(1, 1)))
+    assert not gradients.waiting and not gradients._accumulators and not gradients._crossing and not gradients._reducing
+    assert not any(gradients.arrived(param) for param in engine.module.parameters())
     engine.destroy()

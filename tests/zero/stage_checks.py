@@ -20,7 +20,7 @@ import hzero
 from hzero.codecs import backends
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
-from hzero.zero.block import check_deepspeed
+from hzero.zero.block import check_deepspeed, check_group
 from tests.zero.training import (
     TOPOLOGY,
     AwkwardNet,
@@ -73,8 +73,10 @@ def check_bytes_between_nodes() -> None:
         engine = engine_of(config, model)
         state = hzero.state(engine)
         train(engine, 1, accumulation)
+        state.settle()
         state.wire_log.reset()
         train(engine, 2, accumulation, first=1)
+        state.settle()
         moved = torch.tensor([float(state.wire_log.wire_bytes("node"))])
         ranks_of_my_node = [r for r in range(8) if r // 4 == dist.get_rank() // 4]
         everyones = [torch.empty(1) for _ in range(8)]
@@ -136,6 +138,27 @@ def check_zero_init_and_persistent_parameters() -> None:
                     assert torch.equal(master, masters[name])
                 assert {e.codec for e in state.wire_log.entries() if e.role == "weights"} == {"int8"}
             engine.destroy()
+
+
+def check_parameters_kept_whole_can_be_read_after_a_step() -> None:
+    """As in stock: whoever reads them between the step and the next forward asks nobody."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    engine = engine_of(ds_config(block_of("lossless"), zero_optimization=zero))
+    train(engine, 2)
+    masters, seen = masters_of(engine), 0
+    for name, param in engine.module.named_parameters():
+        if param.ds_persist and param.requires_grad:
+            assert torch.equal(param.detach(), masters[name]), name
+            seen += 1
+    assert seen
+    engine.destroy()
+
+
+def check_a_world_in_another_order_is_refused() -> None:
+    """A permuted group has the right size, and would give every rank another one's shard."""
+    permuted = dist.new_group([1, 0, *range(2, dist.get_world_size())], sort_ranks=False)
+    with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
+        check_group(permuted, "the data-parallel group")
 
 
 def check_gathered_parameters_and_exact_readers() -> None:
@@ -285,6 +308,7 @@ def check_saving_changes_nothing() -> None:
         if saves:
             engine.save_checkpoint(str(folder), tag="here")
         losses[-1] += train(engine, 2, first=2)
+        hzero.state(engine).settle()
         hops.append({(e.role, e.tier): e.hops for e in hzero.state(engine).wire_log.entries()})
         engine.destroy()
     assert losses[0] == losses[1] and hops[0] == hops[1]
@@ -313,17 +337,22 @@ def check_offloaded_states_come_back() -> None:
 def check_memory_is_what_the_plan_says() -> None:
     from hzero.sharding.memory import plan_memory
 
-    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"])))
-    train(engine, 2)
+    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"]), 2))
+    train(engine, 2, 2)
     state = hzero.state(engine)
+    state.settle()
     measured = state.memory(engine.optimizer)
     numels = [p.ds_numel for p in engine.module.parameters()]
-    planned = {m.name: m.bytes for m in plan_memory(state.plan, numels, itemsize=4)}
+    planned = {m.name: m.bytes for m in plan_memory(state.plan, numels, itemsize=4, accumulation=2)}
     assert measured["resident weights"] == planned["resident weights"]
     trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
-    planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4)}
+    planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4, accumulation=2)}
     assert measured["gradient accumulators"] == planned["gradient accumulators"]
     assert measured["error feedback"] == planned["error feedback"]
+    engine.destroy()
+    engine = engine_of(ds_config(block_of("topo")))
+    train(engine, 2)
+    assert hzero.state(engine).memory(engine.optimizer)["gradient accumulators"] == 0  # every window has one micro-step
     engine.destroy()
 
 

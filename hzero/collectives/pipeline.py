@@ -1,0 +1,236 @@
+"""Pipeline: runs the hops of all chains in flight, and starts them in the order of submission."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hzero.collectives.transport import Lane, Pending
+
+T = TypeVar("T")
+
+#: Yields each hop when it has started it, is resumed when the hop has arrived, and returns the chain's result.
+Hops: TypeAlias = Generator[Pending, None, T]
+#: Time between two looks at the hops in flight where the backend announces arrivals, and where it does not, in seconds.
+_LOOK_S, _POLL_S = 0.5, 0.001
+
+
+class Streams(Protocol):
+    """Streams of an asynchronous device."""
+
+    def on(self, lane: Hashable) -> AbstractContextManager[Any]:
+        """Makes the stream of a lane current."""
+
+    def event(self) -> Any:
+        """An event recorded on the current stream."""
+
+    def wait(self, event: Any) -> None:
+        """Makes the current stream wait for an event."""
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor's memory until the current stream has passed this point."""
+
+
+class Chain(Generic[T]):
+    """The hops of one bucket behind one handle; made by `Pipeline.submit`.
+
+    Attributes:
+        done: Whether the result is there. On a device: whether all work has been enqueued.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()
+    ) -> None:
+        self._pipeline = pipeline
+        self._hops = hops
+        self.done = self._busy = False
+        self._after = [chain for chain in after if not chain.done or chain._finished is not None]
+        self._pending: Pending | None = None
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        # The last step, which makes the result, has a queue too: results appear in the order of submission.
+        self._steps: deque[Hashable] = deque([*lanes, ("result", tuple(lanes))])
+        self._read: Any = None
+        self._finished: Any = None
+
+    def wait(self) -> T:
+        """Drives older chains as far as this one needs, and returns its result; may be called again.
+
+        On a device the host does not wait: the current stream does.
+
+        Raises:
+            HopError: A hop of this chain, or of one that it waits for, failed.
+        """
+        return self._pipeline._wait(self)
+
+    def wait_read(self) -> None:
+        """On a device: makes the current stream wait until the chain has read its inputs, which may then be overwritten."""
+        if self._read is not None:
+            self._pipeline.streams.wait(self._read)  # type: ignore[union-attr]
+
+    def _resume(self) -> None:
+        try:
+            self._pending = next(self._hops)
+        except StopIteration as stop:
+            self._pending, self._result, self.done = None, stop.value, True
+
+
+class Pipeline:
+    """Starts hops as early as order allows.
+
+    Each role and tier is a lane with a communicator of its own, so a weight never queues behind a gradient. On every
+    lane hops start in the order in which their chains were submitted. All ranks submit the same chains in the same
+    order, so the ranks of a communicator enter its collectives alike, whatever the order in which results are waited
+    for; and the oldest chain can always go on, so no chain waits for ever.
+
+    On processors a chain goes on when somebody submits, pumps or waits: nothing runs in the background but the
+    transport's own threads. A new chain starts its first hop before older ones are looked at, so that no wire idles.
+
+    On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane and waits
+    for the step before it by an event, so a lane's next chain does not wait for the other hops of this one.
+
+    Attributes:
+        streams: Streams of an asynchronous device; None on processors.
+    """
+
+    def __init__(self, streams: Streams | None = None) -> None:
+        self.streams = streams
+        self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
+        self._running: list[Chain[Any]] = []
+        self._arrival = threading.Event()
+
+    def submit(self, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
+        """Starts a chain.
+
+        Args:
+            hops: Starts a hop on each of ``lanes``, in this order, and makes the result.
+            lanes: Lanes of the hops.
+            after: Chains whose results this one reads.
+
+        Returns:
+            The chain. Its inputs are read when its first hop starts: on this call, except where the chain comes after
+            others or an older chain has yet to use its first lane.
+        """
+        chain = Chain(self, hops, lanes, after)
+        if self.streams is not None:
+            self._enqueue(chain, self.streams)
+            return chain
+        for step in chain._steps:
+            self._queues[step].append(chain)
+        self._running.append(chain)
+        self._advance(chain)
+        self.pump()
+        return chain
+
+    def _enqueue(self, chain: Chain[Any], streams: Streams) -> None:
+        before = streams.event()
+        for other in chain._after:
+            with streams.on(chain._steps[0]):
+                streams.wait(other._finished)
+        for step in chain._steps:
+            with streams.on(step):
+                streams.wait(before)
+                chain._resume()
+                before = streams.event()
+            chain._read = chain._read or before
+        chain._finished, chain._after = before, []
+
+    def pump(self) -> None:
+        """Advances all chains as far as they go without waiting."""
+        for chain in list(self._running):
+            self._advance(chain)
+
+    def _advance(self, chain: Chain[Any]) -> None:
+        while not chain.done and not chain._busy:
+            if chain._pending is not None and not chain._pending.arrived():
+                return
+            queue = self._queues[chain._steps[0]]
+            if queue[0] is not chain or not all(other.done for other in chain._after):
+                return
+            try:
+                for other in chain._after:
+                    if other._error is not None:
+                        raise other._error
+                chain._busy = True  # what it does next may submit, and so pump
+                chain._resume()
+            except Exception as error:
+                self._fail(chain, error)
+                return
+            finally:
+                chain._busy = False
+            if chain._pending is not None:
+                chain._pending.announce(self._arrival)
+            chain._steps.popleft()
+            queue.popleft()
+        chain._after = []
+        if chain in self._running:
+            self._running.remove(chain)
+
+    def _fail(self, chain: Chain[Any], error: BaseException) -> None:
+        """Keeps the error for whoever waits for the chain, which all ranks do at the same point.
+
+        The chain must not hold up others, whose waits would never end.
+        """
+        chain._error, chain.done, chain._pending = error, True, None
+        for step in chain._steps:
+            self._queues[step].remove(chain)
+        self._running.remove(chain)
+
+    def _wait(self, chain: Chain[T]) -> T:
+        if self.streams is not None:
+            self.streams.wait(chain._finished)
+            for tensor in _tensors(chain._result):
+                self.streams.used(tensor)
+        while not chain.done:
+            self._arrival.clear()
+            self._advance(chain)
+            self.pump()
+            if not chain.done and (pending := self._needed(chain)) is not None:
+                # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
+                self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+        if chain._error is not None:
+            raise chain._error
+        return chain._result  # type: ignore[return-value]
+
+    def _needed(self, chain: Chain[Any]) -> Pending | None:
+        """The hop whose arrival lets a chain go on: its own, or one of a chain that it comes after."""
+        while chain._pending is None or chain._pending.arrived():
+            first = next((other for other in chain._after if not other.done), self._queues[chain._steps[0]][0])
+            if first is chain:
+                return None
+            chain = first
+        return chain._pending
+
+    def drain(self) -> None:
+        """Waits for all chains in flight. On processors all ranks must call it, since a hop needs its peers."""
+        while self._running:
+            self._running[0].wait()
+
+
+_of_world: tuple[Any, Pipeline] | None = None
+
+
+def shared_pipeline(streams: Streams | None) -> Pipeline:
+    """The pipeline of this process: its engines share communicators, so their hops need one order.
+
+    Args:
+        streams: Streams for a new pipeline: the first of a world of torch.distributed.
+    """
+    global _of_world  # as the tier groups: for as long as the world lives
+    if _of_world is None or _of_world[0] is not dist.group.WORLD:
+        _of_world = dist.group.WORLD, Pipeline(streams)
+    return _of_world[1]
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            yield from _tensors(part)

@@ -1,0 +1,174 @@
+"""The order of collectives: over random schedules it is the same on all ranks of every communicator, and nobody waits for ever.
+
+Ranks are threads with a pipeline each, and wires are simulated: a hop arrives some time after all ranks of its communicator
+have started their hop of the same number.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from hzero.collectives.pipeline import Chain, Pipeline
+from hzero.config import parse_config
+from hzero.sharding.plan import ShardPlan
+from hzero.topology import Grid
+
+GRID = Grid(2, 2, 1)
+SCHEDULES = 1000
+TIMEOUT_S = 20.0
+
+
+class _Hop:
+    """A collective on a simulated wire."""
+
+    def __init__(self, wires: _Wires, key: Any, number: int, announced: bool) -> None:
+        self._wires, self._key, self._number, self.announced = wires, key, number, announced
+        self._due: int | None = None
+
+    def arrived(self) -> bool:
+        return self._wires.look(self)
+
+    def announce(self, arrival: threading.Event) -> None:
+        self._wires.listen(self, arrival)
+
+
+class _Wires:
+    """All communicators of a world. What happens next is drawn from a generator.
+
+    Attributes:
+        started: For each communicator and rank the chains whose hops it started, in order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.started: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        self._random = random.Random(seed)
+        self._tick = 0
+        self._listeners: list[tuple[_Hop, threading.Event]] = []
+
+    def start(self, rank: int, lane: Any, chain: Any) -> _Hop:
+        with self.changed:
+            key = (lane, tuple(GRID.tier_group(rank, lane[1])))
+            mine = self.started[key][rank]
+            mine.append(chain)
+            hop = _Hop(self, key, len(mine), self._random.random() < 0.5)
+            self._stir()
+            return hop
+
+    def look(self, hop: _Hop) -> bool:
+        with self.changed:
+            key = hop._key
+            if any(len(self.started[key][rank]) < hop._number for rank in key[1]):
+                return False
+            if hop._due is None:
+                hop._due = self._tick + self._random.randrange(4)
+            self._stir()
+            return self._tick >= hop._due
+
+    def listen(self, hop: _Hop, arrival: threading.Event) -> None:
+        with self.changed:
+            if hop.announced:
+                self._listeners.append((hop, arrival))
+
+    def _stir(self) -> None:
+        """Time passes with everything that happens."""
+        self._tick += 1
+        self.changed.notify_all()
+        for _, arrival in self._listeners:
+            arrival.set()
+
+
+def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: str) -> None:
+    """Submits what an engine submits, the same on all ranks, and waits in an order of its own."""
+    plan = ShardPlan.from_config(parse_config({"preset": preset}), GRID, rank)
+    common, own = random.Random(seed), random.Random(seed * 100 + rank)
+    hops = {
+        "refresh": [("weights", hop.tier) for hop in plan.refresh_hops()],
+        "fetch": [("weights", hop.tier) for hop in (plan.fetch_hops() if plan.resident else plan.gather_hops())],
+        "micro": [("gradients", hop.tier) for hop in plan.micro_hops()],
+        "boundary": [("gradients", hop.tier) for hop in plan.boundary_hops()],
+    }
+
+    def chain(kind: str, number: int) -> Any:
+        for lane in hops[kind]:
+            yield wires.start(rank, lane, (kind, number))
+        if kind == "micro" and hops["boundary"]:
+            crossing.append(pipeline.submit(chain("boundary", number), hops["boundary"]))
+        return number
+
+    crossing: list[Chain[Any]] = []
+    waiting: list[Chain[Any]] = []
+    for number in range(common.randrange(4, 12)):
+        kind = common.choice([kind for kind in ("refresh", "fetch", "micro") if hops[kind]])
+        after = [c for c in waiting if common.random() < 0.3] if kind == "fetch" else []
+        waiting.append(pipeline.submit(chain(kind, number), hops[kind], after))
+        if own.random() < 0.3:
+            pipeline.pump()
+        if common.random() < 0.3:  # a module needs some of what is in flight
+            needed = [c for c in waiting if common.random() < 0.6]
+            own.shuffle(needed)
+            for each in needed:
+                each.wait()
+    own.shuffle(waiting)
+    for each in waiting:
+        each.wait()
+    for each in crossing:
+        each.wait()
+    pipeline.drain()
+
+
+def _play(seed: int, kind: type[Pipeline], preset: str) -> list[str]:
+    """One schedule. Returns what went wrong."""
+    wires, wrong = _Wires(seed), []
+
+    def run(rank: int) -> None:
+        try:
+            _run_rank(rank, seed, wires, kind(), preset)
+        except BaseException as error:
+            wrong.append(f"rank {rank}: {error!r}")
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(GRID.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    wrong += [f"rank {rank} waits for ever" for rank, thread in enumerate(threads) if thread.is_alive()]
+    for key, ranks in wires.started.items():
+        if len({tuple(chains) for chains in ranks.values()}) > 1:
+            wrong.append(f"{key}: {dict(ranks)}")
+    return wrong
+
+
+@pytest.mark.parametrize("preset", ["topo", "zero3"])
+def test_order_of_collectives(preset: str) -> None:
+    for seed in range(SCHEDULES // 2):
+        wrong = _play(seed, Pipeline, preset)
+        assert not wrong, (seed, wrong)
+
+
+def test_chains_that_go_on_where_they_are_waited_for_get_out_of_order() -> None:
+    """The recorder sees what the pipeline is for."""
+
+    class Eager(Pipeline):
+        def pump(self) -> None:
+            pass
+
+        def _advance(self, chain: Chain[Any]) -> None:
+            queue = self._queues[chain._steps[0]] if chain._steps else None
+            if queue is not None:  # first of its lane, whoever was there before
+                for step in chain._steps:
+                    self._queues[step].remove(chain)
+                    self._queues[step].appendleft(chain)
+            super()._advance(chain)
+
+    global TIMEOUT_S
+    before, TIMEOUT_S = TIMEOUT_S, 0.5
+    try:
+        assert any(_play(seed, Eager, "zero3") for seed in range(20))
+    finally:
+        TIMEOUT_S = before
