@@ -4,7 +4,7 @@
 other, but each belongs to the stream that was current. `Recorder` sees every operator and collective, and what each
 reads and writes. Two accesses of the same bytes by streams without an order between them, one of them a write, are a
 race; so is memory that is freed while a stream without such an order may still use it.
-(Vector clocks: Mattern 1989; the same for threads: FastTrack, Flanagan and Freund 2009.)
+(Vector clocks: as in FastTrack, Flanagan and Freund 2009.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -173,6 +174,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.races: dict[tuple[str, str], str] = {}
+        self.last = Event()
         self.in_transport = False
         self._world = World.here
         self._memory: dict[int, _Memory] = {}
@@ -286,7 +288,7 @@ def _site() -> str:
 
 @contextlib.contextmanager
 def detecting() -> Iterator[Recorder]:
-    """Inside, this process has a `StandIn` device, and `Recorder.races` fills."""
+    """Inside, this process has a `StandIn` device, and on rank 0 `Recorder.races` fills; other ranks do the same things."""
     before = get_accelerator()
     World()
     set_accelerator(StandIn())
@@ -324,7 +326,7 @@ def detecting() -> Iterator[Recorder]:
                 (pipeline, "_of_world", None),  # one with streams, which ends with this device
             ):
                 patches.enter_context(mock.patch.object(owner, name, function))
-            with recorder:
+            with recorder if dist.get_rank() == 0 else contextlib.nullcontext():
                 yield recorder
     finally:
         set_accelerator(before)
