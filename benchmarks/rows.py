@@ -12,14 +12,13 @@ from pydantic import AwareDatetime, Field, FiniteFloat
 
 from benchmarks.cluster.shape import Cluster
 from hzero.config import Tier
+from hzero.settings.groups import Betas, Count, Positive
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: File of a results folder that holds the rows.
 RESULTS = "results.jsonl"
 FORMAT: Literal[2] = 2
 
-Count: TypeAlias = Annotated[int, Field(ge=1)]
-Index: TypeAlias = Annotated[int, Field(ge=0)]
 Amount: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 Seconds: TypeAlias = Annotated[FiniteFloat, Field(gt=0)]
 #: A loss in nats per token; None where it was not finite.
@@ -40,13 +39,13 @@ class Train(Frozen):
         weight_decay: Of AdamW.
     """
 
-    accumulation: Count
-    micro_batch: Count
+    accumulation: Positive
+    micro_batch: Positive
     dtype: Literal["bf16", "fp32"]
-    seed: Index
+    seed: Count
     lr: Amount
-    warmup_steps: Index
-    betas: list[Annotated[FiniteFloat, Field(ge=0, lt=1)]] = Field(min_length=2, max_length=2)
+    warmup_steps: Count
+    betas: Betas
     weight_decay: Amount
 
 
@@ -71,19 +70,19 @@ class MeasurementConfig(Frozen):
     cluster: Cluster
     train: Train
     schemes: list[str] = Field(min_length=1)
-    rounds: Count
+    rounds: Positive
     warmup: int = Field(ge=2)
     reduce_scatter: Literal["gloo", "all_to_all", "ring"]
     timeout_s: Annotated[FiniteFloat, Field(ge=1)]
-    threads: Count
+    threads: Positive
 
 
 class Machine(Frozen):
     """Where a row was measured."""
 
-    cores: Count
+    cores: Positive
     processor: str
-    memory_bytes: Count
+    memory_bytes: Positive
     system: str
     python: str
 
@@ -149,8 +148,8 @@ class _Row(Frozen):
     date: AwareDatetime = Field(strict=False)
     machine: Machine
     versions: dict[str, str]
-    parameters: Count
-    world_size: Count
+    parameters: Positive
+    world_size: Positive
 
     @property
     def title(self) -> str:
@@ -189,7 +188,7 @@ class StepsRow(_Row):
     label: str
     engine: Literal["ddp", "fsdp", "deepspeed", "hzero"]
     scheme_config: dict[str, Any]
-    tokens_per_step: Count
+    tokens_per_step: Positive
     step_s: list[Seconds] = Field(min_length=1)
     losses: list[Loss] = Field(min_length=1)
     bytes: Bytes

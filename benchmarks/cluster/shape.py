@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from hzero.config import TIERS, Tier
+from hzero.settings.groups import Positive
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
 
@@ -20,7 +21,6 @@ PREFIX = "hzero-"
 #: RFC 2544 sets 198.18.0.0/15 aside for measurements of networks: no host is found there. It is used inside the
 #: namespaces alone, which are not connected to the machine's networks.
 NETWORK = "198.18.0"
-Count = Annotated[int, Field(ge=1)]
 #: Mbit/s that queues of the kernel hold well, or None (in YAML also ``none``): not shaped.
 Rate = Annotated[
     Annotated[FiniteFloat, Field(ge=0.1, le=100_000)] | None,
@@ -52,9 +52,9 @@ class Cluster(Frozen):
         rates_mbit: Rates of the tiers. That of a tier of size 1 is unused.
     """
 
-    nodes: Count
-    gpus_per_node: Count
-    gcds_per_gpu: Count
+    nodes: Positive
+    gpus_per_node: Positive
+    gcds_per_gpu: Positive
     rates_mbit: Rates
 
     @model_validator(mode="after")

@@ -12,8 +12,8 @@ from pydantic import Field, field_validator
 
 from benchmarks.compare.measurement import PARTS, Measurement, check
 from benchmarks.compare.training import SUITE, Training
-from benchmarks.rows import Count, Index
 from hzero.settings.conf import compose, one_line, plain
+from hzero.settings.groups import Count, Positive
 from hzero.settings.settings import Settings
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -76,10 +76,10 @@ class _Block(Frozen):
     """The suite of trainings, as the configuration has it."""
 
     presets: list[str] = Field(min_length=1)
-    seeds: list[Index] = Field(min_length=1)
+    seeds: list[Count] = Field(min_length=1)
     model: str
-    steps: Count
-    eval_every: Index
+    steps: Positive
+    eval_every: Count
 
     @field_validator("presets", "seeds")
     @classmethod

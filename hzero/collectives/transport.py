@@ -1,4 +1,4 @@
-"""Transport: one process group per tier, and the three collectives that hops are made of."""
+"""Transport: one process group per role and tier, and the three collectives that hops are made of."""
 
 from __future__ import annotations
 

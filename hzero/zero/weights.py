@@ -311,16 +311,20 @@ class Weights:
         for param in params:
             self._managed[param.ds_id].decoded = self._lossy
         decode = partial(self.collectives.decode_gathered, bucket)
-        refreshes = dict.fromkeys(own.refresh for own in map(self._managed_of, params) if own.refresh is not None)
+        refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
         chain = self.collectives.gather(
-            self._fetch_hops, bucket, payload, codec, decode, rows=rows, seed=self._version, after=list(refreshes)
+            self._fetch_hops,
+            bucket,
+            payload,
+            codec,
+            decode,
+            rows=rows,
+            seed=self._version,
+            after=[one for one in refreshes if one is not None],
         )
         if not self._refresh_hops:
             self._encoder = chain
         return GatherHandle(params, chain)
-
-    def _managed_of(self, param: ZeroParameter) -> _Managed:
-        return self._managed[param.ds_id]
 
     def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
         payloads = []
