@@ -208,7 +208,8 @@ class Recorder(TorchDispatchMode):
 
     def _collective(self, args: Any, kwargs: Any) -> None:
         """It comes after the current stream, on a stream of its communicator; `wait` orders what follows."""
-        wire = World.here.wires[str([a for a in tree_leaves((args, kwargs)) if not isinstance(a, torch.Tensor)][:1])]
+        boxed = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.ScriptObject))
+        wire = World.here.wires[dist.ProcessGroup.unbox(boxed).group_name]
         wire.wait_stream(World.here.current)
         clock = wire.tick()
         for tensor in _tensors((args, kwargs)):
