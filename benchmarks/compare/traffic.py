@@ -57,7 +57,7 @@ def step_bytes(
     """
     grid = cluster.grid
     if scheme["engine"] == "hzero":
-        return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, reduce_scatter, fetches)
+        return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(TIERS, 0.0)
     for collective in collectives(scheme, grid, sum(numels) * itemsize, accumulation, fetches):
         for tier, size in _collective_bytes(collective, cluster, reduce_scatter).items():
@@ -124,17 +124,12 @@ def _hzero_bytes(
     numels: Sequence[int],
     itemsize: int,
     accumulation: int,
-    reduce_scatter: str,
     fetches: float,
 ) -> dict[Tier, float]:
     plan = ShardPlan.from_config(parse_config(block), grid, 0)
     rows = plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
-
-    def sent(row: TierTraffic) -> float:
-        twice = row.role == "gradients" and row.codec == "none" and reduce_scatter == "gloo"
-        return row.wire_bytes * grid.world_size * (2 if twice else 1)
-
-    return _present({tier: sum(sent(row) for row in rows if row.tier == tier) for tier in TIERS}, grid)
+    sent = {tier: sum(row.wire_bytes for row in rows if row.tier == tier) * grid.world_size for tier in TIERS}
+    return _present(sent, grid)
 
 
 def _present(total: dict[Tier, float], grid: Grid) -> dict[Tier, float]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -29,12 +30,18 @@ class Pending:
     """A collective under way."""
 
     def __init__(
-        self, work: dist.Work | None, output: torch.Tensor, what: str, on_done: Callable[[], None] | None = None
+        self,
+        work: dist.Work | None,
+        output: torch.Tensor,
+        what: Callable[[], str],
+        on_done: Callable[[], None] | None = None,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._work = work
         self._output = output
         self._what = what
         self._on_done = on_done
+        self._then = then
         self._started = time.monotonic()
         self._future: Any = None
 
@@ -73,10 +80,12 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 waited = time.monotonic() - self._started
-                raise HopError(f"{self._what} failed after {waited:.1f} s: {error}") from error
+                raise HopError(f"{self._what()} failed after {waited:.1f} s: {error}") from error
             self._work = None
             if self._on_done is not None:
                 self._on_done()
+            if self._then is not None:
+                self._output = self._then(self._output)
         return self._output
 
 
@@ -108,6 +117,17 @@ class _Groups:
 
 
 _groups = _Groups()
+
+
+def _sum(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of ``parts``, which is overwritten."""
+    first, *others = parts
+    if len(others) == 1:  # one addition rounds once in any type
+        return first.add_(others[0])
+    total = first.to(torch.float32)
+    for other in others:
+        total.add_(other)
+    return total.to(parts.dtype)
 
 
 def world_timeout() -> timedelta:
@@ -145,31 +165,32 @@ class Transport:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
         output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
         work = dist.all_gather_into_tensor(output, message, group=self._groups[lane], async_op=True)
-        return Pending(work, output, self._describe("all_gather", lane[1], what, output), on_done)
+        return Pending(work, output, partial(self._describe, "all_gather", lane, what, output.nbytes), on_done)
 
     def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
         """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
         work = dist.all_to_all_single(output, message, group=self._groups[lane], async_op=True)
-        return Pending(work, output, self._describe("all_to_all", lane[1], what, output), on_done)
+        return Pending(work, output, partial(self._describe, "all_to_all", lane, what, output.nbytes), on_done)
 
     def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
         """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
 
-        ``elements`` may be overwritten.
+        On gloo it is an all-to-all and a sum on arrival: gloo's own sends twice the bytes, and never says that it has
+        ended.
         """
         group, size = self._groups[lane], elements.numel() // len(self._ranks[lane[1]])
+        described = partial(self._describe, "reduce_scatter", lane, what, elements.nbytes)
         if dist.get_backend(group) == "gloo" and dist.reduce_scatter_tensor is _REDUCE_SCATTER:
-            # gloo's is an all-reduce whose work never says that it has ended; this one does, of the same bytes.
-            work = dist.all_reduce(elements, group=group, async_op=True)
-            output = elements[dist.get_rank(group) * size :][:size]
-        else:
-            output = elements.new_empty(size)
-            work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)
-        return Pending(work, output, self._describe("reduce_scatter", lane[1], what, elements), on_done)
+            parts = torch.empty_like(elements)
+            work = dist.all_to_all_single(parts.view(torch.uint8), elements.view(torch.uint8), group=group, async_op=True)
+            return Pending(work, parts, described, on_done, lambda arrived: _sum(arrived.view(-1, size)))
+        output = elements.new_empty(size)
+        work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)
+        return Pending(work, output, described, on_done)
 
-    def _describe(self, kind: Collective, tier: Tier, what: str, tensor: torch.Tensor) -> str:
+    def _describe(self, kind: Collective, lane: Lane, what: str, size: int) -> str:
+        tier = lane[1]
         ranks = self._ranks[tier]
         shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
-        size = tensor.numel() * tensor.element_size()
         return f"hzero: {kind.replace('_', '-')} of {what} on tier {tier!r} (rank {self._rank} among {shown}, {size:,} bytes)"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
 
 from hzero.settings.settings import model_numels
 
@@ -42,8 +45,6 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
     if partition == "auto":
         partition = sum(model_numels(model)) >= ZERO_INIT_FROM
     if partition:
-        import deepspeed
-
         import hzero
 
         hzero.enable()
@@ -54,6 +55,8 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
         built = GPTNeoXForCausalLM(config)
     if partition:
         _initialise_partitioned(built, seed)
+    # One gather per layer, as in FSDP: hooks and gathers of every linear and norm cost more than a small layer's compute.
+    set_z3_leaf_modules(built, [GPTNeoXLayer])
     if checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
@@ -65,7 +68,6 @@ def _initialise_partitioned(built: GPTNeoXForCausalLM, seed: int) -> None:
     Under ``zero.Init`` parameters are empty when transformers' ``post_init`` runs over them, so that torch's defaults
     would stay (embeddings of standard deviation 1 instead of 0.02).
     """
-    import deepspeed
     import torch.distributed as dist
 
     torch.manual_seed(seed)

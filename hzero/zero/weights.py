@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
@@ -184,6 +184,10 @@ class Weights:
         free_data: bool = True,
     ) -> None:
         """``param.partition``: stock; where the parameter was written, its resident payload becomes stale."""
+        if param_list is None and free_data and not has_been_updated and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
+            free_param(managed.param)  # all that stock does here, without the texts that it makes and does not print
+            managed.decoded = False
+            return
         if has_been_updated:
             self.before_change()
         managed.stock["partition"](

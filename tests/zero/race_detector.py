@@ -311,9 +311,8 @@ def detecting() -> Iterator[Recorder]:
         self.event = recorder.last
 
     def waited(self: Any) -> torch.Tensor:
-        output = wait(self)
         World.here.current.wait_event(self.event)
-        return output
+        return wait(self)
 
     try:
         with contextlib.ExitStack() as patches:
