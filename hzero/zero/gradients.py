@@ -95,7 +95,9 @@ class Gradients:
             param.grad = None
         if self._plan.accumulates:
             self._waiting.update((param.ds_id, param) for param in params)
-            then: Callable[[list[torch.Tensor]], None] = partial(self._reduced, params, dtype, scale, last)
+            # Taken here: when sums arrive depends on the wires, and two runs must round alike.
+            crossing_seed = self._next_seed() if last else None
+            then: Callable[[list[torch.Tensor]], None] = partial(self._reduced, params, dtype, scale, crossing_seed)
         else:
             then = partial(self._delivered, params, deliver)
         with self._all_or_nothing():
@@ -132,7 +134,12 @@ class Gradients:
         deliver(params, self.cut(params, shards))
 
     def _reduced(
-        self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, last: bool, sums: list[torch.Tensor]
+        self,
+        params: list[ZeroParameter],
+        dtype: torch.dtype,
+        scale: float,
+        crossing_seed: int | None,
+        sums: list[torch.Tensor],
     ) -> None:
         """Adds partial sums to the accumulators; in the last micro-step they cross at once.
 
@@ -146,12 +153,12 @@ class Gradients:
                 # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
                 kept = self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
                 self._held_bytes += kept.numel() * kept.element_size()
-        if last:
-            self._cross(params, dtype, scale)
+        if crossing_seed is not None:
+            self._cross(params, dtype, scale, crossing_seed)
         else:
             self._peak_bytes = max(self._peak_bytes, self._held_bytes)
 
-    def _cross(self, params: list[ZeroParameter], dtype: torch.dtype, scale: float) -> None:
+    def _cross(self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, seed: int) -> None:
         """Submits accumulated sums to the outer tiers; their accumulators are freed as soon as they are encoded."""
         sums = [self._accumulators.pop(param.ds_id) for param in params]
         self._held_bytes -= sum(tensor.numel() * tensor.element_size() for tensor in sums)
@@ -161,7 +168,7 @@ class Gradients:
             sums,
             rows=self._plan.gradient_rows,
             shard_order=not self._micro_hops,
-            seed=self._next_seed(),
+            seed=seed,
             scale=scale,
         )
         self._crossing.append((params, chain))
@@ -178,7 +185,7 @@ class Gradients:
             self.settle()
             rest = [self._waiting[key] for key in sorted(self._accumulators)]
             for params in in_buckets(((param, param.ds_numel) for param in rest), self.bucket_numel):
-                self._cross(params, dtype, scale)
+                self._cross(params, dtype, scale, self._next_seed())
                 if len(self._crossing) > IN_FLIGHT:
                     self._crossing[-IN_FLIGHT - 1][1].wait()
             crossed = [(params, chain.wait()) for params, chain in self._crossing]

@@ -11,7 +11,6 @@ parameters alone.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,6 +110,7 @@ class Weights:
         self._stale: set[int] = set()
         self._changed: Any = None
         self._encoder: Chain[Any] | None = None
+        self._ahead: list[Chain[None]] = []  # refreshes that no gather has come to yet, in order
         for param in module.parameters():
             self._manage(param)
 
@@ -292,7 +292,10 @@ class Weights:
             # The shard may have changed its size: users can resize a parameter inside GatheredParameters.
             if self._managed[param.ds_id].chunk != param.ds_tensor.ds_numel:
                 self._stale.add(param.ds_id)
-        self.refresh()
+        used = {self._managed[param.ds_id].refresh for param in params}
+        passed = [index for index, chain in enumerate(self._ahead) if chain in used]
+        del self._ahead[: max(passed, default=-1) + 1]  # with those that this forward passes over
+        self.refresh(params)
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
@@ -340,26 +343,32 @@ class Weights:
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Starts to rebuild every stale resident payload, by collectives. Does nothing where none is stale.
+    def refresh(self, needed: Iterable[ZeroParameter] | None = None) -> None:
+        """Starts to rebuild stale resident payloads, by collectives: those of ``needed``, and a few more; None: all.
 
-        Buckets are started in the order in which forward needs them. Few are in flight at a time, since each holds its
-        message twice; beyond that this waits for the oldest.
+        Buckets are started in the order in which forward needs them. Few are ahead of the gathers at a time, since each
+        holds its message twice. All ranks must call it alike.
         """
         if not self._refresh_hops or not self._stale:
             return
         if self._changed is not None:
             get_accelerator().current_stream().wait_event(self._changed)
+        missing = set(self._stale if needed is None else (param.ds_id for param in needed if param.ds_id in self._stale))
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
         for managed in (self._managed[key] for key in sorted(self._stale)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
-        running: deque[Chain[None]] = deque()
         for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
             for bucket in in_buckets(((m, m.param.ds_numel) for m in same), self._bucket_numel):
-                running.append(self._start_refresh(bucket))
-                if len(running) > IN_FLIGHT:
-                    running.popleft().wait()
-        self._stale.clear()
+                keys = {managed.param.ds_id for managed in bucket}
+                if missing:
+                    self._ahead.clear()  # all that were started before come before these
+                elif len(self._ahead) >= IN_FLIGHT:
+                    return
+                chain = self._start_refresh(bucket)
+                if not missing & keys:
+                    self._ahead.append(chain)
+                self._stale -= keys
+                missing -= keys
 
     def _start_refresh(self, managed: Sequence[_Managed]) -> Chain[None]:
         params = [m.param for m in managed]
