@@ -15,10 +15,12 @@ from hzero.collectives.transport import Lane, Pending
 
 T = TypeVar("T")
 
-#: Yields each hop when it has started it, is resumed when the hop has arrived, and returns the chain's result.
-Hops: TypeAlias = Generator[Pending, None, T]
-#: Time between two looks at the hops in flight where the backend announces arrivals, and where it does not, in seconds.
-_LOOK_S, _POLL_S = 0.5, 0.001
+#: Yields None when it has read its inputs, then each hop when it has started it. Is resumed, behind the chains that it
+#: comes after and when the hop has arrived, and returns the chain's result.
+Hops: TypeAlias = Generator[Pending | None, None, T]
+#: Time between two looks at the hops in flight where the backend announces arrivals, and where it does not, and for
+#: which the thread that moves them on stays when there are none, in seconds.
+_LOOK_S, _POLL_S, _LINGER_S = 0.5, 0.001, 1.0
 
 
 class Streams(Protocol):
@@ -49,7 +51,7 @@ class Chain(Generic[T]):
     ) -> None:
         self._pipeline = pipeline
         self._hops = hops
-        self.done = self._busy = False
+        self.done = self._busy = self._prepared = False
         self._after = [one for one in after if not one.done or one._finished is not None or one._error is not None]
         self._pending: Pending | None = None
         self._result: T | None = None
@@ -74,6 +76,14 @@ class Chain(Generic[T]):
         if self._read is not None:
             self._pipeline.streams.wait(self._read)  # type: ignore[union-attr]
 
+    def _prepare(self) -> None:
+        """Reads the inputs, once the chains that make them have ended."""
+        for other in self._after:
+            if other._error is not None:
+                raise other._error
+        self._after, self._prepared = [], True
+        self._resume()
+
     def _resume(self) -> None:
         try:
             self._pending = next(self._hops)
@@ -89,8 +99,9 @@ class Pipeline:
     order, so the ranks of a communicator enter its collectives alike, whatever the order in which results are waited
     for; and the oldest chain can always go on, so no chain waits for ever.
 
-    On processors a chain goes on when somebody submits, pumps or waits: nothing runs in the background but the
-    transport's own threads. A new chain starts its first hop before older ones are looked at, so that no wire idles.
+    On processors a lane has one hop in flight, since hops that share a wire all arrive late. Whoever waits moves all
+    chains on. While nobody waits, a thread does, which sleeps until a hop arrives. A new chain starts its first hop
+    before older ones are looked at, so that no wire idles.
 
     On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane and waits
     for the step before it by an event, so a lane's next chain does not wait for the other hops of this one.
@@ -103,74 +114,106 @@ class Pipeline:
         self.streams = streams
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
-        self._arrival = threading.Event()
+        self._lock = threading.RLock()  # of everything that chains do
+        self._arrival, self._background = threading.Event(), threading.Event()
+        self._mover: threading.Thread | None = None
+        self._waited_for = False
 
     def submit(self, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
         """Starts a chain.
 
         Args:
-            hops: Starts a hop on each of ``lanes``, in this order, and makes the result.
+            hops: Reads its inputs, starts a hop on each of ``lanes``, in this order, and makes the result. It may run on
+                another thread.
             lanes: Lanes of the hops.
             after: Chains whose results this one reads.
 
         Returns:
-            The chain. Its inputs are read when its first hop starts: on this call, except where the chain comes after
-            others or an older chain has yet to use its first lane.
+            The chain. Its inputs are read on this call, except where it comes after others.
         """
         chain = Chain(self, hops, lanes, after)
         if self.streams is not None:
             self._enqueue(chain, self.streams)
             return chain
-        for step in chain._steps:
-            self._queues[step].append(chain)
-        self._running.append(chain)
-        self._advance(chain)
-        self.pump()
+        with self._lock:
+            for step in chain._steps:
+                self._queues[step].append(chain)
+            self._running.append(chain)
+            self._advance(chain)
+            self.pump()
+            if self._running and self._mover is None:
+                self._mover = threading.Thread(target=self._move, name="hzero hops", daemon=True)
+                self._mover.start()
         return chain
 
     def _enqueue(self, chain: Chain[Any], streams: Streams) -> None:
         before = streams.event()
-        for other in chain._after:
-            with streams.on(chain._steps[0]):
+        with streams.on(chain._steps[0]):
+            for other in chain._after:
                 streams.wait(other._finished)
+            streams.wait(before)
+            chain._prepare()
+            chain._read = before = streams.event()
         for step in chain._steps:
             with streams.on(step):
                 streams.wait(before)
                 chain._resume()
                 before = streams.event()
-            chain._read = chain._read or before
-        chain._finished, chain._after = before, []
+        chain._finished = before
+
+    def _move(self) -> None:
+        """Moves chains on when hops arrive while nobody waits; ends when none has been in flight for a while."""
+        torch.set_grad_enabled(False)  # of this thread
+        while True:
+            arrived = self._background.wait(_LINGER_S)
+            self._background.clear()
+            with self._lock:
+                if not arrived and not self._running:
+                    self._mover = None
+                    return
+                if not self._waited_for:
+                    self.pump()
+            self._arrival.set()  # what somebody waits for may have been done here
+
+    def _arrived(self) -> None:
+        self._arrival.set()
+        if not self._waited_for:
+            self._background.set()
 
     def pump(self) -> None:
         """Advances all chains as far as they go without waiting."""
-        for chain in list(self._running):
-            self._advance(chain)
+        with self._lock:
+            for chain in list(self._running):
+                self._advance(chain)
 
     def _advance(self, chain: Chain[Any]) -> None:
         while not chain.done and not chain._busy:
-            if chain._pending is not None and not chain._pending.arrived():
+            if chain._pending is not None:
+                if not chain._pending.arrived():
+                    return
+                self._leave(chain)
+            if chain._prepared and self._queues[chain._steps[0]][0] is not chain:
                 return
-            queue = self._queues[chain._steps[0]]
-            if queue[0] is not chain or not all(other.done for other in chain._after):
+            if not all(other.done for other in chain._after):
                 return
             try:
-                for other in chain._after:
-                    if other._error is not None:
-                        raise other._error
                 chain._busy = True  # what it does next may submit, and so pump
-                chain._resume()
+                chain._resume() if chain._prepared else chain._prepare()
             except Exception as error:
                 self._fail(chain, error)
                 return
             finally:
                 chain._busy = False
             if chain._pending is not None:
-                chain._pending.announce(self._arrival)
-            chain._steps.popleft()
-            queue.popleft()
-        chain._after = []
-        if chain in self._running:
+                chain._pending.announce(self._arrived)
+        if chain.done and chain in self._running:
+            self._leave(chain)
             self._running.remove(chain)
+
+    def _leave(self, chain: Chain[Any]) -> None:
+        """The chain's step is over: the next chain on its lane may take it."""
+        chain._pending = None
+        self._queues[chain._steps.popleft()].popleft()
 
     def _fail(self, chain: Chain[Any], error: BaseException) -> None:
         """Keeps the error for whoever waits for the chain, which all ranks do at the same point.
@@ -189,11 +232,17 @@ class Pipeline:
                 self.streams.used(tensor)
         while not chain.done:
             self._arrival.clear()
-            self._advance(chain)
-            self.pump()
-            if not chain.done and (pending := self._needed(chain)) is not None:
+            with self._lock:
+                self._waited_for = True
+                self._advance(chain)
+                self.pump()
+                pending = None if chain.done else self._needed(chain)
+            if pending is not None:
                 # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
                 self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+        self._waited_for = False
+        if self._arrival.is_set():  # since the last look
+            self._background.set()
         if chain._error is not None:
             raise chain._error
         return chain._result  # type: ignore[return-value]

@@ -136,6 +136,7 @@ class TieredCollectives:
         seed: int,
     ) -> Hops[T]:
         outer, message = 1, payload()
+        yield None
         for hop in hops:
             message, codec = self.transcode(bucket, message, codec, hop.codec, outer=outer, rows=rows, seed=seed)
             elements = outer * rows * sum(bucket.chunks)
@@ -257,6 +258,8 @@ class TieredCollectives:
         elif shard_order:
             tensors = [self._in_hop_order(tensor, chunk) for tensor, chunk in zip(tensors, chunks)]
         message: torch.Tensor | None = None
+        if not hops:
+            yield None
         for index, hop in enumerate(hops):
             codec = Codec.from_config(hop.codec)
             inner = rows // hop.size
@@ -273,6 +276,8 @@ class TieredCollectives:
                 else:
                     message = codec.encode(tensors, chunks, sizes=sizes, strides=strides, outer=pieces, seed=seed)
             tensors = ()  # read: their memory may go
+            if index == 0:
+                yield None
             elements = rows * sum(chunks)
             kind: Collective = "reduce_scatter" if codec.name == "none" else "all_to_all"
             pending = self._start(kind, hop, bucket, message, elements, peers_received=1 - 1 / hop.size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -52,14 +51,14 @@ class Pending:
         # gloo completes the future, which wakes whoever waits, before the work.
         return self._future.done() if self._future is not None else self._work.is_completed()
 
-    def announce(self, arrival: threading.Event) -> None:
-        """Asks the backend to set ``arrival`` when the collective has ended; see `announced`."""
+    def announce(self, arrived: Callable[[], None]) -> None:
+        """Asks the backend to call ``arrived`` when the collective has ended; see `announced`."""
         assert self._work is not None
         try:
             self._future = self._work.get_future()
         except RuntimeError:  # not every kind of work has one
             return
-        self._future.add_done_callback(lambda _: arrival.set())
+        self._future.add_done_callback(lambda _: arrived())
 
     @property
     def announced(self) -> bool:

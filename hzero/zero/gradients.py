@@ -45,7 +45,7 @@ class Gradients:
         self._accumulators: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
-        self._reducing: deque[Chain[None]] = deque()
+        self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
         self._crossing: list[tuple[list[ZeroParameter], Chain[list[torch.Tensor]]]] = []
         self._reductions = 0
         self._held_bytes = self._peak_bytes = 0
@@ -97,9 +97,9 @@ class Gradients:
             self._waiting.update((param.ds_id, param) for param in params)
             # Taken here: when sums arrive depends on the wires, and two runs must round alike.
             crossing_seed = self._next_seed() if last else None
-            then: Callable[[list[torch.Tensor]], None] = partial(self._reduced, params, dtype, scale, crossing_seed)
+            then: Callable[[list[torch.Tensor]], Any] = partial(self._reduced, params, dtype, scale, crossing_seed)
         else:
-            then = partial(self._delivered, params, deliver)
+            then = partial(self.cut, params)
         with self._all_or_nothing():
             chain = self._collectives.reduce(
                 self._micro_hops,
@@ -112,9 +112,9 @@ class Gradients:
                 then=then,
             )
             chain.wait_read()
-            self._reducing.append(chain)
+            self._reducing.append((chain, None if self._plan.accumulates else partial(deliver, params)))
             while len(self._reducing) > IN_FLIGHT:  # each holds its message twice
-                self._reducing.popleft().wait()
+                self._finish_first()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -128,10 +128,13 @@ class Gradients:
     def settle(self) -> None:
         """Waits for the reductions of the micro-steps so far."""
         while self._reducing:
-            self._reducing.popleft().wait()
+            self._finish_first()
 
-    def _delivered(self, params: list[ZeroParameter], deliver: Deliver, shards: list[torch.Tensor]) -> None:
-        deliver(params, self.cut(params, shards))
+    def _finish_first(self) -> None:
+        chain, deliver = self._reducing.popleft()
+        shards = chain.wait()
+        if deliver is not None:  # here and not by the chain, which may be moved on at any time
+            deliver(shards)
 
     def _reduced(
         self,
@@ -204,7 +207,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""
-        chains: list[Chain[Any]] = [*self._reducing, *(chain for _, chain in self._crossing)]
+        chains: list[Chain[Any]] = [*(chain for chain, _ in self._reducing), *(chain for _, chain in self._crossing)]
         for chain in chains:
             with contextlib.suppress(Exception):  # whoever waited for it has been told
                 chain.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ class _Hop:
     def arrived(self) -> bool:
         return self._wires.look(self)
 
-    def announce(self, arrival: threading.Event) -> None:
-        self._wires.listen(self, arrival)
+    def announce(self, arrived: Callable[[], None]) -> None:
+        self._wires.listen(self, arrived)
 
 
 class _Wires:
@@ -49,7 +50,7 @@ class _Wires:
         self.started: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
         self._random = random.Random(seed)
         self._tick = 0
-        self._listeners: list[tuple[_Hop, threading.Event]] = []
+        self._listeners: list[tuple[_Hop, Callable[[], None]]] = []
 
     def start(self, rank: int, lane: Any, chain: Any) -> _Hop:
         with self.changed:
@@ -70,17 +71,17 @@ class _Wires:
             self._stir()
             return self._tick >= hop._due
 
-    def listen(self, hop: _Hop, arrival: threading.Event) -> None:
+    def listen(self, hop: _Hop, arrived: Callable[[], None]) -> None:
         with self.changed:
             if hop.announced:
-                self._listeners.append((hop, arrival))
+                self._listeners.append((hop, arrived))
 
     def _stir(self) -> None:
         """Time passes with everything that happens."""
         self._tick += 1
         self.changed.notify_all()
-        for _, arrival in self._listeners:
-            arrival.set()
+        for _, arrived in self._listeners:
+            arrived()
 
 
 def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: str) -> None:
@@ -95,6 +96,7 @@ def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: s
     }
 
     def chain(kind: str, number: int) -> Any:
+        yield None
         for lane in hops[kind]:
             yield wires.start(rank, lane, (kind, number))
         if kind == "micro" and hops["boundary"]:
