@@ -127,6 +127,7 @@ class _Block(Frozen):
     codecs: CodecsConfig
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
     error_feedback: tuple[Tier, ...] = ()
+    refresh_message_bytes: int = Field(0, ge=0)
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
@@ -157,6 +158,7 @@ class HZeroConfig(_Block):
         codecs: Codecs per role and tier.
         block_size: Default block size of the codecs.
         error_feedback: Tiers whose gradient encoding keeps its residual, innermost first.
+        refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         topology: ``"auto"``, the path of a file, or a declared machine.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from benchmarks.cluster.shape import Cluster
 from hzero.config import SCOPES, TIERS, Scope, Tier, parse_config
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.traffic import TierTraffic, plan_traffic, ring_links
+from hzero.sharding.traffic import plan_traffic, ring_links
 from hzero.topology import Grid
 
 
@@ -128,7 +128,7 @@ def _hzero_bytes(
 ) -> dict[Tier, float]:
     plan = ShardPlan.from_config(parse_config(block), grid, 0)
     rows = plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
-    sent = {tier: sum(row.wire_bytes for row in rows if row.tier == tier) * grid.world_size for tier in TIERS}
+    sent = {tier: float(sum(row.wire_bytes for row in rows if row.tier == tier) * grid.world_size) for tier in TIERS}
     return _present(sent, grid)
 
 

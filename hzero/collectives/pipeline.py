@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -108,10 +109,12 @@ class Pipeline:
 
     Attributes:
         streams: Streams of an asynchronous device; None on processors.
+        waited_s: Seconds for which `Chain.wait` has blocked, of all chains together.
     """
 
     def __init__(self, streams: Streams | None = None) -> None:
         self.streams = streams
+        self.waited_s = 0.0
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
         self._lock = threading.RLock()  # of everything that chains do
@@ -239,7 +242,9 @@ class Pipeline:
                 pending = None if chain.done else self._needed(chain)
             if pending is not None:
                 # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
+                started = time.perf_counter()
                 self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+                self.waited_s += time.perf_counter() - started
         self._waited_for = False
         if self._arrival.is_set():  # since the last look
             self._background.set()

@@ -341,11 +341,11 @@ class TieredCollectives:
     def _start(
         self, kind: Collective, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
     ) -> Pending:
-        timer = HopTimer(message.device)
+        timer = HopTimer(message.device, self.pipeline.waited_s)
         payload = message.numel()
 
         def count() -> None:
-            timer.stop()
+            timer.stop(self.pipeline.waited_s)
             self.wire_log.add(
                 role=bucket.role,
                 tier=hop.tier,

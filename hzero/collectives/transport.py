@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
 from hzero.config import ROLES, TIERS, Role, Tier
@@ -105,17 +107,34 @@ class _Groups:
             self._world, self._made = dist.group.WORLD, {}
         key = (lane, tuple(ranks), timeout)
         if key not in self._made:
-            self._made[key] = dist.new_group(
-                ranks,
-                timeout=timeout,
-                use_local_synchronization=True,
-                sort_ranks=False,
-                group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
-            )
+            with _lowest_rank_as_colour():
+                self._made[key] = dist.new_group(
+                    ranks,
+                    timeout=timeout,
+                    use_local_synchronization=True,
+                    sort_ranks=False,
+                    group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
+                )
         return self._made[key]
 
 
 _groups = _Groups()
+
+
+@contextlib.contextmanager
+def _lowest_rank_as_colour() -> Iterator[None]:
+    """Inside, groups that torch splits off the world's communicator have colours that cannot collide.
+
+    torch splits where that communicator is bound to a device, and takes 31 bits of a hash of the ranks for the colour. Two
+    groups of one colour become one communicator, and a tier has tens of thousands of groups on a large machine. They share
+    no rank, so the lowest rank tells them apart.
+    """
+    stock = c10d._process_group_color
+    c10d._process_group_color = lambda ranks: min(ranks)
+    try:
+        yield
+    finally:
+        c10d._process_group_color = stock
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:
@@ -182,7 +201,9 @@ class Transport:
         described = partial(self._describe, "reduce_scatter", lane, what, elements.nbytes)
         if dist.get_backend(group) == "gloo" and dist.reduce_scatter_tensor is _REDUCE_SCATTER:
             parts = torch.empty_like(elements)
-            work = dist.all_to_all_single(parts.view(torch.uint8), elements.view(torch.uint8), group=group, async_op=True)
+            work = dist.all_to_all_single(
+                parts.view(torch.uint8), elements.view(torch.uint8), group=group, async_op=True
+            )
             return Pending(work, parts, described, on_done, lambda arrived: _sum(arrived.view(-1, size)))
         output = elements.new_empty(size)
         work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)

@@ -27,6 +27,8 @@ class WireEntry:
         wire_bytes: Bytes that this rank received from its peers.
         raw_bytes: ``wire_bytes`` with codec ``none`` in place of this one.
         seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.
+        hidden_seconds: Those of ``seconds`` in which this rank waited for no hop. 0 on a device, where streams wait and the
+            host does not.
     """
 
     role: Role
@@ -38,12 +40,20 @@ class WireEntry:
     wire_bytes: int = 0
     raw_bytes: int = 0
     seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
 
 class HopTimer:
-    """Time of one hop: by device events on a device, by the host clock otherwise."""
+    """Time of one hop: by device events on a device, by the host clock otherwise.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Device of the message.
+        waited_s: Seconds for which this rank has waited for hops until now.
+    """
+
+    def __init__(self, device: torch.device, waited_s: float = 0.0) -> None:
+        self.hidden_s = 0.0
+        self._waited_s = waited_s
         self._events: tuple[torch.Event, torch.Event] | None = None
         self._started = time.perf_counter()
         self._elapsed: float | None = None
@@ -51,12 +61,13 @@ class HopTimer:
             self._events = (torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True))
             self._events[0].record()
 
-    def stop(self) -> None:
-        """Marks the end of the hop; on a device by an event, without waiting."""
+    def stop(self, waited_s: float = 0.0) -> None:
+        """Marks the end of the hop; on a device by an event, without waiting. Argument as for the timer itself."""
         if self._events is not None:
             self._events[1].record()
         else:
             self._elapsed = time.perf_counter() - self._started
+            self.hidden_s = max(self._elapsed - (waited_s - self._waited_s), 0.0)
 
     def ready(self) -> bool:
         """Whether `seconds` can be read without waiting for the device."""
@@ -105,6 +116,7 @@ class WireLog:
     def _settle(self) -> None:
         entry, timer = self._running.popleft()
         entry.seconds += timer.seconds()
+        entry.hidden_seconds += timer.hidden_s
 
     def entries(self) -> list[WireEntry]:
         """Totals since the last `reset`, sorted by role, tier and codec; copies, safe to keep."""

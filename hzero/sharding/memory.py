@@ -13,7 +13,7 @@ from hzero.topology import Grid
 
 #: DeepSpeed's default ``stage3_prefetch_bucket_size``: elements in flight in a gather, and in a message of the refresh.
 BUCKET_NUMEL = 50_000_000
-#: Maximum number of reductions in flight, and of messages of the refresh.
+#: Maximum number of reductions in flight, and of refresh messages ahead of the gathers.
 IN_FLIGHT = 2
 
 
@@ -68,6 +68,7 @@ def plan_memory(
     bucket = min(max(bucket_numel, largest), sum(numels))
     gather_bits = max((_element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
     reduce_bits = max((_element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
+    refreshed = min(max(plan.refresh_numel(bucket_numel, itemsize), largest), sum(numels)) if plan.refresh_hops() else 0
     first = plan.reduce_hops()[0].size if plan.reduce_hops() else 1
     lossless = all(hop.codec.codec == "none" for hop in plan.reduce_hops())
     return [
@@ -85,6 +86,11 @@ def plan_memory(
             "transient gather",
             round(bucket * (itemsize + gather_bits)),
             f"whole weights and payload of {bucket:,} elements",
+        ),
+        StateMemory(
+            "transient refresh",
+            round(2 * (IN_FLIGHT + 1) * refreshed * gather_bits / plan.grid.scope_size(plan.weights_scope)),
+            f"two payloads of each of {IN_FLIGHT + 1} messages of {refreshed:,} elements" if refreshed else "none",
         ),
         StateMemory(
             "transient reduce",

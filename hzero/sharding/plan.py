@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig, Role, Scope, Tier
+from hzero.sharding.records import record_format
 from hzero.topology import Grid
 
 
@@ -73,6 +75,7 @@ class ShardPlan:
         gradients_scope: Scope over which gradients accumulate.
         codecs: Codec of each role and tier.
         error_feedback: Tiers whose gradient encoding keeps its residual.
+        refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         notes: Notes for the user: adapted presets, unused codecs.
     """
 
@@ -83,6 +86,7 @@ class ShardPlan:
     codecs: CodecsConfig
     error_feedback: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()
+    refresh_message_bytes: int = 0
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -114,7 +118,8 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
-        return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes))
+        least = config.refresh_message_bytes
+        return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes), least)
 
     def _hops(self, role: Role, tiers: tuple[Tier, ...]) -> tuple[Hop, ...]:
         return tuple(
@@ -160,6 +165,15 @@ class ShardPlan:
     def accumulates(self) -> bool:
         """Whether gradients wait in accumulators for the boundary."""
         return self.gradients_scope != "world"
+
+    def refresh_numel(self, bucket_numel: int, itemsize: int) -> int:
+        """Max elements of the parameters that share one refresh message.
+
+        ``bucket_numel``, or more where a rank's part of the message would have less than `refresh_message_bytes`: on many
+        ranks the latency of a hop, and not its bandwidth, would set the pace.
+        """
+        element = record_format(self.gather_hops()[0].codec).record_bytes(1 << 16, itemsize) / (1 << 16)
+        return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
 
     @property
     def resident_rows(self) -> int:

@@ -122,7 +122,7 @@ def _summed(logs: Any) -> list[dict[str, Any]]:
     return [total[key] for key in sorted(total, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]), k[2]))]
 
 
-_COUNTS = ("hops", "elements", "payload_bytes", "wire_bytes", "raw_bytes", "seconds")
+_COUNTS = ("hops", "elements", "payload_bytes", "wire_bytes", "raw_bytes", "seconds", "hidden_seconds")
 
 
 def _versions(*names: str) -> dict[str, str]:
@@ -181,7 +181,7 @@ def _figure(loss: float | None) -> str:
     return "none" if loss is None else f"{loss:.4f}"
 
 
-TRAFFIC_HEAD = ("role", "tier", "codec", "hops/step", "bytes", "ratio", "ZeRO-3 (computed)")
+TRAFFIC_HEAD = ("role", "tier", "codec", "hops/step", "hidden", "bytes", "ratio", "ZeRO-3 (computed)")
 
 
 def zero3_bytes(summary: dict[str, Any]) -> dict[tuple[str, str], float]:
@@ -202,9 +202,10 @@ def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
         if row is not None:
             ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
             hops = f"{row['hops'] / steps / world:.1f}"
-            cells = (row["codec"], hops, size_text(row["wire_bytes"] / steps), f"{ratio:.2f}")
+            hidden = f"{row.get('hidden_seconds', 0) / row['seconds']:.0%}" if row["seconds"] else ""
+            cells = (row["codec"], hops, hidden, size_text(row["wire_bytes"] / steps), f"{ratio:.2f}")
         elif stock[key]:
-            cells = ("", "", "", "")
+            cells = ("", "", "", "", "")
         else:
             continue
         rows.append((*key, *cells, size_text(stock[key])))

@@ -93,14 +93,14 @@ class Weights:
     Args:
         module: The model, its parameters partitioned by DeepSpeed over the world.
         collectives: The stage's tiered collectives.
-        bucket_numel: Max elements of the parameters that share one refresh message.
+        bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
     """
 
     def __init__(self, module: torch.nn.Module, collectives: TieredCollectives, bucket_numel: int) -> None:
         self.collectives = collectives
         self._module = module
-        self._plan = collectives.plan
         self._bucket_numel = bucket_numel
+        self._plan = collectives.plan
         self._refresh_hops = self._plan.refresh_hops()
         self._fetch_hops = self._plan.fetch_hops() if self._refresh_hops else self._plan.gather_hops()
         self._lossy = any(hop.codec.codec != "none" for hop in self._plan.gather_hops())
@@ -184,7 +184,12 @@ class Weights:
         free_data: bool = True,
     ) -> None:
         """``param.partition``: stock; where the parameter was written, its resident payload becomes stale."""
-        if param_list is None and free_data and not has_been_updated and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
+        if (
+            param_list is None
+            and free_data
+            and not has_been_updated
+            and managed.param.ds_status == ZeroParamStatus.AVAILABLE
+        ):
             free_param(managed.param)  # all that stock does here, without the texts that it makes and does not print
             managed.decoded = False
             return
@@ -353,12 +358,13 @@ class Weights:
             return
         if self._changed is not None:
             get_accelerator().current_stream().wait_event(self._changed)
-        missing = set(self._stale if needed is None else (param.ds_id for param in needed if param.ds_id in self._stale))
+        missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
         for managed in (self._managed[key] for key in sorted(self._stale)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
-        for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
-            for bucket in in_buckets(((m, m.param.ds_numel) for m in same), self._bucket_numel):
+        for dtype, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+            numel = self._plan.refresh_numel(self._bucket_numel, dtype.itemsize)
+            for bucket in in_buckets(((m, m.param.ds_numel) for m in same), numel):
                 keys = {managed.param.ds_id for managed in bucket}
                 if missing:
                     self._ahead.clear()  # all that were started before come before these

@@ -25,7 +25,7 @@ from tests.benchmarks.rows import config, everything, main_rows, run, steps, tra
 from tests.ranks import ROOT
 
 STEM = "2026-11-21-comparison"
-COMMITTED = ROOT / "benchmarks" / "reports" / f"{STEM}.jsonl"
+COMMITTED = sorted((ROOT / "benchmarks" / "reports").glob("*-comparison.jsonl"))
 LATER = {"date": "2026-11-22T08:00:00+00:00"}
 
 
@@ -234,16 +234,17 @@ def test_a_loss_that_was_not_finite_is_not_hidden() -> None:
 # --- the report ---
 
 
-def test_the_committed_report_is_that_of_the_committed_rows(tmp_path: Path) -> None:
-    comparison, files = write_report([COMMITTED], tmp_path)
+@pytest.mark.parametrize("rows", COMMITTED, ids=lambda path: path.stem)
+def test_committed_reports_are_those_of_the_committed_rows(rows: Path, tmp_path: Path) -> None:
+    comparison, files = write_report([rows], tmp_path)
     assert comparison.notes == ()
     for file in files:
-        committed = COMMITTED.parent / file.name
+        committed = rows.parent / file.name
         if file.suffix == ".png":  # its bytes depend on the fonts and on matplotlib
             assert committed.is_file() and file.read_bytes().startswith(b"\x89PNG\r\n")
         else:
             assert file.read_bytes() == committed.read_bytes()
-    assert {file.name for file in files} == {path.name for path in COMMITTED.parent.glob(f"{STEM}*")}
+    assert {file.name for file in files} == {path.name for path in rows.parent.glob(f"{rows.stem}*")}
     text = files[0].read_text()
     assert "**Not measured on AMD GPUs.**" in text and len(text.splitlines()) < 350
     assert set(re.findall(r"\]\(([^)]+)\)", text)) == {file.name for file in files[1:]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from hzero.collectives.pipeline import Chain, Pipeline
+from hzero.collectives.transport import HopError
 from hzero.config import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
@@ -174,3 +176,68 @@ def test_chains_that_go_on_where_they_are_waited_for_get_out_of_order() -> None:
         assert any(_play(seed, Eager, "zero3") for seed in range(20))
     finally:
         TIMEOUT_S = before
+
+
+class _ByHand:
+    """A hop that arrives when the test says so."""
+
+    announced = True
+
+    def __init__(self) -> None:
+        self._there = False
+
+    def arrived(self) -> bool:
+        return self._there
+
+    def announce(self, arrived: Callable[[], None]) -> None:
+        self._wake = arrived
+
+    def arrive(self) -> None:
+        self._there = True
+        self._wake()
+
+
+def _by_hand(hops: list[_ByHand], lanes: list[Any], result: Any) -> Any:
+    yield None
+    for _ in lanes:
+        hops.append(_ByHand())
+        yield hops[-1]
+    return result
+
+
+def _soon(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
+    pipeline = Pipeline()
+    lanes: list[Any] = [("gradients", "gcd"), ("gradients", "node")]
+    first: list[_ByHand] = []
+    second: list[_ByHand] = []
+    one, two = (pipeline.submit(_by_hand(hops, lanes, n), lanes) for n, hops in enumerate((first, second)))
+    assert (len(first), len(second)) == (1, 0)
+    first[0].arrive()
+    assert _soon(lambda: (len(first), len(second)) == (2, 1))
+    second[0].arrive()
+    first[1].arrive()
+    assert _soon(lambda: one.done and len(second) == 2)
+    second[1].arrive()
+    assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
+
+
+def test_a_chain_after_one_that_failed_fails_alike() -> None:
+    def failing() -> Any:
+        yield None
+        raise HopError("gone")
+
+    pipeline = Pipeline()
+    lanes: list[Any] = [("weights", "node")]
+    failed = pipeline.submit(failing(), lanes)
+    later = pipeline.submit(_by_hand([], lanes, 1), lanes, after=[failed])
+    for chain in (failed, later):
+        with pytest.raises(HopError, match="gone"):
+            chain.wait()
+    pipeline.drain()

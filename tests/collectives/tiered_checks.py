@@ -7,10 +7,12 @@ import os
 import random
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from hzero.codecs import Codec
 from hzero.collectives import (
@@ -23,7 +25,7 @@ from hzero.collectives import (
     WireLog,
 )
 from hzero.collectives.transport import world_timeout
-from hzero.config import CodecConfig, parse_config
+from hzero.config import TIERS, CodecConfig, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid
@@ -265,6 +267,23 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
             want = once if kind is gather else summed
             for got, expected in zip(chain.wait(), want):
                 assert torch.equal(got, expected * factor), (turn, kind, factor)
+
+
+def check_groups_of_a_tier_have_colours_of_their_own() -> None:
+    """What torch would pass to ncclCommSplit where the world is bound to a device; its own is back afterwards."""
+    made, stock, new_group = [], c10d._process_group_color, dist.new_group
+
+    def noted(ranks: list[int], **keywords: object) -> object:
+        made.append((keywords["group_desc"], c10d._process_group_color(ranks), tuple(ranks)))
+        return new_group(ranks, **keywords)
+
+    with mock.patch.object(dist, "new_group", noted):
+        Transport(_collectives(GRIDS[WORLD][0]).plan, timedelta(seconds=91))
+    assert len(made) == 2 * sum(GRIDS[WORLD][0].size(tier) > 1 for tier in TIERS) and c10d._process_group_color is stock
+    everyone: list = [None] * WORLD
+    dist.all_gather_object(everyone, made)
+    groups = set(itertools.chain(*everyone))
+    assert len({(what, colour) for what, colour, _ in groups}) == len(groups)
 
 
 def check_a_peer_that_does_not_come_is_named() -> None:

@@ -79,6 +79,17 @@ def test_the_example_of_the_docstring() -> None:
     assert attempted and not failed
 
 
+def test_refresh_messages_have_the_bytes_per_rank_that_are_asked_for() -> None:
+    grid, bucket = Grid(48, 4, 2), 50_000_000
+    for preset, itemsize, of_element in (("topo", 2, 1 + 2 / 128), ("lossless", 2, 2.0), ("lossless", 4, 4.0)):
+        plans = [
+            ShardPlan.from_config(parse_config({"preset": preset, "refresh_message_bytes": least}), grid, 0)
+            for least in (0, 1 << 20)
+        ]
+        assert plans[0].refresh_numel(bucket, itemsize) == bucket
+        assert plans[1].refresh_numel(bucket, itemsize) * of_element / 384 == pytest.approx(1 << 20, rel=0.001)
+
+
 def test_a_plan_for_the_whole_machine_is_cheap() -> None:
     grid = Grid(9408, 4, 2)
     config = parse_config({"preset": "topo"})

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hzero.settings.conf import compose, plain
+from hzero.settings.settings import Settings
+from hzero.topology import resolve_grid
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.tiers import tiers_of
 from hzero.validation import ConfigError
@@ -64,3 +67,11 @@ def test_dgx_h200_has_a_nic_a_gpu() -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown preset 'frontie'; did you mean 'frontier'"):
         preset("frontie")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "laptop"])
+def test_presets_are_options_of_the_trainer_and_the_plan(name: str) -> None:
+    settings = Settings(plain(compose([f"topology={name}", "topology.nodes=2"])))
+    assert settings.grid == resolve_grid(name, settings.world_size)
+    rates = {tier: rate for tier, rate in preset(name).tier_gb_s.items() if rate is not None}
+    assert settings["topology"]["bandwidth_gb_s"].items() >= rates.items()

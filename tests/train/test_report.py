@@ -19,7 +19,7 @@ def _summary() -> dict[str, Any]:
     tiers = ("gcd", "gpu", "node")
     traffic = [
         {"role": role, "tier": tier, "codec": "int8", "hops": 40, "elements": 9, "payload_bytes": 10**6,
-         "wire_bytes": 10**6, "raw_bytes": 4 * 10**6, "seconds": 0.5}
+         "wire_bytes": 10**6, "raw_bytes": 4 * 10**6, "seconds": 0.5, "hidden_seconds": 0.2}
         for role in ("weights", "gradients")
         for tier in tiers
     ]  # fmt: skip

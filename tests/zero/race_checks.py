@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.collectives.pipeline import Pipeline
+from hzero.config import PRESETS
 from hzero.zero.streams import DeviceStreams
 from hzero.zero.weights import Weights
 from tests.zero.race_detector import detecting
@@ -37,7 +38,7 @@ def _races(preset: str) -> list[str]:
 
 def check_no_races() -> None:
     """Every preset orders all accesses of every buffer, collectives included, and frees none that is in use."""
-    for preset in ("topo", "lossless", "zero3", "hpz"):
+    for preset in PRESETS:
         races = _races(preset)
         assert not races, f"{preset}: {len(races)} races\n" + "\n".join(races[:6])
 

@@ -97,13 +97,45 @@ def check_bytes_between_nodes() -> None:
         engine.destroy()
 
 
-def check_bf16_follows_stock() -> None:
-    stock = engine_of(ds_config(None, 2, bf16={"enabled": True}))
-    want = train(stock, 5, 2)
-    stock.destroy()
-    engine = engine_of(ds_config(block_of("lossless"), 2, bf16={"enabled": True}))
-    assert_losses(train(engine, 5, 2), want, 0.02)
-    engine.destroy()
+def check_refresh_messages_are_as_long_as_asked_for() -> None:
+    """By default one per prefetch bucket, and one for all with a size that all reach together."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
+    hops, losses = [], []
+    for least in (0, 10**6):
+        engine = engine_of(ds_config(block_of("lossless", refresh_message_bytes=least), zero_optimization=zero))
+        losses.append(train(engine, 2))
+        own = hzero.state(engine)
+        hops.append({entry.tier: entry.hops for entry in own.wire_log.entries() if entry.role == "weights"})
+        engine.destroy()
+    assert losses[0] == losses[1]
+    assert hops[1]["node"] == hops[1]["gpu"] == 2 < hops[0]["node"] and hops[0]["gcd"] == hops[1]["gcd"], hops
+
+
+def check_losses_are_stocks_where_those_of_zeropp_were_not() -> None:
+    """From the first step on and from the first step after a load, in bf16, with the optimizer on the host, in awkward sizes.
+
+    deepspeedai/DeepSpeed: #4851 and #7164 (another convergence from the first step on), #7606 (a first step, or a first one
+    after a load, with stale secondary weights), #4886 (bf16: the loss shoots up), #5059 (bf16: loss 0 from the third step
+    on), #6926 (optimizer on the host: the loss stands still).
+    """
+    folder = shared_folder()
+    offload = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    changes: dict[str, Any]
+    for changes, tolerance in ((offload, 1e-5), ({"bf16": {"enabled": True}}, 0.02)):
+        stock = engine_of(ds_config(None, 2, **changes))
+        want = train(stock, 4, 2)
+        stock.save_checkpoint(str(folder), tag="stock")
+        went_on = train(stock, 2, 2, first=4)
+        stock.destroy()
+        for block, lossy in ((block_of("hpz"), 0.0), (block_of("zeropp"), 0.02)):
+            engine = engine_of(ds_config(block, 2, **changes))
+            assert_losses(train(engine, 4, 2), want, tolerance + lossy)
+            engine.load_checkpoint(str(folder), tag="stock")
+            assert_losses(train(engine, 2, 2, first=4), went_on, tolerance + lossy)
+            engine.destroy()
 
 
 def check_zero_init_and_persistent_parameters() -> None:
