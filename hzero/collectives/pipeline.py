@@ -58,7 +58,8 @@ class Chain(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         # The last step, which makes the result, has a queue too: results appear in the order of submission.
-        self._steps: deque[Hashable] = deque([*lanes, ("result", tuple(lanes))])
+        self._lanes = tuple(lanes)
+        self._steps: deque[Hashable] = deque([*lanes, ("result", self._lanes)])
         self._read: Any = None
         self._finished: Any = None
 
@@ -96,9 +97,10 @@ class Pipeline:
     """Starts hops as early as order allows.
 
     Each role and tier is a lane with a communicator of its own, so a weight never queues behind a gradient. On every
-    lane hops start in the order in which their chains were submitted. All ranks submit the same chains in the same
+    lane hops start in the order in which their chains were submitted. All ranks submit the chains of a lane in the same
     order, so the ranks of a communicator enter its collectives alike, whatever the order in which results are waited
-    for; and the oldest chain can always go on, so no chain waits for ever.
+    for; and the oldest chain can always go on, so no chain waits for ever. (A chain may submit another one when it ends,
+    which depends on the wires, if nobody else submits to the lanes of that one meanwhile.)
 
     On processors a lane has one hop in flight, since hops that share a wire all arrive late. Whoever waits moves all
     chains on. While nobody waits, a thread does, which sleeps until a hop arrives. A new chain starts its first hop
@@ -109,18 +111,24 @@ class Pipeline:
 
     Attributes:
         streams: Streams of an asynchronous device; None on processors.
-        waited_s: Seconds for which `Chain.wait` has blocked, of all chains together.
     """
 
     def __init__(self, streams: Streams | None = None) -> None:
         self.streams = streams
-        self.waited_s = 0.0
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
         self._lock = threading.RLock()  # of everything that chains do
         self._arrival, self._background = threading.Event(), threading.Event()
         self._mover: threading.Thread | None = None
         self._waited_for = False
+        self._waited_s, self._waiting_since = 0.0, 0.0
+        self._broken: dict[Hashable, BaseException] = {}
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which `Chain.wait` has blocked until now, of all chains together."""
+        since = self._waiting_since
+        return self._waited_s + (time.perf_counter() - since if since else 0.0)
 
     def submit(self, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
         """Starts a chain.
@@ -167,16 +175,20 @@ class Pipeline:
     def _move(self) -> None:
         """Moves chains on when hops arrive while nobody waits; ends when none has been in flight for a while."""
         torch.set_grad_enabled(False)  # of this thread
-        while True:
-            arrived = self._background.wait(_LINGER_S)
-            self._background.clear()
-            with self._lock:
-                if not arrived and not self._running:
-                    self._mover = None
-                    return
-                if not self._waited_for:
-                    self.pump()
-            self._arrival.set()  # what somebody waits for may have been done here
+        try:
+            while True:
+                arrived = self._background.wait(_LINGER_S)
+                self._background.clear()
+                with self._lock:
+                    if not arrived and not self._running:
+                        self._mover = None
+                        return
+                    if not self._waited_for:
+                        self.pump()
+                self._arrival.set()  # what somebody waits for may have been done here
+        except BaseException:
+            self._mover = None  # the next submission starts another
+            raise
 
     def _arrived(self) -> None:
         self._arrival.set()
@@ -200,6 +212,8 @@ class Pipeline:
             if not all(other.done for other in chain._after):
                 return
             try:
+                if chain._prepared and chain._steps[0] in self._broken:
+                    raise self._broken[chain._steps[0]]
                 chain._busy = True  # what it does next may submit, and so pump
                 chain._resume() if chain._prepared else chain._prepare()
             except Exception as error:
@@ -221,11 +235,14 @@ class Pipeline:
     def _fail(self, chain: Chain[Any], error: BaseException) -> None:
         """Keeps the error for whoever waits for the chain, which all ranks do at the same point.
 
-        The chain must not hold up others, whose waits would never end.
+        The chain must not hold up others, whose waits would never end. They fail alike where they need a lane on which
+        this one has still to start a hop: its peers may have started theirs, and would pair it with the next chain's.
         """
         chain._error, chain.done, chain._pending = error, True, None
         for step in chain._steps:
             self._queues[step].remove(chain)
+            if step != ("result", chain._lanes):
+                self._broken.setdefault(step, error)
         self._running.remove(chain)
 
     def _wait(self, chain: Chain[T]) -> T:
@@ -233,19 +250,22 @@ class Pipeline:
             self.streams.wait(chain._finished)
             for tensor in _tensors(chain._result):
                 self.streams.used(tensor)
-        while not chain.done:
-            self._arrival.clear()
-            with self._lock:
-                self._waited_for = True
-                self._advance(chain)
-                self.pump()
-                pending = None if chain.done else self._needed(chain)
-            if pending is not None:
-                # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
-                started = time.perf_counter()
-                self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
-                self.waited_s += time.perf_counter() - started
-        self._waited_for = False
+        try:
+            while not chain.done:
+                self._arrival.clear()
+                with self._lock:
+                    self._waited_for = True
+                    self._advance(chain)
+                    self.pump()
+                    pending = None if chain.done else self._needed(chain)
+                if pending is not None:
+                    # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
+                    self._waiting_since = time.perf_counter()
+                    self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+                    self._waited_s += time.perf_counter() - self._waiting_since
+                    self._waiting_since = 0.0
+        finally:
+            self._waited_for = False
         if self._arrival.is_set():  # since the last look
             self._background.set()
         if chain._error is not None:
@@ -261,10 +281,18 @@ class Pipeline:
             chain = first
         return chain._pending
 
+    def mend(self) -> None:
+        """Lets lanes be used again on which a chain has failed; for an engine that is given up or built anew."""
+        self._broken.clear()
+
     def drain(self) -> None:
         """Waits for all chains in flight. On processors all ranks must call it, since a hop needs its peers."""
-        while self._running:
-            self._running[0].wait()
+        while True:
+            with self._lock:
+                first = self._running[0] if self._running else None
+            if first is None:
+                return
+            first.wait()
 
 
 _of_world: tuple[Any, Pipeline] | None = None

@@ -303,6 +303,7 @@ class TieredCollectives:
             else:
                 tensors = codec.decode_sum(received, hop.size, chunks, inner=inner, dtype=bucket.dtype)
             rows, sizes, strides = inner, (inner,), (1,)
+            del received, pending  # their memory may go
         return then(list(tensors))
 
     @staticmethod
@@ -365,4 +366,6 @@ class TieredCollectives:
             "all_to_all": self._transport.all_to_all,
             "reduce_scatter": self._transport.reduce_scatter,
         }[kind]
-        return start((bucket.role, hop.tier), message, what, count)
+        pending = start((bucket.role, hop.tier), message, what, count)
+        pending.on_arrival = lambda: timer.stop(self.pipeline.waited_s)
+        return pending

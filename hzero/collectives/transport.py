@@ -28,7 +28,11 @@ class HopError(RuntimeError):
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way.
+
+    Attributes:
+        on_arrival: Called when the collective has ended, on any thread, where the backend announces that.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Pending:
         self._then = then
         self._started = time.monotonic()
         self._future: Any = None
+        self.on_arrival: Callable[[], None] | None = None
 
     def arrived(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -60,7 +65,13 @@ class Pending:
             self._future = self._work.get_future()
         except RuntimeError:  # not every kind of work has one
             return
-        self._future.add_done_callback(lambda _: arrived())
+
+        def ended(_: Any) -> None:
+            if self.on_arrival is not None:
+                self.on_arrival()
+            arrived()
+
+        self._future.add_done_callback(ended)
 
     @property
     def announced(self) -> bool:

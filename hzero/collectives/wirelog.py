@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -62,10 +63,10 @@ class HopTimer:
             self._events[0].record()
 
     def stop(self, waited_s: float = 0.0) -> None:
-        """Marks the end of the hop; on a device by an event, without waiting. Argument as for the timer itself."""
+        """Marks the end of the hop, once; on a device by an event, without waiting. Argument as for the timer itself."""
         if self._events is not None:
             self._events[1].record()
-        else:
+        elif self._elapsed is None:
             self._elapsed = time.perf_counter() - self._started
             self.hidden_s = max(self._elapsed - (waited_s - self._waited_s), 0.0)
 
@@ -89,6 +90,7 @@ class WireLog:
     def __init__(self) -> None:
         self._entries: dict[tuple[Role, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
+        self._lock = threading.RLock()  # hops may end on another thread than the reader's
 
     def add(
         self,
@@ -103,15 +105,16 @@ class WireLog:
         timer: HopTimer,
     ) -> None:
         """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped."""
-        entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
-        entry.hops += 1
-        entry.elements += elements
-        entry.payload_bytes += payload_bytes
-        entry.wire_bytes += wire_bytes
-        entry.raw_bytes += raw_bytes
-        self._running.append((entry, timer))
-        while self._running and self._running[0][1].ready():
-            self._settle()
+        with self._lock:
+            entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
+            entry.hops += 1
+            entry.elements += elements
+            entry.payload_bytes += payload_bytes
+            entry.wire_bytes += wire_bytes
+            entry.raw_bytes += raw_bytes
+            self._running.append((entry, timer))
+            while self._running and self._running[0][1].ready():
+                self._settle()
 
     def _settle(self) -> None:
         entry, timer = self._running.popleft()
@@ -120,9 +123,10 @@ class WireLog:
 
     def entries(self) -> list[WireEntry]:
         """Totals since the last `reset`, sorted by role, tier and codec; copies, safe to keep."""
-        while self._running:
-            self._settle()
-        return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
+        with self._lock:
+            while self._running:
+                self._settle()
+            return [dataclasses.replace(entry) for _, entry in sorted(self._entries.items())]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """`entries` as plain dictionaries, for JSON."""
@@ -130,13 +134,15 @@ class WireLog:
 
     def wire_bytes(self, tier: Tier | None = None, role: Role | None = None) -> int:
         """Bytes that this rank received: of one tier, of one role, or of all."""
-        return sum(
-            entry.wire_bytes
-            for entry in self._entries.values()
-            if tier in (None, entry.tier) and role in (None, entry.role)
-        )
+        with self._lock:
+            return sum(
+                entry.wire_bytes
+                for entry in self._entries.values()
+                if tier in (None, entry.tier) and role in (None, entry.role)
+            )
 
     def reset(self) -> None:
         """Sets all counts to zero."""
-        self._entries.clear()
-        self._running.clear()
+        with self._lock:
+            self._entries.clear()
+            self._running.clear()

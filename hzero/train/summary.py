@@ -140,7 +140,13 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     console = console or Console(soft_wrap=False, width=None)
     console.print(_run_table(summary))
     head = [name if name in ("role", "tier", "codec") else f"*{name}" for name in TRAFFIC_HEAD]
-    console.print(table_of("bytes received per step, all ranks together", head, traffic_rows(summary)))
+    console.print(
+        table_of(
+            "bytes received per step, all ranks together (hidden: share of the hops' time in which nobody waited)",
+            head,
+            traffic_rows(summary),
+        )
+    )
     if summary.get("memory"):
         console.print(_memory_table(summary))
 

@@ -207,10 +207,11 @@ class Gradients:
 
     def clear(self) -> None:
         """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""
-        chains: list[Chain[Any]] = [*(chain for chain, _ in self._reducing), *(chain for _, chain in self._crossing)]
-        for chain in chains:
-            with contextlib.suppress(Exception):  # whoever waited for it has been told
-                chain.wait()
+        reducing: list[Chain[Any]] = [chain for chain, _ in self._reducing]
+        for chains in (reducing, (chain for _, chain in self._crossing)):  # the former may add to the latter
+            for chain in chains:
+                with contextlib.suppress(Exception):  # whoever waited for it has been told
+                    chain.wait()
         self._reducing.clear()
         self._crossing.clear()
         self._waiting.clear()

@@ -55,6 +55,7 @@ class StageState:
         self.wire_log = WireLog()
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = shared_pipeline(device_streams())
+        self._pipeline.mend()
         collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
         self.weights = Weights(module, collectives, bucket_numel)
         self.gradients = Gradients(collectives, bucket_numel)
@@ -94,6 +95,7 @@ class StageState:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
         self.weights.close()
         self.gradients.clear()
+        self._pipeline.mend()
 
 
 def _bytes(tensors: list[Any]) -> int:

@@ -73,6 +73,7 @@ class GatherHandle:
             param.data = flat[: param.ds_numel].view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._complete = True
+        del self._chain  # it holds the tensors of all parameters
 
 
 class Handles:
@@ -153,6 +154,7 @@ class Weights:
         for param in module.parameters():
             owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
             if isinstance(owner, Weights):
+                owner.collectives.pipeline.drain()
                 owner._release(owner._managed[param.ds_id])
 
     def _all_gather(self, managed: _Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
@@ -214,6 +216,7 @@ class Weights:
         All ranks must call it alike: rebuilding is a collective.
         """
         self._version += 1
+        self._ahead.clear()
         self._stale.update(self._managed if params is None else (param.ds_id for param in params))
         self._note_change()
 
@@ -334,7 +337,7 @@ class Weights:
             seed=self._version,
             after=[one for one in refreshes if one is not None],
         )
-        if not self._refresh_hops:
+        if not self._refresh_hops and self.collectives.pipeline.streams is not None:
             self._encoder = chain
         return GatherHandle(params, chain)
 
@@ -362,19 +365,21 @@ class Weights:
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
         for managed in (self._managed[key] for key in sorted(self._stale)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
-        for dtype, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
-            numel = self._plan.refresh_numel(self._bucket_numel, dtype.itemsize)
-            for bucket in in_buckets(((m, m.param.ds_numel) for m in same), numel):
-                keys = {managed.param.ds_id for managed in bucket}
-                if missing:
-                    self._ahead.clear()  # all that were started before come before these
-                elif len(self._ahead) >= IN_FLIGHT:
-                    return
-                chain = self._start_refresh(bucket)
-                if not missing & keys:
-                    self._ahead.append(chain)
-                self._stale -= keys
-                missing -= keys
+        buckets = [
+            bucket
+            for dtype, same in sorted(by_dtype.items(), key=lambda item: str(item[0]))
+            for bucket in in_buckets(
+                ((m, m.param.ds_numel) for m in same), self._plan.refresh_numel(self._bucket_numel, dtype.itemsize)
+            )
+        ]
+        now = [any(managed.param.ds_id in missing for managed in bucket) for bucket in buckets]
+        for bucket, is_needed in sorted(zip(buckets, now), key=lambda item: not item[1]):
+            if not is_needed and len(self._ahead) >= IN_FLIGHT:
+                return
+            chain = self._start_refresh(bucket)
+            if not is_needed:
+                self._ahead.append(chain)
+            self._stale -= {managed.param.ds_id for managed in bucket}
 
     def _start_refresh(self, managed: Sequence[_Managed]) -> Chain[None]:
         params = [m.param for m in managed]

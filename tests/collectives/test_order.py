@@ -228,6 +228,29 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
     assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
 
 
+def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
+    """Its peers have started theirs, and would pair it with the next chain's; all its lanes fail until they are mended."""
+
+    def failing() -> Any:
+        yield None
+        raise MemoryError("on this rank alone")
+
+    pipeline = Pipeline()
+    lanes: list[Any] = [("gradients", "node")]
+    hops: list[_ByHand] = []
+    pipeline.submit(failing(), lanes)
+    with pytest.raises(MemoryError):
+        pipeline.submit(_by_hand(hops, lanes, 1), lanes).wait()
+    assert not hops
+    other: list[Any] = [("weights", "node")]
+    pipeline.submit(_by_hand(hops, other, 1), other)
+    hops[0].arrive()
+    pipeline.mend()
+    mended = pipeline.submit(_by_hand(hops, lanes, 2), lanes)
+    hops[1].arrive()
+    assert mended.wait() == 2
+
+
 def test_a_chain_after_one_that_failed_fails_alike() -> None:
     def failing() -> Any:
         yield None
