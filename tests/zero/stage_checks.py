@@ -119,23 +119,22 @@ def check_losses_are_stocks_where_those_of_zeropp_were_not() -> None:
     on), #6926 (optimizer on the host: the loss stands still).
     """
     folder = shared_folder()
-    offload = {
+    changes: dict[str, Any] = {
+        "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "zero_force_ds_cpu_optimizer": False,
     }
-    changes: dict[str, Any]
-    for changes, tolerance in ((offload, 1e-5), ({"bf16": {"enabled": True}}, 0.02)):
-        stock = engine_of(ds_config(None, 2, **changes))
-        want = train(stock, 4, 2)
-        stock.save_checkpoint(str(folder), tag="stock")
-        went_on = train(stock, 2, 2, first=4)
-        stock.destroy()
-        for block, lossy in ((block_of("hpz"), 0.0), (block_of("zeropp"), 0.02)):
-            engine = engine_of(ds_config(block, 2, **changes))
-            assert_losses(train(engine, 4, 2), want, tolerance + lossy)
-            engine.load_checkpoint(str(folder), tag="stock")
-            assert_losses(train(engine, 2, 2, first=4), went_on, tolerance + lossy)
-            engine.destroy()
+    stock = engine_of(ds_config(None, 2, **changes))
+    want = train(stock, 4, 2)
+    stock.save_checkpoint(str(folder), tag="stock")
+    went_on = train(stock, 2, 2, first=4)
+    stock.destroy()
+    for preset, tolerance in (("hpz", 0.02), ("zeropp", 0.04)):
+        engine = engine_of(ds_config(block_of(preset), 2, **changes))
+        assert_losses(train(engine, 4, 2), want, tolerance)
+        engine.load_checkpoint(str(folder), tag="stock")
+        assert_losses(train(engine, 2, 2, first=4), went_on, tolerance)
+        engine.destroy()
 
 
 def check_zero_init_and_persistent_parameters() -> None:
