@@ -53,7 +53,7 @@ class Chain(Generic[T]):
         self._pipeline = pipeline
         self._hops = hops
         self.done = self._busy = self._prepared = False
-        self._after = [one for one in after if not one.done or one._finished is not None or one._error is not None]
+        self._after = list(after)
         self._pending: Pending | None = None
         self._result: T | None = None
         self._error: BaseException | None = None

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hzero.config import CodecConfig, Tier
+from hzero.config import Tier
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.records import chunk_numel, record_format
+from hzero.sharding.records import chunk_numel, element_bytes, record_format
 from hzero.topology import Grid
 
 #: DeepSpeed's default ``stage3_prefetch_bucket_size``: elements in flight in a gather, and in a message of the refresh.
@@ -66,8 +66,8 @@ def plan_memory(
     )
     largest = max(numels, default=0)
     bucket = min(max(bucket_numel, largest), sum(numels))
-    gather_bits = max((_element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
-    reduce_bits = max((_element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
+    gather_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
+    reduce_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
     refreshed = min(max(plan.refresh_numel(bucket_numel, itemsize), largest), sum(numels)) if plan.refresh_hops() else 0
     first = plan.reduce_hops()[0].size if plan.reduce_hops() else 1
     lossless = all(hop.codec.codec == "none" for hop in plan.reduce_hops())
@@ -134,11 +134,6 @@ def _rows_before(plan: ShardPlan, tier: Tier) -> int:
             return rows
         rows //= hop.size
     return 0
-
-
-def _element_bytes(codec: CodecConfig, itemsize: int) -> float:
-    fmt = record_format(codec)
-    return fmt.record_bytes(1 << 16, itemsize) / (1 << 16)
 
 
 def _accumulators_what(plan: ShardPlan, accumulation: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig, Role, Scope, Tier
-from hzero.sharding.records import record_format
+from hzero.sharding.records import element_bytes
 from hzero.topology import Grid
 
 
@@ -172,7 +172,7 @@ class ShardPlan:
         ``bucket_numel``, or more where a rank's part of the message would have less than `refresh_message_bytes`: on many
         ranks the latency of a hop, and not its bandwidth, would set the pace.
         """
-        element = record_format(self.gather_hops()[0].codec).record_bytes(1 << 16, itemsize) / (1 << 16)
+        element = element_bytes(self.gather_hops()[0].codec, itemsize)
         return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
 
     @property

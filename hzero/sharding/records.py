@@ -101,3 +101,8 @@ def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int
 def record_format(config: CodecConfig) -> RecordFormat:
     """The format of a codec's settings."""
     return RecordFormat.of(config.codec, config.block_size, config.scale)
+
+
+def element_bytes(config: CodecConfig, itemsize: int) -> float:
+    """Bytes of one element in a long record, scales included; ``itemsize`` is that of the decoded type."""
+    return record_format(config).record_bytes(1 << 16, itemsize) / (1 << 16)

@@ -58,8 +58,7 @@ class GatherHandle:
 
     def __init__(self, params: Sequence[ZeroParameter], chain: Chain[list[torch.Tensor]]) -> None:
         self._params = params
-        self._chain = chain
-        self._complete = False
+        self._chain: Chain[list[torch.Tensor]] | None = chain
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
@@ -67,13 +66,12 @@ class GatherHandle:
         ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
         current stream waits for them.
         """
-        if self._complete:
+        if self._chain is None:
             return
         for param, flat in zip(self._params, self._chain.wait()):
             param.data = flat[: param.ds_numel].view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
-        self._complete = True
-        del self._chain  # it holds the tensors of all parameters
+        self._chain = None  # it holds the tensors of all parameters
 
 
 class Handles:
@@ -100,8 +98,8 @@ class Weights:
     def __init__(self, module: torch.nn.Module, collectives: TieredCollectives, bucket_numel: int) -> None:
         self.collectives = collectives
         self._module = module
-        self._bucket_numel = bucket_numel
         self._plan = collectives.plan
+        self._bucket_numel = bucket_numel
         self._refresh_hops = self._plan.refresh_hops()
         self._fetch_hops = self._plan.fetch_hops() if self._refresh_hops else self._plan.gather_hops()
         self._lossy = any(hop.codec.codec != "none" for hop in self._plan.gather_hops())
@@ -362,6 +360,8 @@ class Weights:
         if self._changed is not None:
             get_accelerator().current_stream().wait_event(self._changed)
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
+        if not missing and len(self._ahead) >= IN_FLIGHT:
+            return
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
         for managed in (self._managed[key] for key in sorted(self._stale)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)

@@ -205,6 +205,11 @@ def _by_hand(hops: list[_ByHand], lanes: list[Any], result: Any) -> Any:
     return result
 
 
+def _failing(error: Exception) -> Any:
+    yield None
+    raise error
+
+
 def _soon(condition: Callable[[], bool]) -> bool:
     end = time.monotonic() + TIMEOUT_S
     while not condition() and time.monotonic() < end:
@@ -231,14 +236,10 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
     """Its peers have started theirs, and would pair it with the next chain's; all its lanes fail until they are mended."""
 
-    def failing() -> Any:
-        yield None
-        raise MemoryError("on this rank alone")
-
     pipeline = Pipeline()
     lanes: list[Any] = [("gradients", "node")]
     hops: list[_ByHand] = []
-    pipeline.submit(failing(), lanes)
+    pipeline.submit(_failing(MemoryError("on this rank alone")), lanes)
     with pytest.raises(MemoryError):
         pipeline.submit(_by_hand(hops, lanes, 1), lanes).wait()
     assert not hops
@@ -252,13 +253,9 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
 
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:
-    def failing() -> Any:
-        yield None
-        raise HopError("gone")
-
     pipeline = Pipeline()
     lanes: list[Any] = [("weights", "node")]
-    failed = pipeline.submit(failing(), lanes)
+    failed = pipeline.submit(_failing(HopError("gone")), lanes)
     later = pipeline.submit(_by_hand([], lanes, 1), lanes, after=[failed])
     for chain in (failed, later):
         with pytest.raises(HopError, match="gone"):
