@@ -15,7 +15,7 @@ typedef long long hz_i64;
 
 struct hz_tensor {
   hz_u64 data;       // address of the shards in order: what is encoded, or where decoded elements and sums go
-  hz_u64 residual;   // address of float32 added before encoding; 0: none
+  hz_u64 residual;   // address of float32 added before encoding, or that sums start from; 0: none
   hz_u64 left;       // address for float32: what encoding lost; 0: not wanted
   hz_i64 numel;      // elements at data; further ones count as +0
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload

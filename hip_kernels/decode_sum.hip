@@ -1,10 +1,11 @@
 // Decode and sum: the payloads of several peers, int8 or int4, summed in float32 in the order of the peers.
 //
-// The bucket's `outer` counts the peers. Each element starts from peer 0's value; the others are added one by one, each
-// product and each sum rounded by itself, so that the result does not depend on where it is computed.
+// The bucket's `outer` counts the peers. Each element starts from peer 0's value, or from a sum that exists; the others
+// are added one by one, each product and each sum rounded by itself, so that the result does not depend on where it is
+// computed.
 //
 // Memory traffic per element of the sum, k peers with blocks of 128: k * (1 + 2/128) bytes read (int8) or k * (0.5 +
-// 2/128) (int4), 4 written. Each byte moves once.
+// 2/128) (int4), 4 written, and 4 read where a sum exists. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode_sum.hip -o decode_sum.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode_sum.hip -o decode_sum.cubin
@@ -17,10 +18,12 @@ template <int BITS>
 HZ_DEVICE void decode_sum(const hz_bucket& bucket) {
   const Place at = place(bucket);
   float sums[16];
-  sum_of_peers<BITS>(bucket, at, sums);
-  if (at.has_elements)
-    store<Fp32>(pointer<float>(at.tensor.data) + (hz_i64)at.row * at.tensor.chunk + at.element,
-                (int)(at.tensor.chunk - at.element), sums);
+  no_sums(sums);
+  const hz_i64 first = (hz_i64)at.row * at.tensor.chunk + at.element;
+  const int count = at.has_elements ? (int)(at.tensor.chunk - at.element) : 0;
+  if (at.tensor.residual) load<Fp32>(pointer<const float>(at.tensor.residual) + first, count, sums);
+  add_peers<BITS>(bucket, at, sums);
+  if (at.has_elements) store<Fp32>(pointer<float>(at.tensor.data) + first, count, sums);
 }
 
 }  // namespace hz

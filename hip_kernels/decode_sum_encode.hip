@@ -18,7 +18,8 @@ template <int BITS, int OUT_BITS, bool WIDE>
 HZ_DEVICE void decode_sum_encode(const hz_bucket& bucket) {
   const Place at = place(bucket);
   float sums[16];
-  sum_of_peers<BITS>(bucket, at, sums);
+  no_sums(sums);
+  add_peers<BITS>(bucket, at, sums);
   hz_u8* record = record_at(bucket.out_payload, bucket.out_row_bytes, bucket.out_inner, at.tensor.out_start,
                             at.tensor.out_record_bytes, at.row);
   hz_u32 words[OUT_BITS / 2];

@@ -4,12 +4,15 @@
 
 namespace hz {
 
-// Sums 16 elements of this thread over the peers; those beyond the record are zero, or NaN
-// where the whole block is.
-template <int BITS>
-HZ_DEVICE void sum_of_peers(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {
+// Sums start from what changes no number that is added, -0 included.
+HZ_DEVICE void no_sums(float (&sums)[16]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) sums[i] = 0.0f;
+  for (int i = 0; i < 16; ++i) sums[i] = -0.0f;
+}
+
+// Adds 16 elements of this thread of all peers; those beyond the record are zero, or NaN where the whole block is.
+template <int BITS>
+HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {
   if (!at.has_elements) return;
   const hz_u8* record =
       record_at(bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start, at.tensor.record_bytes, at.row);
@@ -19,10 +22,7 @@ HZ_DEVICE void sum_of_peers(const hz_bucket& bucket, const Place& at, float (&su
     float codes[16];
     load_codes<BITS>(record, at.element / 16, codes);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float part = mul(codes[i], scale);
-      sums[i] = peer == 0 ? part : add(sums[i], part);
-    }
+    for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], scale));
     record += bucket.inner * bucket.row_bytes;
   }
 }

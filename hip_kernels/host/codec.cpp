@@ -359,18 +359,19 @@ HZ_INLINE void add_peers(Record first, int64_t step, uint32_t bytes, uint32_t bl
     add_peers<BITS, PEERS, false>(codes, scales, step, all, starts, sums);
 }
 
-// Sums `count` elements of one block over the peers, in their order. What follows up to a multiple of 16 is zero, or
-// NaN where the whole block is.
+// Sums `count` elements of one block over the peers, in their order, or `adds` them to sums that are there. What
+// follows up to a multiple of 16 is zero, or NaN where the whole block is.
 template <int BITS>
-HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, float* sums) {
+HZ_INLINE void sum_block(const hz_bucket& bucket, Record first, uint32_t block, uint32_t count, bool adds,
+                         float* sums) {
   const int64_t step = bucket.inner * bucket.row_bytes;
   const uint32_t all = (count + 15) & ~15u, bytes = bucket.scale_bytes, size = bucket.block_size;
   uint32_t peer = 0;
   // Four at a time, so that partial sums seldom go through memory.
   for (; peer + 4 <= bucket.outer; peer += 4, first.codes += 4 * step, first.scales += 4 * step)
-    add_peers<BITS, 4>(first, step, bytes, block, size, all, peer == 0, sums);
+    add_peers<BITS, 4>(first, step, bytes, block, size, all, peer == 0 && !adds, sums);
   for (; peer < bucket.outer; ++peer, first.codes += step, first.scales += step)
-    add_peers<BITS, 1>(first, step, bytes, block, size, all, peer == 0, sums);
+    add_peers<BITS, 1>(first, step, bytes, block, size, all, peer == 0 && !adds, sums);
 }
 
 template <int BITS>
@@ -382,8 +383,13 @@ static void decode_sum(const hz_bucket& bucket, const Span& span) {
   for (uint32_t block = span.begin; block < span.end; ++block) {
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size);
-    float* target = (float*)tensor.data + span.row * (int64_t)tensor.chunk + at;
-    sum_block<BITS>(bucket, first, block, count, count % 16 ? padded : target);
+    const int64_t place = span.row * (int64_t)tensor.chunk + at;
+    float* target = (float*)tensor.data + place;
+    float* sums = count % 16 ? padded : target;
+    const float* before = tensor.residual ? (const float*)tensor.residual + place : nullptr;
+    if (before && before != sums) std::memcpy(sums, before, count * sizeof(float));
+    if (before) std::memset(sums + count, 0, (-count & 15) * sizeof(float));
+    sum_block<BITS>(bucket, first, block, count, before != nullptr, sums);
     if (count % 16) std::memcpy(target, padded, count * sizeof(float));
   }
 }
@@ -405,7 +411,7 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
     uint32_t length = 0;
     for (uint32_t i = 0; i < count; ++i) {
       length = (uint32_t)between(0, tensor.chunk - (int64_t)(block + i) * size, size);
-      sum_block<BITS>(bucket, first, block + i, length, sums + i * size);
+      sum_block<BITS>(bucket, first, block + i, length, false, sums + i * size);
     }
     encode_blocks<Fp32, OUT_BITS>(sums, count, length, block, span.blocks, bucket, bucket.out_scale_bytes, rounding,
                                   record, scales);

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
+
+import torch
+
+#: Tensors that an operator changes.
+Changed: TypeAlias = Annotated[Sequence[torch.Tensor], "changed"]
 
 
 class Rows(NamedTuple):

@@ -228,7 +228,14 @@ class Codec:
         return torch.ops.hzero.decode(payload, *_rows(chunks, sizes, strides, outer), *self.format, dtype)
 
     def decode_sum(
-        self, payload: torch.Tensor, peers: int, chunks: Sequence[int], *, inner: int, dtype: torch.dtype
+        self,
+        payload: torch.Tensor,
+        peers: int,
+        chunks: Sequence[int],
+        *,
+        inner: int,
+        dtype: torch.dtype,
+        into: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """Decodes the messages of several peers and sums them in float32, in the order of the peers.
 
@@ -238,11 +245,16 @@ class Codec:
             chunks: As encoded.
             inner: Rows of each message.
             dtype: Type that codec ``none`` encoded; for the others any floating type.
+            into: Tensors like the results, to which the messages are added one by one; None starts from the first one.
 
         Returns:
-            One flat float32 tensor each, ``[inner * chunk]``.
+            One flat float32 tensor each, ``[inner * chunk]``: those of ``into`` where it is given.
         """
-        return torch.ops.hzero.decode_sum(payload, *Messages(peers, chunks, inner), *self.format, dtype)
+        how = (payload, *Messages(peers, chunks, inner), *self.format, dtype)
+        if into is None:
+            return torch.ops.hzero.decode_sum(*how)
+        torch.ops.hzero.decode_add(*how, list(into))
+        return list(into)
 
     def decode_sum_encode(
         self,

@@ -152,7 +152,8 @@ def buckets_of(
         payload: uint8 payload to read or write.
         tensors: The source, or the output of decoding, one tensor of each chunk; empty where neither is involved.
         out_payload: A second uint8 payload, to write.
-        residuals: float32 tensors to add before encoding, of the sizes of ``tensors``; an empty one adds nothing.
+        residuals: float32 tensors to add before encoding, or that sums start from, of the sizes of ``tensors``; an empty
+            one adds nothing.
         factors: Factors of the residuals.
         left: Outputs for the new residuals.
         rounding: How to round; None where nothing is encoded.
@@ -172,9 +173,10 @@ def buckets_of(
         if tensors:
             each["data"] = [tensors[index].data_ptr() for index in some]
             each["numel"] = [tensors[index].numel() for index in some]
+        if residuals:
+            each["residual"] = [residuals[index].data_ptr() if residuals[index].numel() else 0 for index in some]
         if left:
             each["left"] = [left[index].data_ptr() for index in some]
-            each["residual"] = [residuals[index].data_ptr() if residuals[index].numel() else 0 for index in some]
             each["factor"] = [factors[index] for index in some]
         yield bucket
 

@@ -104,6 +104,14 @@ class KernelBackend:
         call = self.prepare_decode_sum(*arguments)
         return call.run() if call else reference.decode_sum(*arguments)
 
+    def decode_add(self, *arguments: Any) -> None:
+        """Decodes the messages of several peers and adds them in float32, in their order, to sums that exist."""
+        call = self.prepare_decode_sum(*arguments)
+        if call:
+            call.run()
+        else:
+            reference.decode_add(*arguments)
+
     def decode_sum_encode(self, *arguments: Any) -> torch.Tensor:
         """`decode_sum`, then `encode` of the sums; in one kernel where blocks agree."""
         call = self.prepare_decode_sum_encode(*arguments)
@@ -153,16 +161,21 @@ class KernelBackend:
         return Prepared(decoded, kernel, "decode", list(buckets_of(shape, payload, decoded)), self.launcher, [payload])
 
     def prepare_decode_sum(
-        self, payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype
+        self,
+        payload: torch.Tensor,
+        messages: Messages,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+        sums: Sequence[torch.Tensor] = (),
     ) -> Prepared | None:
-        """`decode_sum`; None where no kernel does it."""
+        """`decode_sum`, or `decode_add` if sums are given; None where no kernel does it."""
         shape = self._sum_shape(messages, fmt, dtype)
         if shape is None:
             return None
         payload = self._aligned(payload)
-        sums = outputs.decode_sum(payload, messages)
-        buckets = list(buckets_of(shape, payload, sums))
-        return Prepared(sums, f"decode_sum_{fmt.codec}", "decode_sum", buckets, self.launcher, [payload])
+        written = list(sums) or outputs.decode_sum(payload, messages)
+        buckets = list(buckets_of(shape, payload, written, residuals=sums))
+        return Prepared(written, f"decode_sum_{fmt.codec}", "decode_sum", buckets, self.launcher, [payload])
 
     def prepare_decode_sum_encode(
         self,

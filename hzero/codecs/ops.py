@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 
 from hzero.codecs import backends, outputs, reference
-from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.config import CODECS
 from hzero.sharding.records import BLOCK_CODECS, SCALE_BYTES, RecordFormat
 
 #: Names of the operators.
-OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_sum_encode")
+OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_add", "decode_sum_encode")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -127,15 +127,19 @@ def _check_residuals(
             raise ValueError(f"{name}: found {len(found)} for {len(source)} sources")
     for index, (residual, tensor) in enumerate(zip(residuals, source)):
         name = f"residuals[{index}]"
-        if residual.dtype != torch.float32 or residual.device != tensor.device:
-            raise TypeError(f"{name}: found {residual.dtype} on {residual.device}, expected float32 on {tensor.device}")
-        if not residual.is_contiguous():
-            raise ValueError(f"{name}: found strides {tuple(residual.stride())}, expected a contiguous tensor")
-        _check_storage(residual, name)
+        _check_float32(residual, tensor.device, name)
         if residual.numel() not in (0, tensor.numel()):
             raise ValueError(
                 f"{name}: found {residual.numel()} elements, expected none or the {tensor.numel()} of source[{index}]"
             )
+
+
+def _check_float32(tensor: torch.Tensor, device: torch.device, name: str) -> None:
+    if tensor.dtype != torch.float32 or tensor.device != device:
+        raise TypeError(f"{name}: found {tensor.dtype} on {tensor.device}, expected float32 on {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
+    _check_storage(tensor, name)
 
 
 def _check_payload(
@@ -178,6 +182,17 @@ class _Checks:
         _check_payload(payload, fmt, messages.chunks, messages.peers * messages.inner, dtype)
 
     @staticmethod
+    def decode_add(
+        payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Sequence[torch.Tensor]
+    ) -> None:
+        _Checks.decode_sum(payload, messages, fmt, dtype)
+        expected = [messages.inner * chunk for chunk in messages.chunks]
+        if [tensor.numel() for tensor in sums] != expected:
+            raise ValueError(f"sums: found {[t.numel() for t in sums][:8]} elements, expected {expected[:8]}")
+        for index, tensor in enumerate(sums):
+            _check_float32(tensor, payload.device, f"sums[{index}]")
+
+    @staticmethod
     def decode_sum_encode(
         payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, outer: int, *_: Any
     ) -> None:
@@ -198,6 +213,8 @@ _TUPLES: dict[type, Callable[[str, Any], Any]] = {
 _SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     Sequence[torch.Tensor]: "Tensor[]",
+    Changed: "Tensor(a!)[]",
+    type(None): "()",
     list[torch.Tensor]: "Tensor[]",
     tuple[torch.Tensor, list[torch.Tensor]]: "(Tensor, Tensor[])",
     Sequence[int]: "int[]",
@@ -215,7 +232,7 @@ def _parameters(name: str) -> Iterator[tuple[str, Any, str]]:
     A second parameter of the same type has its name as the prefix: the format ``out`` gives ``out_codec``.
     """
     function = getattr(reference, name)
-    types, seen = typing.get_type_hints(function), set()
+    types, seen = typing.get_type_hints(function, include_extras=True), set()
     for parameter in inspect.signature(function).parameters:
         yield parameter, types[parameter], f"{parameter}_" if types[parameter] in seen else ""
         seen.add(types[parameter])

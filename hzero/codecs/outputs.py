@@ -39,6 +39,10 @@ def decode_sum(payload: torch.Tensor, messages: Messages, *_: Any) -> list[torch
     return [payload.new_empty(messages.inner * chunk, dtype=torch.float32) for chunk in messages.chunks]
 
 
+def decode_add(*_: Any) -> None:
+    """None: the sums exist."""
+
+
 def decode_sum_encode(
     payload: torch.Tensor, messages: Messages, fmt: Any, dtype: Any, outer: int, out: RecordFormat, *_: Any
 ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.codecs.layout import Layout, layout_of
 from hzero.sharding.records import RecordFormat
 
@@ -106,6 +106,24 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
         for peer in range(1, peers):
             rows.add_(records[peer, :, :chunk])
     return sums
+
+
+@torch.no_grad()
+def decode_add(
+    payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Changed
+) -> None:
+    """Decodes the messages of several peers and adds them in float32, in their order, to ``sums``."""
+    peers, chunks, inner = messages
+    layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
+    payload = _aligned(payload)
+    if fmt.scale_bytes:
+        parts = _decode_staged(payload, layout, fmt, peers, inner)
+        records = [column.view(peers, inner, -1) for column in _columns(parts, layout, fmt)]
+    else:
+        records = _records(payload, layout, peers, inner, dtype if fmt.codec == "none" else torch.bfloat16)
+    for flat, record, chunk in zip(sums, records, chunks):
+        for peer in range(peers):
+            flat.view(inner, chunk).add_(record[peer, :, :chunk])
 
 
 @torch.no_grad()

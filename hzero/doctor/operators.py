@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hzero.codecs import Codec, backends
+from hzero.codecs.ops import OPERATORS
 from hzero.config import CodecConfig, CodecName
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 
-OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_sum_encode")
 _CHUNKS = (517, 64)
 
 
@@ -69,12 +69,14 @@ def _try(codec: Codec, source: list[torch.Tensor]) -> dict[str, list[torch.Tenso
     sizes, strides = [2, 2], [1, 2]
     message = codec.encode(source, _CHUNKS, sizes=sizes, strides=strides, outer=2)
     residuals = [torch.ones_like(tensor) for tensor in source]
+    sums = [torch.ones(2 * chunk, device=message.device) for chunk in _CHUNKS]
     fed, left = codec.encode_feedback(source, residuals, [0.5, 2.0], _CHUNKS, sizes=sizes, strides=strides, outer=2)
     return {
         "encode": [message],
         "encode_feedback": [fed, *left],
         "decode": codec.decode(message, _CHUNKS, dtype=torch.float32, sizes=sizes, strides=strides, outer=2),
         "decode_sum": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=torch.float32),
+        "decode_add": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=torch.float32, into=sums),
         "decode_sum_encode": [
             codec.decode_sum_encode(message, 2, _CHUNKS, inner=2, dtype=torch.float32, to=codec, outer=2)
         ],

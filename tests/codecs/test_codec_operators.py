@@ -55,6 +55,8 @@ def test_opcheck(codec: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.encode_feedback, (source, *fed, *axes, *how, True, 5))
     torch.library.opcheck(ops.decode, (payload, CHUNKS, *axes, *how, dtype))
     torch.library.opcheck(ops.decode_sum, (summed, 3, CHUNKS, 2, *how, dtype))
+    sums = [numbers(2 * chunk) for chunk in CHUNKS]
+    torch.library.opcheck(ops.decode_add, (summed, 3, CHUNKS, 2, *how, dtype, sums))
     for out in CODECS:
         torch.library.opcheck(ops.decode_sum_encode, (summed, 3, CHUNKS, 2, *how, dtype, 2, out, 32, "fp32", False, 0))
 
@@ -105,6 +107,12 @@ def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtyp
             want = want + part[index].float()
         assert got[index].dtype == torch.float32 and got[index].shape == (inner * chunk,)
         assert torch.equal(got[index], want)
+    sums = [numbers(inner * chunk) for chunk in CHUNKS]
+    want_added = [total.clone() for total in sums]
+    for part in parts:
+        want_added = [total + one.float() for total, one in zip(want_added, part)]
+    added = own.decode_sum(payload, peers, CHUNKS, inner=inner, dtype=dtype, into=sums)
+    assert all(torch.equal(ours, theirs) and ours is own for ours, theirs, own in zip(added, want_added, sums))
 
 
 @settings(max_examples=40, deadline=None)

@@ -127,6 +127,12 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     got = backend.decode_sum(payload, messages, case.fmt, case.dtype)
     if not same([t.cpu() for t in got], sums):
         yield "decode_sum: sums differ"
+    got = [numbers("normal", total.numel(), torch.float32, 9).to(device) for total in sums]
+    want = [total.cpu().clone() for total in got]
+    reference.decode_add(message, messages, case.fmt, case.dtype, want)
+    backend.decode_add(payload, messages, case.fmt, case.dtype, got)
+    if not same([t.cpu() for t in got], want):
+        yield "decode_add: sums differ"
     outs = itertools.product(("int8", "int4"), ("bf16", "fp32"))
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 4):
         out = RecordFormat.of(codec, case.fmt.block_size, scale)
