@@ -109,9 +109,7 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
 
 
 @torch.no_grad()
-def decode_add(
-    payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Changed
-) -> None:
+def decode_add(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Changed) -> None:
     """Decodes the messages of several peers and adds them in float32, in their order, to ``sums``."""
     peers, chunks, inner = messages
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)

@@ -214,6 +214,7 @@ class TieredCollectives:
         shard_order: bool,
         seed: int = 0,
         scale: float = 1.0,
+        into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None,
         then: Callable[[list[torch.Tensor]], T] = lambda shards: shards,  # type: ignore[assignment,return-value]
     ) -> Chain[T]:
         """Submits a tiered reduce-scatter (sum).
@@ -227,14 +228,16 @@ class TieredCollectives:
                 as in the results of earlier hops.
             seed: Seed of stochastic rounding.
             scale: Loss scale of these gradients; residuals are converted to it.
-            then: Makes the result, of one flat tensor each, ``[rows / product of hop sizes * chunk]``, in hop order;
-                float32 after a hop with a codec, the communication type after one with ``none``.
+            into: Float32 tensors like the result, to which the last hop adds what it receives, asked for when it has
+                arrived; None makes new ones.
+            then: Makes the result, of one flat tensor each, ``[rows / product of hop sizes * chunk]``, in hop order:
+                float32, or without hops ``tensors`` as they are.
 
         Returns:
             A chain with the result of ``then``.
         """
         return self.pipeline.submit(
-            self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale, then),
+            self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale, into, then),
             [(bucket.role, hop.tier) for hop in hops],
         )
 
@@ -247,6 +250,7 @@ class TieredCollectives:
         shard_order: bool,
         seed: int,
         scale: float,
+        into: Callable[[], Sequence[torch.Tensor] | None],
         then: Callable[[list[torch.Tensor]], T],
     ) -> Hops[T]:
         chunks = bucket.chunks
@@ -284,15 +288,18 @@ class TieredCollectives:
             yield pending
             received = self._received(pending, message)
             message = None
+            received, peers = received.view(torch.uint8), 1 if codec.name == "none" else hop.size
             following = hops[index + 1] if index + 1 < len(hops) else None
-            if codec.name == "none" and following is not None and following.codec.codec == "none":
-                message = received.view(torch.uint8)
+            if following is None:
+                tensors = codec.decode_sum(received, peers, chunks, inner=inner, dtype=bucket.dtype, into=into())
+            elif codec.name == "none" and following.codec.codec == "none":
+                message = received
             elif codec.name == "none":
-                tensors = codec.decode(received.view(torch.uint8), chunks, dtype=bucket.dtype)
-            elif following is not None and following.codec.codec != "none" and not self._keeps_residual(following):
+                tensors = codec.decode(received, chunks, dtype=bucket.dtype)
+            elif following.codec.codec != "none" and not self._keeps_residual(following):
                 message = codec.decode_sum_encode(
                     received,
-                    hop.size,
+                    peers,
                     chunks,
                     inner=inner,
                     dtype=bucket.dtype,
@@ -301,7 +308,7 @@ class TieredCollectives:
                     seed=seed,
                 )
             else:
-                tensors = codec.decode_sum(received, hop.size, chunks, inner=inner, dtype=bucket.dtype)
+                tensors = codec.decode_sum(received, peers, chunks, inner=inner, dtype=bucket.dtype)
             rows, sizes, strides = inner, (inner,), (1,)
             del received, pending  # their memory may go
         return then(list(tensors))

@@ -24,9 +24,10 @@ class Gradients:
 
     `micro` submits the reduction of a bucket and does not wait for it. Its partial sums are added to the gradient
     accumulators, float32, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by the
-    size of the gradients' scope. In the last micro-step of a window they go on across the outer tiers at once, while
-    backward runs; a window of one micro-step keeps no accumulator. `boundary` sends what still waits, and delivers all
-    shards together: after an error none is delivered, and the window is given up.
+    size of the gradients' scope; the last hop adds them as it decodes them. In the last micro-step of a window they go on
+    across the outer tiers at once, while backward runs; a window of one micro-step keeps no accumulator. `boundary`
+    sends what still waits, and delivers all shards together: after an error none is delivered, and the window is given
+    up.
 
     Args:
         collectives: The stage's tiered collectives.
@@ -71,7 +72,6 @@ class Gradients:
         self,
         params: Sequence[ZeroParameter],
         dtype: torch.dtype,
-        divisor: float,
         scale: float,
         *,
         last: bool,
@@ -83,7 +83,6 @@ class Gradients:
             params: Parameters with ``grad`` set, sorted by id, the same on all ranks. Their gradients are taken: on
                 return they have been read, or on a device will have been before the current stream goes on.
             dtype: Communication type.
-            divisor: Every rank divides by it before the sum, as in stock ZeRO-3: the size of the averaging world.
             scale: Loss scale of these gradients.
             last: Whether no other micro-step of this window follows.
             deliver: Takes this rank's shards where gradients are sharded over the world.
@@ -91,7 +90,8 @@ class Gradients:
         params = list(params)
         flat = []
         for param in params:
-            flat.append(self._collectives.used(param.grad).to(dtype).reshape(-1).div_(divisor))
+            grad = self._collectives.used(param.grad).to(dtype).reshape(-1)
+            flat.append(grad.div_(self._plan.grid.world_size) if self._divides_first(dtype) else grad)
             param.grad = None
         if self._plan.accumulates:
             self._waiting.update((param.ds_id, param) for param in params)
@@ -99,7 +99,7 @@ class Gradients:
             crossing_seed = self._next_seed() if last else None
             then: Callable[[list[torch.Tensor]], Any] = partial(self._reduced, params, dtype, scale, crossing_seed)
         else:
-            then = partial(self.cut, params)
+            then = partial(self._cut, params, dtype)
         with self._all_or_nothing():
             chain = self._collectives.reduce(
                 self._micro_hops,
@@ -109,6 +109,7 @@ class Gradients:
                 shard_order=True,
                 seed=self._next_seed(),
                 scale=scale,
+                into=partial(self._kept, params),
                 then=then,
             )
             chain.wait_read()
@@ -136,6 +137,20 @@ class Gradients:
         if deliver is not None:  # here and not by the chain, which may be moved on at any time
             deliver(shards)
 
+    def _divides_first(self, dtype: torch.dtype) -> bool:
+        """Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
+
+        Shards are fewer. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3 if it is
+        divided afterwards by what is no power of two. Sums of decoded messages are float32.
+        """
+        on_the_wire = any(hop.codec.codec == "none" for hop in self._plan.reduce_hops())
+        return on_the_wire and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
+
+    def _kept(self, params: list[ZeroParameter]) -> list[torch.Tensor] | None:
+        """The accumulators of all of ``params``; None where one has none yet."""
+        kept = [self._accumulators.get(param.ds_id) for param in params]
+        return None if any(one is None for one in kept) else kept  # type: ignore[return-value]
+
     def _reduced(
         self,
         params: list[ZeroParameter],
@@ -144,15 +159,15 @@ class Gradients:
         crossing_seed: int | None,
         sums: list[torch.Tensor],
     ) -> None:
-        """Adds partial sums to the accumulators; in the last micro-step they cross at once.
+        """Adds partial sums to the accumulators, unless they are these; in the last micro-step they cross at once.
 
         The first of a window becomes the accumulator: nobody else may keep it.
         """
         for param, partial_sum in zip(params, sums):
             kept = self._accumulators.get(param.ds_id)
-            if kept is not None:
+            if kept is not None and kept is not partial_sum:
                 kept.add_(partial_sum)
-            else:
+            elif kept is None:
                 # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
                 kept = self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
                 self._held_bytes += kept.numel() * kept.element_size()
@@ -195,10 +210,14 @@ class Gradients:
         self._crossing.clear()
         self._waiting.clear()
         for params, shards in crossed:
-            deliver(params, self.cut(params, shards))
+            deliver(params, self._cut(params, dtype, shards))
 
-    def cut(self, params: Sequence[ZeroParameter], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's shards without the padding beyond the parameters' ends, as DeepSpeed expects them."""
+    def _cut(
+        self, params: Sequence[ZeroParameter], dtype: torch.dtype, shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """This rank's shards of the average, without the padding beyond the parameters' ends, as DeepSpeed expects them."""
+        if not self._divides_first(dtype):
+            torch._foreach_div_(list(shards), self._plan.grid.world_size)
         cut = []
         for param, shard in zip(params, shards):
             start = self._plan.rank * shard.numel()

@@ -54,7 +54,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.micro(
             params_to_reduce,
             communication_data_type,
-            float(self.hzero.plan.grid.world_size),
             float(self.loss_scale),
             last=self.is_gradient_accumulation_boundary(),
             deliver=self._deliver,

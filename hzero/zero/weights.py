@@ -340,12 +340,19 @@ class Weights:
         return GatherHandle(params, chain)
 
     def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
+        """One message of resident payloads: as they lie in memory where they were refreshed together, else a copy."""
         payloads = []
         for param in params:
             payload = self._managed[param.ds_id].payload
             assert payload is not None, "refresh has built it"
-            payloads.append(self.collectives.used(payload))
-        return payloads[0] if len(payloads) == 1 else torch.cat(payloads)
+            payloads.append(payload)
+        first, *others = payloads
+        end = first.storage_offset() + first.numel()
+        for payload in others:
+            if payload.untyped_storage()._cdata != first.untyped_storage()._cdata or payload.storage_offset() != end:
+                return torch.cat([self.collectives.used(payload) for payload in payloads])
+            end += payload.numel()
+        return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
@@ -400,16 +407,20 @@ class Weights:
     def _keep(
         self, managed: Sequence[_Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:
-        """Cuts a refreshed payload ``[outer][tensor][1][record]`` into one resident payload per parameter."""
+        """Lays a refreshed payload ``[outer][tensor][1][record]`` out by parameter, ``[tensor][outer][record]``.
+
+        A gather of parameters that follow each other then sends a part of it as it is.
+        """
         resident = self._resident_codec()
         if resident.format != codec.format:
             message, _ = self.collectives.transcode(
                 bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=seed
             )
         sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
-        for own, payload in zip(managed, message.view(outer, -1).split(sizes, dim=1)):
-            # A copy, so that one parameter does not keep the whole message in memory.
-            own.payload = payload.clone(memory_format=torch.contiguous_format).view(-1)
+        payloads = message.new_empty(message.numel()).split([outer * size for size in sizes])
+        for own, payload, rows in zip(managed, payloads, message.view(outer, -1).split(sizes, dim=1)):
+            payload.view(outer, -1).copy_(rows)
+            own.payload = payload
 
     def _first_codec(self) -> Codec:
         return Codec.from_config(self._plan.gather_hops()[0].codec)
