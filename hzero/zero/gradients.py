@@ -42,6 +42,7 @@ class Gradients:
         self._plan = collectives.plan
         self._micro_hops = self._plan.micro_hops()
         self._boundary_hops = self._plan.boundary_hops()
+        self._sums_travel = any(hop.codec.codec == "none" for hop in self._plan.reduce_hops())
         self.bucket_numel = bucket_numel
         self._accumulators: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, ZeroParameter] = {}
@@ -90,9 +91,10 @@ class Gradients:
         params = list(params)
         flat = []
         for param in params:
-            grad = self._collectives.used(param.grad).to(dtype).reshape(-1)
-            flat.append(grad.div_(self._plan.grid.world_size) if self._divides_first(dtype) else grad)
+            flat.append(self._collectives.used(param.grad).to(dtype).reshape(-1))
             param.grad = None
+        if self._divides_first(dtype):
+            torch._foreach_div_(flat, self._plan.grid.world_size)
         if self._plan.accumulates:
             self._waiting.update((param.ds_id, param) for param in params)
             # Taken here: when sums arrive depends on the wires, and two runs must round alike.
@@ -143,8 +145,7 @@ class Gradients:
         Shards are fewer. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3 if it is
         divided afterwards by what is no power of two. Sums of decoded messages are float32.
         """
-        on_the_wire = any(hop.codec.codec == "none" for hop in self._plan.reduce_hops())
-        return on_the_wire and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
+        return self._sums_travel and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
 
     def _kept(self, params: list[ZeroParameter]) -> list[torch.Tensor] | None:
         """The accumulators of all of ``params``; None where one has none yet."""

@@ -11,6 +11,7 @@ parameters alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -316,10 +317,10 @@ class Weights:
     def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
         bucket = self._bucket(params)
         if self._refresh_hops:
-            codec, rows = self._resident_codec(), self._plan.resident_rows
+            codec, rows = self._resident_codec, self._plan.resident_rows
             payload: Callable[[], torch.Tensor] = partial(self._payloads, params)
         else:
-            codec, rows = self._first_codec(), 1
+            codec, rows = self._first_codec, 1
             payload = self._encoding(params, bucket, codec)
         for param in params:
             self._managed[param.ds_id].decoded = self._lossy
@@ -390,7 +391,7 @@ class Weights:
 
     def _start_refresh(self, managed: Sequence[_Managed]) -> Chain[None]:
         params = [m.param for m in managed]
-        bucket, codec = self._bucket(params), self._first_codec()
+        bucket, codec = self._bucket(params), self._first_codec
         chain = self.collectives.gather(
             self._refresh_hops,
             bucket,
@@ -411,7 +412,7 @@ class Weights:
 
         A gather of parameters that follow each other then sends a part of it as it is.
         """
-        resident = self._resident_codec()
+        resident = self._resident_codec
         if resident.format != codec.format:
             message, _ = self.collectives.transcode(
                 bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=seed
@@ -422,9 +423,11 @@ class Weights:
             payload.view(outer, -1).copy_(rows)
             own.payload = payload
 
+    @functools.cached_property
     def _first_codec(self) -> Codec:
         return Codec.from_config(self._plan.gather_hops()[0].codec)
 
+    @functools.cached_property
     def _resident_codec(self) -> Codec:
         return Codec.from_config(self._plan.resident_codec)
 

@@ -1,0 +1,233 @@
+"""What the host does for a hop: time of the stage's own code, and the kernels that it launches for a layer.
+
+One process stands for a rank of eight (two nodes of two packages of two devices) whose collectives are empty: torch's
+fake process group ends each at once and moves nothing. Layers are small, so what is left is the cost of preparing,
+starting and ending hops. A launch is an operator that reads or writes elements; on a device it is one kernel or one
+copy. Codec operators are one launch each, as their kernels are.
+
+    python benchmarks/host_cost.py [--presets lossless,topo] [--layers 8] [--steps 20] [--report benchmarks/reports]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("LOCAL_RANK", "0")
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import set_z3_leaf_modules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hzero
+from hzero.codecs import reference
+from hzero.codecs.ops import OPERATORS
+from hzero.config import PRESETS
+from hzero.validation import one_of
+from hzero.zero import gradients, stage, weights
+
+WORLD, HIDDEN, TOKENS = 8, 64, 16
+ACCUMULATION = 2
+#: Where DeepSpeed calls the stage.
+ENTRIES: tuple[tuple[type, str], ...] = (
+    (weights.Weights, "gather"),
+    (weights.Weights, "_partition"),
+    (weights.GatherHandle, "wait"),
+    (gradients.Gradients, "micro"),
+    (gradients.Gradients, "settle"),
+    (gradients.Gradients, "boundary"),
+    (stage.HZeroStage3, "partition_grads"),
+)
+#: Operators that allocate, or look at memory in another way.
+FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "record_stream", "set_"}
+
+
+class Inside:
+    """Seconds in the stage's code, entered by `ENTRIES`."""
+
+    def __init__(self) -> None:
+        self.seconds, self.depth = 0.0, 0
+
+    def install(self) -> None:
+        """Times the entries that this version of the stage has."""
+        for owner, name in ENTRIES:
+            if name in vars(owner):
+                setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            started = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                self.seconds += 0.0 if self.depth else time.thread_time() - started
+
+        return timed
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that the stage starts."""
+
+    def __init__(self, inside: Inside) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._inside = inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        writes = any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments)
+        aliases = any(result.alias_info for result in func._schema.returns)
+        if self._inside.depth and name not in FREE and (writes or not aliases):
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, launches are counted; codecs in plain torch by their operators, since each of these is a launch."""
+
+        def opened(function: Any) -> Any:
+            def counted(*args: Any) -> Any:
+                self.counts["hzero, in plain torch"] -= self._inside.depth > 0
+                with self:
+                    return function(*args)
+
+            return counted
+
+        with contextlib.ExitStack() as stack:
+            for name in (name for name in OPERATORS if hasattr(reference, name)):
+                stack.enter_context(mock.patch.object(reference, name, opened(getattr(reference, name))))
+            stack.enter_context(self)
+            yield
+
+
+def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[str, float]:
+    """Hops, seconds of the stage and launches of one step; also seconds of the whole step."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
+
+    shape = {"vocab_size": 256, "hidden_size": HIDDEN, "num_hidden_layers": arguments.layers, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=4 * HIDDEN, max_position_embeddings=TOKENS))
+    set_z3_leaf_modules(model, [GPTNeoXLayer])
+    layer = sum(p.numel() for p in model.gpt_neox.layers[0].parameters())
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": layer,
+            "reduce_bucket_size": layer,
+            "stage3_max_reuse_distance": 0,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        "hzero": {"preset": preset, "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}},
+    }
+    engine = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    state = hzero.state(engine)
+    assert state is not None
+
+    def step() -> None:
+        for _ in range(ACCUMULATION):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+    for _ in range(4):  # DeepSpeed records its trace
+        step()
+    own, whole = [], []
+    state.wire_log.reset()
+    for _ in range(arguments.steps):
+        before, started = inside.seconds, time.thread_time()
+        step()
+        own.append(inside.seconds - before)
+        whole.append(time.thread_time() - started)
+    hops = sum(entry.hops for entry in state.wire_log.entries()) / arguments.steps
+    launches = Launches(inside)
+    with launches.counting():
+        step()
+    engine.destroy()
+    return {
+        "hops": hops,
+        "own": statistics.median(own),
+        "whole": statistics.median(whole),
+        "launches": sum(launches.counts.values()) / (arguments.layers * ACCUMULATION),
+    }
+
+
+def main() -> int:
+    """Measures, prints the table, writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default="lossless,topo", help="presets to measure (default lossless,topo)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (default 8)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each preset (default 20)")
+    parser.add_argument("--report", type=Path, help="folder to write a dated report into")
+    arguments = parser.parse_args()
+    for name in arguments.presets.split(","):
+        if name not in PRESETS:
+            parser.error(str(one_of("--presets", name, PRESETS, "preset")))
+    for key in ("layers", "steps"):
+        if getattr(arguments, key) < 1:
+            parser.error(f"--{key}: found {getattr(arguments, key)}, expected at least 1")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # nothing arrives, so weights are whatever memory holds
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    deepspeed.utils.logger.setLevel("ERROR")
+    inside = Inside()
+    inside.install()
+    rows = []
+    for name in arguments.presets.split(","):
+        found = measure(name, arguments, inside)
+        rows.append(
+            f"| {name} | {found['hops']:.0f} | {found['own'] * 1e3:.1f} | {found['own'] / found['hops'] * 1e6:.0f} "
+            f"| {found['own'] / found['whole']:.2f} | {found['launches']:.1f} |"
+        )
+    report = "\n".join(
+        [
+            f"# Host cost of a hop, {datetime.date.today().isoformat()}",
+            "",
+            f"Machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}; torch "
+            f"{torch.__version__}, deepspeed {deepspeed.__version__}, hzero {hzero.__version__}. One rank of 2 x 2 x 2 "
+            f"with empty collectives; GPT-NeoX, {arguments.layers} layers of hidden size {HIDDEN}, each a leaf module and a bucket, bf16, "
+            f"{ACCUMULATION} micro-steps; medians of {arguments.steps} steps.",
+            "",
+            "| preset | hops a step | stage, ms a step | us a hop | share of the step | launches a layer and micro-step |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Repeat with `python benchmarks/host_cost.py --presets {arguments.presets} --layers {arguments.layers} "
+            f"--steps {arguments.steps}`.",
+            "",
+        ]
+    )
+    print(report)
+    if arguments.report is not None:
+        arguments.report.mkdir(parents=True, exist_ok=True)
+        path = arguments.report / f"{datetime.date.today().isoformat()}-host-cost.md"
+        path.write_text(report)
+        print(f"written to {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
