@@ -208,8 +208,8 @@ def main() -> int:
             "",
             f"Machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}; torch "
             f"{torch.__version__}, deepspeed {deepspeed.__version__}, hzero {hzero.__version__}. One rank of 2 x 2 x 2 "
-            f"with empty collectives; GPT-NeoX, {arguments.layers} layers of hidden size {HIDDEN}, each a leaf module and a bucket, bf16, "
-            f"{ACCUMULATION} micro-steps; medians of {arguments.steps} steps.",
+            f"with empty collectives; GPT-NeoX, {arguments.layers} layers of hidden size {HIDDEN}, each a leaf module "
+            f"and a bucket, bf16, {ACCUMULATION} micro-steps; medians of {arguments.steps} steps.",
             "",
             "| preset | hops a step | stage, ms a step | us a hop | share of the step | launches a layer and micro-step |",
             "|---|---|---|---|---|---|",
