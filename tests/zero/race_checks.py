@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -186,4 +187,8 @@ def check_a_run_without_a_wait_has_the_races_of_its_trace() -> None:
     with mock.patch.object(DeviceStreams, "wait", not_for_results), recording() as trace:
         _steps("topo").destroy()
     if dist.get_rank() == 0:
-        assert len(trace.races()) == len(expected) > 0, (trace.races(), expected)
+        # When memory is freed is up to the collector of garbage.
+        got, want = (
+            {re.sub(r" on stream \d+", "", r) for r in rs if "freed" not in r} for rs in (trace.races(), expected)
+        )
+        assert got == want and got, (got, want)
