@@ -36,7 +36,7 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
         for module, name in (check.split(":") for check in checks):
             started, status, why = time.monotonic(), "passed", ""
             try:
-                getattr(sys.modules[module], name)()
+                why = getattr(sys.modules[module], name)() or ""
             except pytest.skip.Exception as skipped:
                 status, why = "skipped", str(skipped)
             dist.barrier()

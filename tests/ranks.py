@@ -29,7 +29,8 @@ class Outcome:
 
     Attributes:
         status: ``passed``, ``skipped`` or ``failed``.
-        why: The reason: of a failure the traceback of the first rank that failed, or the end of the log.
+        why: The reason: of a failure the traceback of the first rank that failed, or the end of the log. Of a check that
+            passed the text that it returned, if any.
         seconds: Time that the check took on the ranks.
     """
 
@@ -70,6 +71,7 @@ def conclude(outcome: Outcome) -> None:
     if outcome.status == "skipped":
         pytest.skip(outcome.why)
     assert outcome.status == "passed", outcome.why
+    print(outcome.why)
 
 
 def launch(

@@ -106,8 +106,8 @@ class Pipeline:
     chains on. While nobody waits, a thread does, which sleeps until a hop arrives. A new chain starts its first hop
     before older ones are looked at, so that no wire idles.
 
-    On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane and waits
-    for the step before it by an event, so a lane's next chain does not wait for the other hops of this one.
+    On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane, which
+    waits for the hop that the step before it started. So a lane's next chain does not wait for the other hops of this one.
 
     Attributes:
         streams: Streams of an asynchronous device; None on processors.
@@ -164,13 +164,11 @@ class Pipeline:
                 streams.wait(other._finished)
             streams.wait(before)
             chain._prepare()
-            chain._read = before = streams.event()
+            chain._read = streams.event()
         for step in chain._steps:
             with streams.on(step):
-                streams.wait(before)
                 chain._resume()
-                before = streams.event()
-        chain._finished = before
+                chain._finished = streams.event()
 
     def _move(self) -> None:
         """Moves chains on when hops arrive while nobody waits; ends when none has been in flight for a while."""

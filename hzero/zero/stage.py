@@ -44,6 +44,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
         self._kept_whole, self.persistent_parameters = self.persistent_parameters, []
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
+        self.hzero.weights.mark_stale()  # stock has moved the primary shards
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 

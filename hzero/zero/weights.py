@@ -113,6 +113,7 @@ class Weights:
         self._ahead: list[Chain[None]] = []  # refreshes that no gather has come to yet, in order
         for param in module.parameters():
             self._manage(param)
+        self._note_change()
 
     # ---- attaching to DeepSpeed's parameters ------------------------------------------------------------------------
 
@@ -225,6 +226,11 @@ class Weights:
             self._changed = get_accelerator().Event()
             self._changed.record(get_accelerator().current_stream())
 
+    def _await_change(self) -> None:
+        """Makes the current stream, which is about to read primary shards, wait for their last change."""
+        if self._changed is not None:
+            get_accelerator().current_stream().wait_event(self._changed)
+
     def before_change(self) -> None:
         """Makes the current stream, which is about to write primary shards, wait until they have been encoded."""
         if self._encoder is not None:
@@ -286,11 +292,10 @@ class Weights:
         params = sorted(params, key=lambda param: param.ds_id)
         for param in params:
             self._manage(param)
-        if self._changed is not None:
-            get_accelerator().current_stream().wait_event(self._changed)
-        if not params or self._exact or self._plan.grid.world_size == 1:
-            if not params:
-                return Handles([])
+        if not params:
+            return Handles([])
+        if self._exact or self._plan.grid.world_size == 1:
+            self._await_change()
             stock = self._managed[params[0].ds_id].stock["all_gather_coalesced"]
             return stock(params, safe_mode=safe_mode, quantize=quantize)
         for param in params:
@@ -365,8 +370,6 @@ class Weights:
         """
         if not self._refresh_hops or not self._stale:
             return
-        if self._changed is not None:
-            get_accelerator().current_stream().wait_event(self._changed)
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
             return
@@ -436,6 +439,7 @@ class Weights:
         return partial(self._encode_primary, params, bucket, codec, self._version)
 
     def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
+        self._await_change()
         device = params[0].device
         sources = []
         for param, chunk in zip(params, bucket.chunks):

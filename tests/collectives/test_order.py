@@ -233,6 +233,28 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
     assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
 
 
+def test_the_thread_that_moves_hops_on_ends_when_there_are_none_and_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hzero.collectives.pipeline._LINGER_S", 0.01)
+    pipeline = Pipeline()
+    lanes: list[Any] = [("gradients", "gcd"), ("gradients", "node")]
+    movers = []
+    for number in range(3):
+        hops: list[_ByHand] = []
+        chain = pipeline.submit(_by_hand(hops, lanes, number), lanes)
+        movers.append(pipeline._mover)
+        time.sleep(0.05)
+        assert movers[-1] is not None and movers[-1].is_alive()  # it stays while a hop is in flight
+        hops[0].arrive()
+        assert _soon(lambda: len(hops) == 2)  # noqa: B023 - called here
+        hops[1].arrive()
+        assert _soon(lambda: chain.done and pipeline._mover is None)  # noqa: B023
+        movers[-1].join(TIMEOUT_S)
+        assert not movers[-1].is_alive() and chain.wait() == number
+    assert len(set(movers)) == 3
+
+
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
     """Its peers have started theirs, and would pair it with the next chain's; all its lanes fail until they are mended."""
 

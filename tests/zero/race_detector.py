@@ -1,22 +1,27 @@
 """A race detector for asynchronous devices that runs on processors.
 
-`StandIn` is a DeepSpeed accelerator whose streams and events only keep vector clocks: operators still run one after the
-other, but each belongs to the stream that was current. `Recorder` sees every operator and collective, and what each
-reads and writes. Two accesses of the same bytes by streams without an order between them, one of them a write, are a
-race; so is memory that is freed while a stream without such an order may still use it.
-(Vector clocks: as in FastTrack, Flanagan and Freund 2009.)
+`StandIn` is a DeepSpeed accelerator whose streams and events do nothing: operators run one after the other, but each belongs
+to the stream that was current. `Recorder` writes into a `Trace` every operator and collective with the bytes that it reads
+and writes, every wait, and every end of memory. `Trace.races` goes through these with a vector clock for each stream. Two
+accesses of the same bytes by streams without an order between them, one of them a write, are a race; so is memory that is
+freed while a stream without such an order may still use it. (Vector clocks: as in FastTrack, Flanagan and Freund 2009.)
+
+Nothing that a run does depends on its waits here. So a run without one of them has the same trace but for that wait, and
+one trace answers for the removal of each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import typing
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -26,31 +31,213 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import hzero
 from hzero.collectives import pipeline, transport
 
-Clock = dict[int, int]
-_HOST = -1
+#: Folder of hzero's sources.
+SOURCES = Path(hzero.__file__).resolve().parent
+#: In place of a stream: the host, behind whose waits comes all that it starts later.
+HOST = -1
+
+Clock: TypeAlias = dict[int, int]
+
+
+class Call(NamedTuple):
+    """Where hzero calls a function.
+
+    Attributes:
+        file: Path below `SOURCES`.
+        line: Number.
+        name: The function's name.
+    """
+
+    file: str
+    line: int
+    name: str
+
+
+class _Span(NamedTuple):
+    """Bytes of one memory that are read or written."""
+
+    memory: int
+    start: int
+    end: int
+    write: bool
+
+
+class _Work(NamedTuple):
+    """An operator or a collective."""
+
+    stream: int
+    spans: list[_Span]
+    site: str
+
+
+class _Record(NamedTuple):
+    """An event takes the present point of a stream."""
+
+    event: int
+    stream: int
+    calls: tuple[Call, ...]
+
+
+class _Wait(NamedTuple):
+    """A stream, or the host, waits for an event."""
+
+    stream: int
+    event: int
+    calls: tuple[Call, ...]
+
+
+class _Keep(NamedTuple):
+    """Memory is kept until a stream has passed this point."""
+
+    memory: int
+    stream: int
+    calls: tuple[Call, ...]
+
+
+class _Free(NamedTuple):
+    """The last reference to a memory is gone."""
+
+    memory: int
+    site: str
+
+
+class _Access(NamedTuple):
+    stream: int
+    time: int
+    write: bool
+    start: int
+    end: int
+    site: str
+
+
+@dataclass
+class _Memory:
+    owner: int
+    accesses: list[_Access] = field(default_factory=list)
+    kept_for: list[int] = field(default_factory=list)
+
+
+class Trace:
+    """What a run did, in the order in which the host did it."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Work | _Record | _Wait | _Keep | _Free] = []
+
+    def calls(self) -> set[Call]:
+        """Calls of hzero that made streams wait, recorded events or kept memory."""
+        return {call for entry in self.entries if not isinstance(entry, (_Work, _Free)) for call in entry.calls}
+
+    def races(self, without: Call | None = None) -> list[str]:
+        """One text per pair of sites that race.
+
+        Args:
+            without: A call that is left out, with all waits, recorded events and kept memory below it. Whoever waits for an
+                event that is not recorded waits for the one that the same line recorded before.
+        """
+        found: dict[tuple[str, str], str] = {}
+        clocks: defaultdict[int, Clock] = defaultdict(dict)
+        memories: dict[int, _Memory] = {}
+        events: defaultdict[int, Clock] = defaultdict(dict)
+        of_line: defaultdict[tuple[Call, ...], Clock] = defaultdict(dict)
+
+        def report(first: _Access, second: _Access) -> None:
+            if "hzero/" in first.site or "hzero/" in second.site:
+                both = (f"{'write' if a.write else 'read'} on stream {a.stream} at {a.site}" for a in (first, second))
+                found.setdefault((first.site, second.site), "\n  ".join(both))
+
+        for entry in self.entries:
+            if isinstance(entry, _Work):
+                clock = clocks[entry.stream]
+                _merge(clock, clocks[HOST])
+                clock[entry.stream] = clock.get(entry.stream, 0) + 1
+                for span in entry.spans:
+                    memory = memories.setdefault(span.memory, _Memory(entry.stream))
+                    now = _Access(entry.stream, clock[entry.stream], span.write, span.start, span.end, entry.site)
+                    for other in _add(memory.accesses, now, clock):
+                        report(other, now)
+            elif isinstance(entry, _Free):
+                if entry.memory not in memories:
+                    continue
+                # The allocator gives it to the owner's next operator, once streams that it was kept for have passed.
+                memory = memories.pop(entry.memory)
+                clock = {**clocks[memory.owner]}
+                for stream in (HOST, *memory.kept_for):
+                    _merge(clock, clocks[stream])
+                for access in memory.accesses:
+                    if access.time > clock.get(access.stream, 0):
+                        report(
+                            access, _Access(memory.owner, 0, True, access.start, access.end, f"freed at {entry.site}")
+                        )
+            elif isinstance(entry, _Record):
+                if without not in entry.calls:
+                    of_line[entry.calls[:1]] = {**clocks[entry.stream]}
+                events[entry.event] = of_line[entry.calls[:1]]
+            elif without in entry.calls:
+                continue
+            elif isinstance(entry, _Wait):
+                _merge(clocks[entry.stream], events[entry.event])
+            elif entry.memory in memories:
+                memories[entry.memory].kept_for.append(entry.stream)
+        return list(found.values())
 
 
 def _merge(into: Clock, other: Clock) -> None:
     for stream, time in other.items():
-        into[stream] = max(into.get(stream, 0), time)
+        if time > into.get(stream, 0):
+            into[stream] = time
+
+
+def _add(accesses: list[_Access], now: _Access, clock: Clock) -> list[_Access]:
+    """Adds an access, and returns those that it races with. Drops those whose races it would have too."""
+    races, kept = [], []
+    for other in accesses:
+        if other.start >= now.end or now.start >= other.end:
+            kept.append(other)
+            continue
+        ordered = other.time <= clock.get(other.stream, 0)
+        if not ordered and (now.write or other.write):
+            races.append(other)
+        covered = other.start >= now.start and other.end <= now.end
+        if not (ordered and covered and (now.write or (other.stream == now.stream and not other.write))):
+            kept.append(other)
+    accesses[:] = [*kept, now]
+    return races
+
+
+class World:
+    """Streams and events of this process; its trace, while one is written."""
+
+    here: World
+
+    def __init__(self) -> None:
+        World.here = self
+        self.trace: Trace | None = None
+        self.numbers = itertools.count()
+        self.default = Stream()
+        self.current = self.default
+        self.wires: defaultdict[str, Stream] = defaultdict(Stream)  # a communicator's own stream
 
 
 class Event:
     """A point on a stream."""
 
     def __init__(self, **_: Any) -> None:
-        self.clock: Clock = {}
+        self.id = next(World.here.numbers)
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or World.here.current).clock)
+        if World.here.trace is not None:
+            stream = stream or World.here.current
+            World.here.trace.entries.append(_Record(self.id, stream.id, _calls()))
 
     def wait(self, stream: Stream | None = None) -> None:
-        _merge((stream or World.here.current).clock, self.clock)
+        (stream or World.here.current).wait_event(self)
 
     def synchronize(self) -> None:
-        _merge(World.here.host, self.clock)
+        if World.here.trace is not None:
+            World.here.trace.entries.append(_Wait(HOST, self.id, _calls()))
 
     def query(self) -> bool:
         return False
@@ -63,15 +250,14 @@ class Stream:
     """A queue of a device: what it does next comes after all that it has done."""
 
     def __init__(self, **_: Any) -> None:
-        self.id = len(World.here.streams)
-        World.here.streams.append(self)
-        self.clock: Clock = {}
+        self.id = next(World.here.numbers)
 
     def wait_event(self, event: Event) -> None:
-        _merge(self.clock, event.clock)
+        if World.here.trace is not None:
+            World.here.trace.entries.append(_Wait(self.id, event.id, _calls()))
 
     def wait_stream(self, other: Stream) -> None:
-        _merge(self.clock, other.clock)
+        self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -79,30 +265,10 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        _merge(World.here.host, self.clock)
+        self.record_event().synchronize()
 
     def query(self) -> bool:
         return False
-
-    def tick(self) -> Clock:
-        """The clock of the next thing that this stream does, which the host starts now."""
-        _merge(self.clock, World.here.host)
-        self.clock[self.id] = self.clock.get(self.id, 0) + 1
-        return self.clock
-
-
-class World:
-    """Streams of this process."""
-
-    here: World
-
-    def __init__(self) -> None:
-        World.here = self
-        self.host: Clock = {}
-        self.streams: list[Stream] = []
-        self.default = Stream()
-        self.current = self.default
-        self.wires: defaultdict[str, Stream] = defaultdict(Stream)  # a communicator's own stream
 
 
 class StandIn(CPU_Accelerator):  # type: ignore[misc]
@@ -141,132 +307,89 @@ class StandIn(CPU_Accelerator):  # type: ignore[misc]
         return World.here.default
 
     def synchronize(self, device_index: Any = None) -> None:
-        for stream in World.here.streams:
-            stream.synchronize()
-
-
-@dataclass
-class _Access:
-    stream: int
-    time: int
-    write: bool
-    start: int
-    end: int
-    site: str
-
-
-@dataclass
-class _Memory:
-    """What is known of one storage."""
-
-    owner: int
-    accesses: list[_Access] = field(default_factory=list)
-    kept_for: set[int] = field(default_factory=set)
+        """Nothing: what hzero does needs an order without DeepSpeed's stops of the whole device."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records operators and collectives, and collects races.
+    """Writes operators and collectives into a trace.
 
     Attributes:
-        races: One text per pair of call sites.
+        last: The end of the last collective.
+        in_transport: Whether hzero's transport starts what comes now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
-        self.races: dict[tuple[str, str], str] = {}
         self.last = Event()
         self.in_transport = False
-        self._world = World.here
-        self._memory: dict[int, _Memory] = {}
+        self._entries = trace.entries
+        self._memory: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         schema = func._schema
-        if schema.name.startswith("c10d::"):
-            self._collective(args, kwargs)
-            return out
+        of_wire = schema.name.startswith("c10d::")
         read, written = [], []
         for argument, value in [
             *zip(schema.arguments, args),
             *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs),
         ]:
+            if of_wire:  # their schemas do not say what they write
+                (read if argument.name.startswith("input") else written).extend(_tensors(value))
+                continue
             target = written if argument.alias_info is not None and argument.alias_info.is_write else read
             if argument.alias_info is None or argument.alias_info.is_write:
                 target.extend(_tensors(value))
+        if of_wire:
+            self._collective((args, kwargs), read, written)
+            return out
         for result, value in zip(
             schema.returns, out if isinstance(out, (tuple, list)) and len(schema.returns) > 1 else [out]
         ):
             if result.alias_info is None:
                 written.extend(_tensors(value))
-        stream = World.here.current
-        clock = stream.tick()
-        for write, tensors in ((False, read), (True, written)):
-            for tensor in tensors:
-                self._access(tensor, stream, clock, write)
+        self._work(World.here.current, read, written)
         return out
 
-    def _collective(self, args: Any, kwargs: Any) -> None:
+    def _collective(self, arguments: Any, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """It comes after the current stream, on a stream of its communicator; `wait` orders what follows."""
-        boxed = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.ScriptObject))
+        boxed = next(one for one in tree_leaves(arguments) if isinstance(one, torch.ScriptObject))
         wire = World.here.wires[dist.ProcessGroup.unbox(boxed).group_name]
         wire.wait_stream(World.here.current)
-        clock = wire.tick()
-        for tensor in _tensors((args, kwargs)):
-            self._access(tensor, wire, clock, True)  # of all it may be the output
+        self._work(wire, read, written)
         self.last = wire.record_event()
         if not self.in_transport:  # of DeepSpeed: it waits where it starts it
             World.here.current.wait_event(self.last)
 
-    def _access(self, tensor: torch.Tensor, stream: Stream, clock: Clock, write: bool) -> None:
-        if tensor.numel() == 0 or tensor.device.type != "cpu":
-            return
+    def _work(self, stream: Stream, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        spans = []
+        for write, tensors in ((False, read), (True, written)):
+            for tensor in tensors:
+                if tensor.numel() == 0 or tensor.device.type != "cpu":
+                    continue
+                start = tensor.storage_offset() * tensor.element_size()
+                last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride()))
+                end = start + (last + 1) * tensor.element_size()
+                spans.append(_Span(self._memory_of(tensor), start, end, write))
+        if spans:
+            self._entries.append(_Work(stream.id, spans, _site()))
+
+    def _memory_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        memory = self._memory.get(key)
-        if memory is None:
-            memory = self._memory[key] = _Memory(stream.id)
+        if key not in self._memory:
+            self._memory[key] = next(World.here.numbers)
             weakref.finalize(storage, self._freed, key)
-        start = tensor.storage_offset() * tensor.element_size()
-        span = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride())) + 1
-        now = _Access(stream.id, clock[stream.id], write, start, start + span * tensor.element_size(), _site())
-        kept = []
-        for other in memory.accesses:
-            ordered = other.time <= clock.get(other.stream, 0)
-            overlap = other.start < now.end and now.start < other.end
-            if overlap and not ordered and (write or other.write):
-                self._report(f"{other.site} on stream {other.stream} and", other, now)
-            if not (ordered and overlap and write and other.start >= now.start and other.end <= now.end):
-                kept.append(other)
-        memory.accesses = [*kept, now][-64:]
+        return self._memory[key]
 
     def _freed(self, key: int) -> None:
-        memory = self._memory.pop(key, None)
-        if memory is None:
-            return
-        # The allocator gives the memory to the owner's next operator, once streams it was recorded for have passed.
-        clock = dict(self._world.streams[memory.owner].clock)
-        _merge(clock, self._world.host)
-        for stream in memory.kept_for:
-            _merge(clock, self._world.streams[stream].clock)
-        for access in memory.accesses:
-            if access.time > clock.get(access.stream, 0):
-                now = _Access(memory.owner, 0, True, access.start, access.end, f"freed at {_site()}")
-                self._report("memory in use is freed:", access, now)
-
-    def _report(self, what: str, first: _Access, second: _Access) -> None:
-        if "hzero/" in first.site or "hzero/" in second.site:
-            self.races.setdefault(
-                (first.site, second.site),
-                f"{'write' if first.write else 'read'} on stream {first.stream} at {first.site}\n  "
-                f"{'write' if second.write else 'read'} on stream {second.stream} at {second.site}",
-            )
+        self._entries.append(_Free(self._memory.pop(key), _site()))
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """What ``tensor.record_stream`` does."""
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        if memory is not None:
-            memory.kept_for.add(stream.id)
+        if World.here.trace is not None:
+            self._entries.append(_Keep(self._memory_of(tensor), stream.id, _calls()))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -287,14 +410,30 @@ def _site() -> str:
     return " < ".join(found) or "elsewhere"
 
 
+_sources = f"{SOURCES}/"
+
+
+def _calls() -> tuple[Call, ...]:
+    """The calls of hzero that led here, innermost first."""
+    found = []
+    callee = sys._getframe(1)
+    while (frame := callee.f_back) is not None:
+        if frame.f_code.co_filename.startswith(_sources):
+            file = frame.f_code.co_filename[len(_sources) :]
+            found.append(Call(file, frame.f_lineno, callee.f_code.co_name))
+        callee = frame
+    return tuple(found)
+
+
 @contextlib.contextmanager
-def detecting() -> Iterator[Recorder]:
-    """Inside, this process has a `StandIn` device, and on rank 0 `Recorder.races` fills; other ranks do the same things."""
+def recording() -> Iterator[Trace]:
+    """Inside, this process has a `StandIn` device, and on rank 0 the trace fills; other ranks do the same things."""
     before = get_accelerator()
     World()
     set_accelerator(StandIn())
-    recorder = Recorder()
-    init, wait = transport.Pending.__init__, transport.Pending.wait
+    trace = Trace()
+    recorder = Recorder(trace)
+    init = transport.Pending.__init__
 
     def of_transport(start: Any) -> Any:
         def started(*args: Any) -> Any:
@@ -306,13 +445,11 @@ def detecting() -> Iterator[Recorder]:
 
         return started
 
-    def started(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.event = recorder.last
+    def pending(self: Any, work: Any, *args: Any) -> None:
+        init(self, _OnDevice(work, recorder.last), *args)
 
-    def waited(self: Any) -> torch.Tensor:
-        World.here.current.wait_event(self.event)
-        return wait(self)
+    def record_stream(self: torch.Tensor, stream: Stream) -> None:
+        recorder.record_stream(self, stream)
 
     try:
         with contextlib.ExitStack() as patches:
@@ -320,13 +457,27 @@ def detecting() -> Iterator[Recorder]:
                 start = of_transport(getattr(transport.Transport, kind))
                 patches.enter_context(mock.patch.object(transport.Transport, kind, start))
             for owner, name, function in (
-                (torch.Tensor, "record_stream", lambda self, stream: recorder.record_stream(self, stream)),
-                (transport.Pending, "__init__", started),
-                (transport.Pending, "wait", waited),
+                (torch.Tensor, "record_stream", record_stream),
+                (transport.Pending, "__init__", pending),
                 (pipeline, "_of_world", None),  # one with streams, which ends with this device
             ):
                 patches.enter_context(mock.patch.object(owner, name, function))
-            with recorder if dist.get_rank() == 0 else contextlib.nullcontext():
-                yield recorder
+            if dist.get_rank() == 0:
+                World.here.trace = trace
+                patches.enter_context(recorder)
+            yield trace
     finally:
+        World.here.trace = None
         set_accelerator(before)
+
+
+class _OnDevice:
+    """A collective whose `wait` makes the current stream wait."""
+
+    def __init__(self, work: dist.Work, event: Event) -> None:
+        self._work = work
+        self._event = event
+
+    def wait(self) -> None:
+        World.here.current.wait_event(self._event)
+        self._work.wait()

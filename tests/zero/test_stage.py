@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.ranks import Outcome, collect, conclude, launch, selected
@@ -13,7 +15,8 @@ STAGE = ("tests.zero.stage_checks", "tests.zero.gradient_checks", "tests.zero.ra
 @pytest.fixture(scope="module", params=[8, 6], ids=["8 ranks", "6 ranks"])
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     """Outcomes of the selected checks on one world."""
-    return launch((*EQUALITY, *STAGE), request.param, selected(request))
+    timeout = 900 + 2 * int(os.environ.get("HZERO_SCHEDULES", "0"))  # see delay_checks
+    return launch((*EQUALITY, *STAGE), request.param, selected(request), timeout=timeout)
 
 
 @pytest.mark.parametrize("check", collect(*EQUALITY))
