@@ -121,8 +121,10 @@ class Trace:
         """Writes the spans as Chrome trace events, whole or not at all; compressed where the name ends in ``.gz``.
 
         The rank is a process. Each track is a thread, and a second one where its spans overlap, as on a device, whose
-        lanes take the next hop before the last one has arrived. Times are microseconds since 1970 by this host's clock.
+        lanes take the next hop before the last one has arrived. Times are microseconds of the day (UTC) on which the
+        trace began, by this host's clock, so that the files of several ranks fit together.
         """
+        began = self._epoch % 86_400  # of 1970 they would not fit a float to the nanosecond
         threads: dict[str, int] = {}
         ends: dict[str, float] = {}
         events: list[dict[str, Any]] = []
@@ -136,8 +138,9 @@ class Trace:
             seconds, details = span.end - span.start, dict(span.details)
             if "bytes" in details and seconds > 0:
                 details["GB/s"] = round(details["bytes"] / seconds / 1e9, 3)
+            start, end = (round((began + at) * 1e6, 3) for at in (span.start, span.end))
             event = {"ph": "X", "name": span.name, "pid": rank, "tid": tid, "args": details}
-            events.append({**event, "ts": round((self._epoch + span.start) * 1e6, 1), "dur": round(seconds * 1e6, 1)})
+            events.append({**event, "ts": start, "dur": round(end - start, 3)})
         names = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
         for row, tid in threads.items():
             names.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": row}})
@@ -155,16 +158,14 @@ def step_shares(spans: Iterable[Span]) -> list[dict[Tier, TierShares]]:
     wires: dict[Tier, list[Interval]] = {
         tier: union((s.start, s.end) for s in spans if s.details.get("tier") == tier) for tier in TIERS
     }
-    found = []
-    for step in (s for s in spans if s.track == _STEPS):
-        shares: dict[Tier, TierShares] = {}
-        for tier in TIERS:
-            wire = overlap(wires[tier], [(step.start, step.end)])
-            if (seconds := length(wire)) > 0:
-                others = union(interval for other in TIERS if other != tier for interval in wires[other])
-                waited, shared = length(overlap(wire, waits)), length(overlap(wire, others))
-                shares[tier] = TierShares(seconds, max(1 - waited / seconds, 0.0), min(shared / seconds, 1.0))
-        found.append(shares)
+    found: list[dict[Tier, TierShares]] = [{} for span in spans if span.track == _STEPS]
+    for tier, wire in wires.items():
+        others = union(interval for other in TIERS if other != tier for interval in wires[other])
+        waited, shared = overlap(wire, waits), overlap(wire, others)
+        for shares, step in zip(found, (s for s in spans if s.track == _STEPS)):
+            seconds, *parts = (length(overlap(spent, [(step.start, step.end)])) for spent in (wire, waited, shared))
+            if seconds > 0:
+                shares[tier] = TierShares(seconds, max(1 - parts[0] / seconds, 0.0), min(parts[1] / seconds, 1.0))
     return found
 
 
