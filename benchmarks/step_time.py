@@ -5,6 +5,7 @@ block of steps, so that whatever else the machine does meets all of them. Prints
 ratio to ZeRO-3's, and writes a dated report.
 
     python benchmarks/step_time.py [--accumulation 1] [--presets lossless,zero3,topo] [--report benchmarks/reports]
+    python benchmarks/step_time.py --presets topo,topo:trace    the price of a trace: the ratio of the two medians
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ STEPS_PER_ROUND = 5
 RESULT = "result.json"
 #: Behind a preset: with the codecs in plain torch, whatever backend this machine has.
 REFERENCE = ":reference"
+#: Behind a preset: while every rank records a trace. The file is written between the blocks of steps, outside their time.
+TRACE = ":trace"
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -69,15 +72,21 @@ def worker(arguments: argparse.Namespace) -> None:
             "steps_per_print": 10**9,
         }
         if name != "stock ZeRO-3":
-            config["hzero"] = {"preset": name.removesuffix(REFERENCE), "topology": topology}
+            config["hzero"] = {"preset": name.partition(":")[0], "topology": topology}
         engines[name] = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     tokens = torch.randint(
         0, 1024, (arguments.micro_batch, 128), generator=torch.Generator().manual_seed(dist.get_rank())
     )
 
+    out = Path(os.environ["HZERO_BENCH_OUT"])
+
     def steps(name: str, count: int) -> list[float]:
         engine, times = engines[name], []
-        with backends.reference_instead() if name.endswith(REFERENCE) else contextlib.nullcontext():
+        with contextlib.ExitStack() as way:
+            if name.endswith(REFERENCE):
+                way.enter_context(backends.reference_instead())
+            if name.endswith(TRACE):
+                way.enter_context(engine.optimizer.hzero.trace(out / f"trace{dist.get_rank()}.json.gz"))
             for _ in range(count):
                 dist.barrier()
                 started = time.perf_counter()
@@ -88,7 +97,6 @@ def worker(arguments: argparse.Namespace) -> None:
                 times.append(time.perf_counter() - started)
         return times
 
-    out = Path(os.environ["HZERO_BENCH_OUT"])
     if dist.get_rank() == 0:
         (out / STARTED).touch()
     times: dict[str, list[float]] = {name: [] for name in engines}
@@ -156,7 +164,8 @@ def main() -> int:
     parser.add_argument(
         "--presets",
         default="lossless,zero3,topo",
-        help="presets to time, each also as PRESET:reference, with the codecs in plain torch (default lossless,zero3,topo)",
+        help="presets to time, each also as PRESET:reference, with the codecs in plain torch, or as PRESET:trace, recording "
+        "a trace (default lossless,zero3,topo)",
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
@@ -174,7 +183,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.presets = arguments.presets.split(",")
     for name in arguments.presets:
-        if name.removesuffix(REFERENCE) not in PRESETS:
+        if name.removesuffix(REFERENCE).removesuffix(TRACE) not in PRESETS:
             parser.error(str(one_of("--presets", name, PRESETS, "preset")))
     if arguments.ranks < 4 or arguments.ranks % 4:
         parser.error(f"--ranks: found {arguments.ranks}, expected a multiple of 4")

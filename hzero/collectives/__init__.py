@@ -4,6 +4,7 @@ from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
 from hzero.collectives.tiered import TieredCollectives
+from hzero.collectives.trace import Trace
 from hzero.collectives.transport import HopError, Transport
 from hzero.collectives.wirelog import WireEntry, WireLog
 
@@ -15,6 +16,7 @@ __all__ = [
     "Pipeline",
     "Streams",
     "TieredCollectives",
+    "Trace",
     "Transport",
     "WireEntry",
     "WireLog",

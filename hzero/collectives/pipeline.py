@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -111,10 +112,13 @@ class Pipeline:
 
     Attributes:
         streams: Streams of an asynchronous device; None on processors.
+        waiting: Makes what is entered while this rank waits: on a device around the wait of the current stream, on
+            processors around that of the host.
     """
 
     def __init__(self, streams: Streams | None = None) -> None:
         self.streams = streams
+        self.waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
         self._lock = threading.RLock()  # of everything that chains do
@@ -245,7 +249,8 @@ class Pipeline:
 
     def _wait(self, chain: Chain[T]) -> T:
         if self.streams is not None:
-            self.streams.wait(chain._finished)
+            with self.waiting():
+                self.streams.wait(chain._finished)
             for tensor in _tensors(chain._result):
                 self.streams.used(tensor)
         try:
@@ -259,7 +264,8 @@ class Pipeline:
                 if pending is not None:
                     # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
                     self._waiting_since = time.perf_counter()
-                    self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+                    with self.waiting():
+                        self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
                     self._waited_s += time.perf_counter() - self._waiting_since
                     self._waiting_since = 0.0
         finally:

@@ -363,9 +363,11 @@ class TieredCollectives:
                 wire_bytes=round(payload * peers_received),
                 raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers_received),
                 timer=timer,
+                label=label,
             )
 
-        what = f"{bucket.label} in codec {hop.codec.codec}"
+        label = bucket.label
+        what = f"{label} in codec {hop.codec.codec}"
         if kind == "reduce_scatter":
             message = message.view(bucket.dtype)
         start = {

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +84,24 @@ class HopTimer:
             self._elapsed = self._events[0].elapsed_time(self._events[1]) / 1e3
         return self._elapsed
 
+    def since(self, origin: HopTimer) -> tuple[float, float]:
+        """Start and end in seconds after the start of ``origin``. Waits for the device where the hop has not ended."""
+        seconds, start = self.seconds(), self._started - origin._started
+        if self._events is not None and origin._events is not None:
+            start = origin._events[0].elapsed_time(self._events[0]) / 1e3
+        return start, start + seconds
+
 
 class WireLog:
-    """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does."""
+    """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does.
+
+    Attributes:
+        on_hop: Called with role, tier, codec, wire bytes, label and timer of every hop that has ended; None while no
+            trace is kept.
+    """
 
     def __init__(self) -> None:
+        self.on_hop: Callable[[Role, Tier, CodecName, int, str, HopTimer], None] | None = None
         self._entries: dict[tuple[Role, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._lock = threading.RLock()  # hops may end on another thread than the reader's
@@ -103,8 +117,11 @@ class WireLog:
         wire_bytes: int,
         raw_bytes: int,
         timer: HopTimer,
+        label: str = "",
     ) -> None:
-        """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped."""
+        """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped, ``label`` names the bucket."""
+        if self.on_hop is not None:
+            self.on_hop(role, tier, codec, wire_bytes, label, timer)
         with self._lock:
             entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
             entry.hops += 1

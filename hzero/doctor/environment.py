@@ -29,7 +29,8 @@ class Variable:
     fatal: tuple[str, ...] = ()
 
 
-#: The OLCF user guide's settings for RCCL on Frontier (July 2026), with what each avoids.
+#: The OLCF user guide's settings for RCCL on Frontier (July 2026), with what each avoids; the last three are hzero's own,
+#: by AMD's guides, and not measured.
 VARIABLES = (
     Variable("NCCL_NET", ("OFI", "AWS Libfabric"), "else RCCL may fall back to TCP in silence"),
     Variable("NCCL_CROSS_NIC", ("1",), "rings may change NICs between nodes"),
@@ -47,6 +48,9 @@ VARIABLES = (
     Variable("HSA_FORCE_FINE_GRAIN_PCIE", ("1",), "NICs and devices see each other's writes"),
     Variable("MIOPEN_USER_DB_PATH", ("/tmp/*",), "its locks fail on shared file systems"),
     Variable("MIOPEN_CUSTOM_CACHE_DIR", ("/tmp/*",), "its locks fail on shared file systems"),
+    Variable("GPU_MAX_HW_QUEUES", ("8", "*"), "streams of tiers share queues, 4 by default"),
+    Variable("NCCL_MIN_NCHANNELS", ("16", "[1-9]", "[1-5][0-9]", "6[0-4]"), "RCCL does not tune groups of a tier"),
+    Variable("HIP_FORCE_DEV_KERNARG", ("1",), "kernels read arguments from device memory"),
 )
 #: RCCL's transport on one node, which has no fabric to use (OLCF user guide).
 _ONE_NODE = ("NCCL_NET", "Socket")

@@ -113,6 +113,19 @@ class CheckpointBlock(Frozen):
     keep: Positive
 
 
+class TraceBlock(Frozen):
+    """The first and the last step that rank 0 traces; null for none."""
+
+    steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and value[0] > value[1]:
+            raise ValueError(f"found {value}, whose first step comes after the last")
+        return value
+
+
 class Configuration(Frozen):
     """The whole configuration. ``zero`` is checked by `hzero.config.parse_config`, ``deepspeed`` by DeepSpeed."""
 
@@ -125,6 +138,7 @@ class Configuration(Frozen):
     run: RunBlock
     train: TrainBlock
     checkpoint: CheckpointBlock
+    trace: TraceBlock
     deepspeed: dict[str, Any]
 
     @field_validator("resume")

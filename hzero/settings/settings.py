@@ -79,6 +79,7 @@ class Settings:
             self.grid = resolve_grid(declared, self.world_size, where=where)
         self.block = self._block(declared)
         self.plan = ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0) if self.block else None
+        self._check_trace()
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
@@ -95,6 +96,15 @@ class Settings:
                 "topology=auto sets none of these keys"
             )
         return str(source)
+
+    def _check_trace(self) -> None:
+        steps, last = self.config["trace"]["steps"], self.config["train"]["steps"]
+        if steps is None:
+            return
+        if self.plan is None:
+            raise ConfigError("trace.steps: given without zero.preset, and stock ZeRO-3 has no hops to trace")
+        if steps[1] > last:
+            raise ConfigError(f"trace.steps: found {steps}, and the run ends with step {last} (train.steps)")
 
     @property
     def preset(self) -> str:

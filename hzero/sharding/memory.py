@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hzero.config import Tier
+from hzero.config import ROLES, TIERS, Tier
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, element_bytes, record_format
 from hzero.topology import Grid
@@ -15,6 +15,9 @@ from hzero.topology import Grid
 BUCKET_NUMEL = 50_000_000
 #: Maximum number of reductions in flight, and of refresh messages ahead of the gathers.
 IN_FLIGHT = 2
+#: Channels of an NCCL or RCCL communicator, as ``slurm/frontier_train.sbatch`` asks for; by default they depend on the
+#: machine. ``NCCL_BUFFSIZE`` is 4 MiB by default, for each channel and neighbour.
+CHANNELS, CHANNEL_BYTES = 16, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ def plan_memory(
     accumulation_itemsize: int = 4,
     bucket_numel: int = BUCKET_NUMEL,
     accumulation: int = 2,
+    channels: int = CHANNELS,
 ) -> list[StateMemory]:
     """Bytes of every state of the stage on one rank, without activations.
 
@@ -52,6 +56,7 @@ def plan_memory(
         accumulation_itemsize: Bytes of one element of the gradient shard.
         bucket_numel: Elements of parameters gathered or reduced together.
         accumulation: Micro-steps per step; with one no accumulators are kept.
+        channels: Channels of a communicator; 0 on processors, whose communicators keep no such buffers.
     """
     world = plan.grid.world_size
     chunks = [chunk_numel(numel, world) for numel in numels]
@@ -97,6 +102,7 @@ def plan_memory(
             round(bucket * (itemsize + 2 * IN_FLIGHT * reduce_bits + (0 if lossless else 4 + 4 / first))),
             f"gradients, two payloads of each of {IN_FLIGHT} buckets, float32 staging of {bucket:,} elements",
         ),
+        _communicators(1 + len(ROLES) * sum(plan.grid.size(tier) > 1 for tier in TIERS), channels),
     ]
 
 
@@ -108,6 +114,7 @@ def zero3_memory(
     optimizer_bytes: int = 12,
     accumulation_itemsize: int = 4,
     bucket_numel: int = BUCKET_NUMEL,
+    channels: int = CHANNELS,
 ) -> list[StateMemory]:
     """The same for plain ZeRO-3."""
     shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)
@@ -118,12 +125,24 @@ def zero3_memory(
         StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
         StateMemory("transient gather", 2 * bucket * itemsize, f"whole weights and bucket of {bucket:,} elements"),
         StateMemory("transient reduce", 2 * bucket * itemsize, f"gradients and bucket of {bucket:,} elements"),
+        _communicators(1, channels),
     ]
 
 
 def as_dicts(states: Sequence[StateMemory]) -> list[dict[str, object]]:
     """As plain dictionaries, for JSON."""
     return [dataclasses.asdict(state) for state in states]
+
+
+def _communicators(count: int, channels: int) -> StateMemory:
+    """An estimate of the buffers of NCCL's or RCCL's communicators: of each role and tier, and of DeepSpeed's world.
+
+    A ring has two neighbours, whatever its size, and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out,
+    since no source gives them: the smaller buffers of the protocols LL and LL128, trees, and the connections of an all-to-all.
+    Logs show more: 67 MB for 4 channels (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864).
+    """
+    buffers = count * 2 * channels * CHANNEL_BYTES
+    return StateMemory("communicators", buffers, f"estimate: rings of {count}, {channels} channels of 2 x 4 MiB each")
 
 
 def _rows_before(plan: ShardPlan, tier: Tier) -> int:

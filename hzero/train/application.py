@@ -159,10 +159,10 @@ def _check_machine(settings: Settings) -> None:
     sizes, itemsize = model_numels(model), settings.itemsize
     if settings.plan is not None:
         states = plan_memory(
-            settings.plan, sizes, itemsize=itemsize, accumulation=settings["train"]["grad_accumulation"]
+            settings.plan, sizes, itemsize=itemsize, accumulation=settings["train"]["grad_accumulation"], channels=0
         )
     else:
-        states = zero3_memory(settings.grid, sizes, itemsize=itemsize)
+        states = zero3_memory(settings.grid, sizes, itemsize=itemsize, channels=0)
     needed = sum(state.bytes for state in states if not state.name.startswith("transient")) * settings.world_size
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:

@@ -18,8 +18,9 @@ from hzero.launcher import STARTED
 from hzero.validation import ConfigError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
+TRACE = "trace-rank0.json.gz"
 #: Everything that a run writes, and that replacing a run removes.
-OWN = (CONFIG, METRICS, SUMMARY, LOGS, CHECKPOINTS)
+OWN = (CONFIG, METRICS, SUMMARY, TRACE, LOGS, CHECKPOINTS)
 #: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
@@ -166,8 +167,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-#: Key of the loss in a row, by kind.
-_LOSS_OF = {"step": "loss", "eval": "loss_exact"}
+#: A key that a row has to have, by kind.
+_KEY_OF = {"step": "loss", "eval": "loss_exact", "trace": "tiers"}
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -178,7 +179,7 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             row = json.loads(line)
             int(row["step"])
-            _ = row[_LOSS_OF[row["kind"]]]
+            _ = row[_KEY_OF[row["kind"]]]
             rows.append(row)
         except (ValueError, KeyError, TypeError):
             torn += 1

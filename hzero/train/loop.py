@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import math
 import signal
@@ -17,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from omegaconf import OmegaConf
 
 import hzero
+from hzero.collectives import Trace
 from hzero.launcher import STARTED
 from hzero.progress import Progress
 from hzero.settings.settings import Settings
@@ -112,10 +115,15 @@ class Loop:
         if first:
             (self._run_dir / folder.LOGS / STARTED).touch()
             folder.begun(self._run_dir)
-        with Progress(train["steps"], start=self._done, enabled=first) as progress:
+        asked = self._settings["trace"]["steps"] if first else None
+        traced = range(asked[0], asked[1] + 1) if asked else range(0)
+        trace: Trace | None = None
+        with Progress(train["steps"], start=self._done, enabled=first) as progress, contextlib.ExitStack() as tracing:
             if self._done:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
+                if step in traced and trace is None and own is not None:
+                    trace = tracing.enter_context(own.trace(self._run_dir / folder.TRACE))
                 row, stopped = self._step(step)
                 self._done = step
                 if metrics is not None:
@@ -123,6 +131,12 @@ class Loop:
                     if not math.isfinite(row["loss"]) and not self._warned:
                         self._warned = True
                         progress.message(f"warning: the loss of step {step} is {row['loss']}")
+                if metrics is not None and trace is not None and (stopped or step == traced[-1]):
+                    tracing.close()  # writes it
+                    for at, tiers in enumerate(trace.shares(), max(traced[0], step + 1 - len(self._rows))):
+                        shares = {tier: dataclasses.asdict(found) for tier, found in tiers.items()}
+                        metrics.add({"kind": "trace", "step": at, "tiers": shares})
+                    trace, traced = None, range(0)
                 last = step == train["steps"]
                 progress.update(
                     step,
@@ -227,12 +241,14 @@ class Loop:
         everyones: list[Any] = [None] * self._world if self._rank == 0 else []
         dist.gather_object(mine, everyones if self._rank == 0 else None)
         if self._rank == 0:
+            rows = folder.read_metrics(self._run_dir)[0]
             summary = build_summary(
                 self._settings,
                 parameters=self._parameters,
                 steps=self._done,
                 rows=self._rows,
-                losses=[row["loss"] for row in folder.read_metrics(self._run_dir)[0] if row["kind"] == "step"],
+                losses=[row["loss"] for row in rows if row["kind"] == "step"],
+                traced=[row["tiers"] for row in rows if row["kind"] == "trace"],
                 everyones=everyones,
                 evaluation=evaluation,
                 interrupted=interrupted,

@@ -32,6 +32,7 @@ def build_summary(
     steps: int,
     rows: Sequence[dict[str, Any]],
     losses: Sequence[float | None],
+    traced: Sequence[dict[str, Any]],
     everyones: Sequence[dict[str, Any]],
     evaluation: dict[str, float],
     interrupted: bool,
@@ -45,6 +46,7 @@ def build_summary(
         steps: Steps of the run, including those before a resume.
         rows: Metrics of the steps since the start or the resume: rates and bytes are of these.
         losses: Losses of all steps of the run, including those before a resume; None if not finite.
+        traced: Shares of hidden time by tier, of every traced step.
         everyones: Wire log (``traffic``) and ``memory`` of every rank.
         evaluation: Losses with decoded and with exact weights.
         interrupted: Whether the run was asked to stop.
@@ -78,6 +80,7 @@ def build_summary(
         "preset": settings.preset,
         "accumulation": accumulation,
         "traffic": traffic,
+        "traced": _traced(traced),
         "compressed_share": compressed / raw if raw else 0.0,
         "ratio": raw / wire if wire else None,
         "memory": memory,
@@ -122,6 +125,20 @@ def _summed(logs: Any) -> list[dict[str, Any]]:
     return [total[key] for key in sorted(total, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]), k[2]))]
 
 
+def _traced(steps: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By tier: seconds per traced step with a hop in flight, and the shares of all these seconds."""
+    means: dict[str, dict[str, float]] = {}
+    for tier in TIERS:
+        found = [step[tier] for step in steps if tier in step]
+        if seconds := sum(share["wire_s"] for share in found):
+            hidden = {
+                name: sum(share[name] * share["wire_s"] for share in found) / seconds
+                for name in ("behind_compute", "behind_tiers")
+            }
+            means[tier] = {"wire_s": seconds / len(steps), **hidden}
+    return means
+
+
 _COUNTS = ("hops", "elements", "payload_bytes", "wire_bytes", "raw_bytes", "seconds", "hidden_seconds")
 
 
@@ -147,6 +164,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
             traffic_rows(summary),
         )
     )
+    if summary.get("traced"):
+        console.print(_traced_table(summary))
     if summary.get("memory"):
         console.print(_memory_table(summary))
 
@@ -216,6 +235,15 @@ def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
             continue
         rows.append((*key, *cells, size_text(stock[key])))
     return rows
+
+
+def _traced_table(summary: dict[str, Any]) -> Table:
+    rows = [
+        (tier, f"{found['wire_s']:.3f} s", f"{found['behind_compute']:.0%}", f"{found['behind_tiers']:.0%}")
+        for tier, found in summary["traced"].items()
+    ]
+    head = ("tier", "*hops in flight", "*hidden behind compute", "*behind other tiers")
+    return table_of("time per traced step, rank 0 (a second may count in both shares)", head, rows)
 
 
 def _memory_table(summary: dict[str, Any]) -> Table:

@@ -33,6 +33,8 @@ _EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
         ("self", "params_to_reduce", "communication_data_type"),
     ),
     (DeepSpeedZeroOptimizer_Stage3, "partition_grads", ("self", "params_to_release", "grad_partitions")),
+    (DeepSpeedZeroOptimizer_Stage3, "backward_prologue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "backward_epilogue", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "independent_gradient_partition_epilogue", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),

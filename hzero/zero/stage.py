@@ -64,6 +64,16 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
         """Nothing: `Gradients.micro` has taken the gradients, and shards reach stock by `_deliver`."""
 
+    def backward_prologue(self) -> None:
+        """Stock; also where a trace begins the backward."""
+        self.hzero.begin("backward")
+        super().backward_prologue()
+
+    def backward_epilogue(self) -> None:
+        """Stock; also where a trace ends the backward."""
+        super().backward_epilogue()
+        self.hzero.end("backward")
+
     def independent_gradient_partition_epilogue(self) -> None:
         """After a backward: stock, then at the boundary the outer hops."""
         super().independent_gradient_partition_epilogue()
@@ -83,6 +93,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def step(self, closure: Any = None) -> None:
         """Stock step, after gradients that still wait have crossed."""
+        self.hzero.begin("optimizer")
         if self.hzero.gradients.waiting:
             self._cross_boundary()
         self.hzero.weights.before_change()
@@ -97,6 +108,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.clear()
         self.hzero.weights.gather_available(self._kept_whole)
         self._settle_on_processors()
+        self.hzero.end("optimizer")
+        self.hzero.end("step")
+        self.hzero.begin("step")
 
     def _settle_on_processors(self) -> None:
         if get_accelerator().is_synchronized_device():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
-from hzero.collectives import ErrorFeedback, TieredCollectives, Transport, WireLog, shared_pipeline
+from hzero.collectives import ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, shared_pipeline
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -50,6 +54,8 @@ class StageState:
         for name, param in module.named_parameters():
             check_group(getattr(param, "ds_process_group", None), f"parameter {name}")
         self.config = config
+        self._module = module
+        self._trace: Trace | None = None  # while one is recorded
         grid = resolve_grid(config.topology, dist.get_world_size())
         self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
         self.wire_log = WireLog()
@@ -73,6 +79,50 @@ class StageState:
     def settle(self) -> None:
         """Waits for all hops under way, so that `wire_log` counts them. Collective."""
         self._pipeline.drain()
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
+        """Records hops, waits, forward, backward and steps of this rank, and writes them to ``path`` at the end.
+
+        https://ui.perfetto.dev and chrome://tracing open the file. Each rank that enters writes a file of its own; others
+        need not enter. Hops that are under way at the end are left out; call `settle`, on all ranks, to have them.
+
+        Args:
+            path: The file, a JSON; compressed where it ends in ``.gz``. Nothing is written after an exception.
+
+        Yields:
+            The trace; its `shares` say for each step how much of a tier's time was hidden.
+
+        Raises:
+            RuntimeError: A trace is being recorded already.
+            OSError: The file cannot be written.
+        """
+        if self._pipeline.waiting is not contextlib.nullcontext:  # of this engine or another one of the process
+            raise RuntimeError("hzero: a trace is being recorded already")
+        self._trace = trace = Trace(torch.device(get_accelerator().current_device_name()))
+        self.wire_log.on_hop, self._pipeline.waiting = trace.hop, trace.waiting
+        hooks = (
+            self._module.register_forward_pre_hook(lambda *_: trace.begin("forward")),
+            self._module.register_forward_hook(lambda *_: trace.end("forward")),
+        )
+        trace.begin("step")
+        try:
+            yield trace
+        finally:
+            self._trace, self.wire_log.on_hop, self._pipeline.waiting = None, None, contextlib.nullcontext
+            for hook in hooks:
+                hook.remove()
+        trace.write(path, self.plan.rank)
+
+    def begin(self, part: str) -> None:
+        """Begins a part of a step in the trace, if one is being recorded; see `Trace.begin`."""
+        if self._trace is not None:
+            self._trace.begin(part)
+
+    def end(self, part: str) -> None:
+        """Ends it."""
+        if self._trace is not None:
+            self._trace.end(part)
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
         """Measured bytes of each state on this rank, without transient buffers.

@@ -101,7 +101,7 @@ def test_this_machine_is_read_from_the_tree_it_is_told(
         "0000:c1:00.0",
         "hsn3",
         "28 of 28 pairs",
-        "0 of 17 settings",
+        "0 of 20 settings",
         "memhooks deadlocks",
         "verdict: degraded",
     ):
@@ -119,6 +119,13 @@ def test_this_machine_is_read_from_the_tree_it_is_told(
             "FI_MR_CACHE_MONITOR is 'memhooks', expected kdreg2: memhooks deadlocks",
         ),
         ({"FI_CXI_RX_MATCH_MODE": None}, DEGRADED, "FI_CXI_RX_MATCH_MODE is not set, expected hybrid"),
+        ({"GPU_MAX_HW_QUEUES": "12", "NCCL_MIN_NCHANNELS": "32"}, GOOD, ""),
+        (
+            {"GPU_MAX_HW_QUEUES": None},
+            DEGRADED,
+            "GPU_MAX_HW_QUEUES is not set, expected 8: streams of tiers share queues",
+        ),
+        ({"NCCL_MIN_NCHANNELS": "112"}, DEGRADED, "NCCL_MIN_NCHANNELS is '112', expected 16"),
         ({"LD_LIBRARY_PATH": ""}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
         ({"LD_LIBRARY_PATH": "", "NCCL_NET": None}, DEGRADED, "RCCL falls back to TCP sockets"),
     ],

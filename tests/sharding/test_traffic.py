@@ -161,7 +161,7 @@ def test_memory_of_the_papers_model_agrees_with_the_arithmetic_of_the_schemes() 
     assert topo["resident weights"] == pytest.approx(p / 2, rel=0.03)
     assert topo["gradient accumulators"] == topo["error feedback"] / 2 == pytest.approx(4 * p / 8, rel=0.01)
     assert topo["optimizer"] == pytest.approx(12 * p / 384, rel=0.01)
-    stock = sum(s.bytes for s in zero3_memory(grid, numels) if not s.name.startswith("transient"))
+    stock = sum(s.bytes for s in zero3_memory(grid, numels, channels=0) if not s.name.startswith("transient"))
     assert stock == pytest.approx(18 * p / 384, rel=0.01)
     main = (
         lossless["resident weights"]
@@ -170,6 +170,15 @@ def test_memory_of_the_papers_model_agrees_with_the_arithmetic_of_the_schemes() 
         + lossless["primary weights"]
     )
     assert main == pytest.approx(31.6e9, rel=0.03)
+
+
+def test_communicators_are_those_of_roles_and_tiers_and_one_of_deepspeed() -> None:
+    for shape, count in (((48, 4, 2), 7), ((2, 4, 1), 5), ((1, 8, 1), 3)):
+        plan = ShardPlan.from_config(parse_config({"preset": "topo"}), Grid(*shape), 0)
+        found = {state.name: state.bytes for state in plan_memory(plan, [1000], channels=8)}
+        assert found["communicators"] == count * 8 * 2 * 2**22, shape
+    (stock,) = (s.bytes for s in zero3_memory(Grid(48, 4, 2), [1000], channels=8) if s.name == "communicators")
+    assert stock == 8 * 2 * 2**22
 
 
 @given(st.sampled_from(["none", "bf16", "int8", "int4"]), st.integers(0, 5000), st.sampled_from([64, 128, 256]))

@@ -41,6 +41,7 @@ OVERRIDES = {
     "~train.dtype": "train.dtype: missing",
     "train.dtype=fp16": "train.dtype: found fp16",
     "resume=auto run.overwrite=true": "run.overwrite: found true together with resume=auto",
+    "zero=stock trace.steps=[1,2]": "trace.steps: given without zero.preset",
     "run.dir=project run.overwrite=true": "run.dir: 'project' holds config.yaml",
 }
 #: Refused by the settings.
@@ -79,6 +80,11 @@ VALUES: list[tuple[str, Any, str]] = [
     ("run.name", "", "run.name: found ''"),
     ("data.cache_dir", 5, "data.cache_dir: found 5"),
     ("data.eval_share", 1, "data.eval_share: found 1"),
+    ("trace.steps", [6, 3], "trace.steps: found [6, 3], whose first step comes after the last"),
+    ("trace.steps", [3], "trace.steps: found [3]"),
+    ("trace.steps", [0, 3], "trace.steps.0: found 0"),
+    ("trace.steps", [3, 300], "trace.steps: found [3, 300], and the run ends with step 200"),
+    ("trace.steps", 3, "trace.steps: found 3"),
     ("resume", 5, "resume: found 5, possible: false, auto or a path"),
     ("deepspeed.zero_optimization", 5, "deepspeed.zero_optimization: found 5"),
     ("deepspeed.zero_optimization", {"stage": 2}, "the trainer runs stage 3"),

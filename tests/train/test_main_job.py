@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -67,9 +68,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"the {i % 17} quick brown foxes jump over {i % 5} lazy dogs, {i * 7919 % 1000} times\n" for i in range(4000)
     ]
     (path / "book.txt").write_text("".join(lines))
-    code, out, err = _start(path, "zero=lossless", "run.name=whole").finish()
+    code, out, err = _start(path, "zero=lossless", "run.name=whole", "trace.steps=[3,4]").finish()
     assert code == 0, out + err
     return path
+
+
+def test_traced_steps_are_in_file_metrics_and_summary(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    events = json.loads(gzip.decompress((run / "trace-rank0.json.gz").read_bytes()))["traceEvents"]
+    assert [event["name"] for event in events if event["name"] in ("step", "optimizer")] == ["step", "optimizer"] * 2
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    traced = [row for row in rows if row["kind"] == "trace"]
+    assert [row["step"] for row in traced] == [3, 4] and traced[0]["tiers"].keys() == {"gpu", "node"}
+    node = json.loads((run / "summary.json").read_text())["traced"]["node"]
+    assert node["wire_s"] == pytest.approx(sum(row["tiers"]["node"]["wire_s"] for row in traced) / 2)
 
 
 def test_an_uninterrupted_run_leaves_what_it_says(folder: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 from tests.ranks import Outcome, collect, conclude, launch, selected
 
 EQUALITY = ("tests.zero.equality_checks",)
-STAGE = ("tests.zero.stage_checks", "tests.zero.gradient_checks", "tests.zero.race_checks", "tests.zero.delay_checks")
+STAGE = (
+    "tests.zero.stage_checks",
+    "tests.zero.gradient_checks",
+    "tests.zero.race_checks",
+    "tests.zero.delay_checks",
+    "tests.zero.trace_checks",
+)
 
 
 @pytest.fixture(scope="module", params=[8, 6], ids=["8 ranks", "6 ranks"])

@@ -1,0 +1,123 @@
+"""The arithmetic of spans, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.collectives.trace import Span, Trace, length, overlap, step_shares, union
+from hzero.collectives.wirelog import HopTimer, WireLog
+from hzero.config import TIERS, Tier
+
+MOMENTS = st.tuples(st.integers(0, 40), st.integers(0, 15)).map(lambda at: (float(at[0]), float(at[0] + at[1])))
+INTERVALS = st.lists(MOMENTS, max_size=8)
+
+
+def _seconds(intervals: list[tuple[float, float]]) -> set[int]:
+    return {second for start, end in intervals for second in range(int(start), int(end))}
+
+
+@given(INTERVALS, INTERVALS)
+def test_unions_and_overlaps_are_those_of_sets_of_seconds(
+    first: list[tuple[float, float]], second: list[tuple[float, float]]
+) -> None:
+    one, other = union(first), union(second)
+    assert all(before[1] < after[0] for before, after in pairwise(one))
+    assert length(one) == len(_seconds(first))
+    assert length(overlap(one, other)) == len(_seconds(first) & _seconds(second)) == length(overlap(other, one))
+
+
+def _hop(tier: Tier, start: float, end: float) -> Span:
+    return Span(f"weights {tier}", "a bucket", start, end, {"tier": tier, "codec": "int8", "bytes": 1000})
+
+
+def test_shares_of_a_step_made_by_hand() -> None:
+    spans = [
+        Span("steps", "step", 0.0, 10.0, {}),
+        Span("steps", "step", 10.0, 20.0, {}),
+        _hop("node", 0.0, 8.0),
+        _hop("node", 4.0, 8.0),  # a second in flight twice counts once
+        _hop("gcd", 6.0, 12.0),
+        Span("waiting for hops", "wait", 2.0, 4.0, {}),
+        Span("waiting for hops", "wait", 11.0, 12.0, {}),
+    ]
+    first, second = step_shares(spans)
+    node, gcd = first["node"], first["gcd"]
+    assert (node.wire_s, node.behind_compute, node.behind_tiers) == (8.0, 0.75, 0.25)
+    assert (gcd.wire_s, gcd.behind_compute, gcd.behind_tiers) == (4.0, 1.0, 0.5)
+    assert second.keys() == {"gcd"} and second["gcd"].behind_compute == 0.5 and second["gcd"].behind_tiers == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(TIERS), MOMENTS), max_size=8), INTERVALS, MOMENTS)
+def test_shares_lie_between_none_and_all(
+    hops: list[tuple[Tier, tuple[float, float]]], waits: list[tuple[float, float]], step: tuple[float, float]
+) -> None:
+    spans = [_hop(tier, *at) for tier, at in hops]
+    spans += [Span("waiting for hops", "wait", *at, {}) for at in waits]
+    for tier, found in step_shares([*spans, Span("steps", "step", *step, {})])[0].items():
+        busy = _seconds([at for other, at in hops if other == tier]) & _seconds([step])
+        others = _seconds([at for other, at in hops if other != tier])
+        assert found.wire_s == len(busy) > 0
+        assert found.behind_compute == pytest.approx(len(busy - _seconds(waits)) / len(busy))
+        assert found.behind_tiers == pytest.approx(len(busy & others) / len(busy))
+        assert 0 <= found.behind_compute <= 1 and 0 <= found.behind_tiers <= 1
+
+
+class _Event:
+    """An event of a device whose clock, in milliseconds, advances by one with every record."""
+
+    clock = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        _Event.clock += 1
+        self.at = _Event.clock
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return other.at - self.at
+
+
+def test_on_a_device_spans_are_those_of_its_events(tmp_path: Path) -> None:
+    """Two hops of a lane overlap there, and get a thread each."""
+    device, log = torch.device("meta"), WireLog()
+    with mock.patch("hzero.collectives.wirelog.torch.Event", _Event):
+        trace = Trace(device, limit=3)  # its events are at 1 and 2 ms
+        log.on_hop = trace.hop
+        first, second, third = (HopTimer(device) for _ in range(3))
+        for timer in (first, second, third):
+            timer.stop()
+            log.add(
+                role="weights", tier="node", codec="int8", elements=1, payload_bytes=8, wire_bytes=6000, raw_bytes=9,
+                timer=timer, label="a bucket",
+            )  # fmt: skip
+        trace.begin("step")
+        trace.end("step")
+        trace.end("backward")  # was begun before the trace
+        spans = [(span.track, round(span.start * 1e3), round(span.end * 1e3)) for span in trace.spans()]
+        assert spans == [("weights node", 2, 5), ("weights node", 3, 6), ("weights node", 4, 7)]
+        assert trace.dropped == 1
+        trace.write(tmp_path / "trace.json", rank=5)
+    content = json.loads((tmp_path / "trace.json").read_text())
+    assert content["otherData"] == {"dropped": 1}
+    names = [event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"]
+    assert names == ["weights node", "weights node (2)", "weights node (3)"]
+    hops = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    assert len({hop["tid"] for hop in hops}) == 3 and {hop["pid"] for hop in hops} == {5}
+    assert hops[0]["args"] == {"tier": "node", "codec": "int8", "bytes": 6000, "GB/s": 0.002}
+    assert hops[0]["name"] == "a bucket" and hops[0]["dur"] == pytest.approx(3000)
