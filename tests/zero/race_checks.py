@@ -26,10 +26,10 @@ class _Net(AwkwardNet):
         self.unused = torch.nn.Linear(WIDTH, WIDTH)
 
 
-def _races(preset: str) -> list[str]:
+def _races(preset: str, **block: Any) -> list[str]:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400, "reduce_bucket_size": 400}
     with detecting() as recorder:
-        engine = engine_of(ds_config(block_of(preset), 2, zero_optimization=zero), _Net())
+        engine = engine_of(ds_config(block_of(preset, **block), 2, zero_optimization=zero), _Net())
         train(engine, 2, 2)
         engine.destroy()
     return list(recorder.races.values())
@@ -40,6 +40,10 @@ def check_no_races() -> None:
     for preset in PRESETS:
         races = _races(preset)
         assert not races, f"{preset}: {len(races)} races\n" + "\n".join(races[:6])
+    for algorithm in ("doubling", "pairs"):
+        setting = {"algorithm": algorithm, "below_bytes": 1 << 30}
+        races = _races("topo", topology={"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}, node_all_gather=setting)
+        assert not races, f"{algorithm}: {len(races)} races\n" + "\n".join(races[:6])
 
 
 def _skipped(owner: type, name: str, caller: str) -> Any:
