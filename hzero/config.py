@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -19,11 +19,14 @@ Scope: TypeAlias = Literal["package", "node", "world"]
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
+#: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
+Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
 CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 ROLES: tuple[Role, ...] = typing.get_args(Role)
+ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 
@@ -98,6 +101,28 @@ class ShardConfig(Frozen):
     gradients: Scope
 
 
+class NodeAllGather(Frozen):
+    """The algorithm of the all-gathers on tier ``node``.
+
+    Attributes:
+        algorithm: For short messages; long ones take ``library``.
+        below_bytes: Messages of fewer bytes per rank are short.
+    """
+
+    algorithm: Algorithm = "library"
+    below_bytes: int = Field(default=0, ge=0)
+
+    def of(self, message_bytes: int) -> Algorithm:
+        """The algorithm for a message of so many bytes per rank."""
+        return self.algorithm if message_bytes < self.below_bytes else "library"
+
+    @model_validator(mode="after")
+    def _is_used(self) -> NodeAllGather:
+        if self.algorithm != "library" and not self.below_bytes:
+            raise ValueError(f"found algorithm {self.algorithm!r} without below_bytes, the size that it is used below")
+        return self
+
+
 class TopologyConfig(Frozen):
     """A declared machine.
 
@@ -128,6 +153,7 @@ class _Block(Frozen):
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
     error_feedback: tuple[Tier, ...] = ()
     refresh_message_bytes: int = Field(0, ge=0)
+    node_all_gather: NodeAllGather = NodeAllGather()
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
@@ -159,6 +185,7 @@ class HZeroConfig(_Block):
         block_size: Default block size of the codecs.
         error_feedback: Tiers whose gradient encoding keeps its residual, innermost first.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
+        node_all_gather: Algorithm of the all-gathers on tier ``node``.
         topology: ``"auto"``, the path of a file, or a declared machine.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.

@@ -53,6 +53,12 @@ def test_an_override_replaces_one_leaf() -> None:
     assert (kept.codecs["gradients"]["node"].codec, kept.codecs["gradients"]["node"].block_size) == ("int4", 64)
 
 
+def test_short_messages_between_nodes_take_the_algorithm_of_the_block() -> None:
+    setting = parse_config({"node_all_gather": {"algorithm": "pairs", "below_bytes": 1024}}).node_all_gather
+    assert [setting.of(size) for size in (0, 1023, 1024)] == ["pairs", "pairs", "library"]
+    assert parse_config({}).node_all_gather.of(0) == "library"
+
+
 BAD: list[tuple[Any, str]] = [
     ({"preset": "tpoo"}, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"preset": 3}, "hzero.preset"),
@@ -74,6 +80,14 @@ BAD: list[tuple[Any, str]] = [
     ({"block_size": True}, "hzero.block_size: found True"),
     ({"error_feedback": "node"}, "hzero.error_feedback: found 'node'"),
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
+    ({"node_all_gather": "doubling"}, "hzero.node_all_gather: found 'doubling', expected a block with keys algorithm"),
+    (
+        {"node_all_gather": {"algorithm": "doubled", "below_bytes": 1}},
+        "hzero.node_all_gather.algorithm: unknown value 'doubled'; did you mean 'doubling'",
+    ),
+    ({"node_all_gather": {"below": 1}}, "hzero.node_all_gather: unknown key 'below'; did you mean 'below_bytes'"),
+    ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "hzero.node_all_gather.below_bytes: found -1"),
+    ({"node_all_gather": {"algorithm": "pairs"}}, "hzero.node_all_gather: found algorithm 'pairs' without below_bytes"),
     ({"topology": 8}, "hzero.topology: found 8"),
     ({"topology": {"nodes": 2}}, "hzero.topology.gpus_per_node: missing"),
     ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "hzero.topology.nodes: found '2'"),
@@ -105,6 +119,9 @@ def test_bad_blocks_are_named(block: Any, message: str) -> None:
                         "gcd",
                         "block_size",
                         "error_feedback",
+                        "node_all_gather",
+                        "algorithm",
+                        "below_bytes",
                         "topology",
                         "nodes",
                         "gpus_per_node",

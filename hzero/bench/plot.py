@@ -19,6 +19,8 @@ from hzero.validation import ConfigError
 _COLOURS = {"none": "#0072B2", "bf16": "#E69F00", "int8": "#009E73", "int4": "#D55E00", None: "#777777"}
 _STYLES = {
     "all_gather": ("-", "o"),
+    "doubling": ("-.", "v"),
+    "pairs": ("-.", "D"),
     "all_to_all": ("--", "s"),
     "reduce_scatter": (":", "^"),
     "weights": ("-", "o"),

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from hzero.bench.settings import LinksSettings
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, TieredCollectives, Transport, WireLog
+from hzero.collectives.transport import Lane
 from hzero.collectives.wirelog import HopTimer
-from hzero.config import DEFAULT_BLOCK_SIZE, ROLES, TIERS, CodecConfig, CodecName, Role, Tier, parse_config
+from hzero.config import DEFAULT_BLOCK_SIZE, ROLES, TIERS, Algorithm, CodecConfig, CodecName, Role, Tier, parse_config
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.topology import Grid
 
-COLLECTIVES: tuple[Operation, ...] = ("all_gather", "all_to_all", "reduce_scatter")
+#: All-gathers and their algorithms; on tiers other than ``node`` there is the library's only.
+GATHERS: dict[Operation, Algorithm] = {"all_gather": "library", "doubling": "doubling", "pairs": "pairs"}
+COLLECTIVES: tuple[Operation, ...] = (*GATHERS, "all_to_all", "reduce_scatter")
 #: Added to the bytes of a collective to estimate its duration: the cost that does not depend on its size.
 FIXED_BYTES = 256 << 10
 
@@ -66,6 +69,7 @@ def timings(grid: Grid, settings: LinksSettings, dtype: torch.dtype) -> list[Hop
         for tier in TIERS
         if grid.size(tier) > 1
         for op, codec, kind in ops
+        if tier == "node" or GATHERS.get(op, "library") == "library"
         for count in settings.parts(grid.size(tier), kind.itemsize)
     ]
 
@@ -130,10 +134,13 @@ class Probe:
         return torch.randint(1, 128, (count,), dtype=torch.uint8, device=self._device).to(dtype)
 
     def _collective(self, timing: HopTiming) -> Callable[[], object]:
+        lane: Lane = ("weights", timing.tier)
+        if timing.op in GATHERS:
+            part = self._values(timing.count, timing.dtype)
+            return lambda: list(self._transport.gather(GATHERS[timing.op], lane, part, "a probe"))
         start = getattr(self._transport, timing.op)
-        count = timing.count * (1 if timing.op == "all_gather" else timing.ranks)
-        message = self._values(count, timing.dtype)
-        return lambda: start(("weights", timing.tier), message, "a probe", lambda: None).wait()
+        message = self._values(timing.count * timing.ranks, timing.dtype)
+        return lambda: start(lane, message, "a probe").wait()
 
     def _hop(self, timing: HopTiming) -> Callable[[], object]:
         """One hop of a bucket of one tensor: encoding, collective, decoding."""

@@ -20,9 +20,10 @@ MAX_COUNT = 10**9
 _EPILOG = """columns, as in rccl-tests (its doc/PERFORMANCE.md):
   size    bytes of the whole array over one group: the result of an all-gather, the input of a reduction
   count   elements of one rank's part of it
-  op      all_gather, all_to_all, reduce_scatter: the bare collective. weights/CODEC, gradients/CODEC: a hop as in
-          training, which encodes, gathers or reduces, and decodes. Its size is that before encoding, so its rates are
-          effective rates: a codec pays off on a tier for sizes at which its line is above that of codec none
+  op      all_gather, all_to_all, reduce_scatter: the bare collective. doubling, pairs: the all-gather by another
+          algorithm than the library's, between nodes. weights/CODEC, gradients/CODEC: a hop as in training, which
+          encodes, gathers or reduces, and decodes. Its size is that before encoding, so its rates are effective
+          rates: a codec pays off on a tier for sizes at which its line is above that of codec none
   time    median over the iterations, each timed on its slowest rank; min, max: of the iterations
   algbw   size / time;  busbw = algbw x (n - 1) / n for groups of n ranks: what each device receives per second
 All groups of a tier run at once, as in training, so links that ranks share are shared here too. A tier's bandwidth is

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 
 from hzero.bench.probe import HopTiming
 from hzero.config import ROLES
-from hzero.plan.links_file import LinkRow, LinksFile
+from hzero.plan.links_file import LinkRow, LinksFile, node_all_gather
 from hzero.progress import Progress
 
 _HEAD = (
@@ -58,7 +59,7 @@ def line(row: LinkRow) -> str:
 
 
 def summary(links: LinksFile) -> str:
-    """One line per tier: bandwidth, latency, and the speed of hops with codecs at the largest size."""
+    """Bandwidth, latency and speed of hops with codecs for every tier; the algorithm for all-gathers between nodes."""
     lines = []
     for tier, rate in links.tiers.items():
         rows = [row for row in links.rows if row.tier == tier]
@@ -81,4 +82,10 @@ def summary(links: LinksFile) -> str:
             if gains:
                 text += f"\n  {role} hops of {size:,} B, speed against codec none: {', '.join(gains)}"
         lines.append(text)
+    setting = node_all_gather(links.rows)
+    if setting.algorithm != "library":
+        lines.append(
+            f'all-gathers between nodes took less than the library\'s with, in the "hzero" block,\n'
+            f'  "node_all_gather": {json.dumps(setting.model_dump())}'
+        )
     return "\n".join(lines)

@@ -17,8 +17,8 @@ from hzero.collectives.transport import Lane, Pending
 
 T = TypeVar("T")
 
-#: Yields None when it has read its inputs, then each hop when it has started it. Is resumed, behind the chains that it
-#: comes after and when the hop has arrived, and returns the chain's result.
+#: Yields None when it has read its inputs, then each hop, or each of its rounds, when it has started it. Is resumed, behind
+#: the chains that it comes after and when the hop has arrived, and returns the chain's result.
 Hops: TypeAlias = Generator[Pending | None, None, T]
 #: Time between two looks at the hops in flight where the backend announces arrivals, and where it does not, and for
 #: which the thread that moves them on stays when there are none, in seconds.
@@ -59,7 +59,7 @@ class Chain(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         # The last step, which makes the result, has a queue too: results appear in the order of submission.
-        self._lanes = tuple(lanes)
+        self._lanes = tuple(dict.fromkeys(lanes))
         self._steps: deque[Hashable] = deque([*lanes, ("result", self._lanes)])
         self._read: Any = None
         self._finished: Any = None
@@ -140,7 +140,7 @@ class Pipeline:
         Args:
             hops: Reads its inputs, starts a hop on each of ``lanes``, in this order, and makes the result. It may run on
                 another thread.
-            lanes: Lanes of the hops.
+            lanes: Lanes of the hops; that of a hop of several rounds once per round, one after the other.
             after: Chains whose results this one reads.
 
         Returns:

@@ -17,9 +17,9 @@ from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
-from hzero.collectives.transport import Collective, Pending, Transport
+from hzero.collectives.transport import Ends, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
-from hzero.config import CodecConfig
+from hzero.config import Algorithm, CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
 
 T = TypeVar("T")
@@ -103,11 +103,20 @@ class TieredCollectives:
         Returns:
             A chain with the result of ``then``.
         """
+        algorithms = self._algorithms(hops, bucket, rows)
+        lanes = [(bucket.role, hop.tier) for hop, one in zip(hops, algorithms) for _ in range(rounds(one, hop.size))]
         return self.pipeline.submit(
-            self._gather(hops, bucket, payload, codec, then, rows, seed),
-            [(bucket.role, hop.tier) for hop in hops],
-            after,
+            self._gather(hops, algorithms, bucket, payload, codec, then, rows, seed), lanes, after
         )
+
+    def _algorithms(self, hops: Sequence[Hop], bucket: Bucket, rows: int) -> list[Algorithm]:
+        """The algorithm of each hop of a gather, by the bytes of its message: the same on all ranks."""
+        found: list[Algorithm] = []
+        for hop in hops:
+            size = Codec.from_config(hop.codec).message_bytes(bucket.chunks, rows, bucket.dtype.itemsize)
+            found.append(self.plan.node_all_gather.of(size) if hop.tier == "node" else "library")
+            rows *= hop.size
+        return found
 
     def used(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, whose memory is kept until the current stream of an asynchronous device has passed this point."""
@@ -128,6 +137,7 @@ class TieredCollectives:
     def _gather(
         self,
         hops: Sequence[Hop],
+        algorithms: Sequence[Algorithm],
         bucket: Bucket,
         payload: Callable[[], torch.Tensor],
         codec: Codec,
@@ -137,12 +147,17 @@ class TieredCollectives:
     ) -> Hops[T]:
         outer, message = 1, payload()
         yield None
-        for hop in hops:
+        for hop, algorithm in zip(hops, algorithms):
             message, codec = self.transcode(bucket, message, codec, hop.codec, outer=outer, rows=rows, seed=seed)
             elements = outer * rows * sum(bucket.chunks)
-            pending = self._start("all_gather", hop, bucket, message, elements, peers_received=hop.size - 1)
-            yield pending
-            message = self._received(pending, message)
+            message = yield from self._transport.gather(
+                algorithm,
+                (bucket.role, hop.tier),
+                message,
+                self._what(hop, bucket),
+                self._counted(hop, bucket, message, elements, peers_received=hop.size - 1),
+                received=self._received,
+            )
             outer *= hop.size
         return then(message, codec, outer)
 
@@ -283,8 +298,12 @@ class TieredCollectives:
             if index == 0:
                 yield None
             elements = rows * sum(chunks)
-            kind: Collective = "reduce_scatter" if codec.name == "none" else "all_to_all"
-            pending = self._start(kind, hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
+            lane, what = (bucket.role, hop.tier), self._what(hop, bucket)
+            ends = self._counted(hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
+            if codec.name == "none":
+                pending = self._transport.reduce_scatter(lane, message.view(bucket.dtype), what, ends)
+            else:
+                pending = self._transport.all_to_all(lane, message, what, ends)
             yield pending
             received = self._received(pending, message)
             message = None
@@ -346,14 +365,22 @@ class TieredCollectives:
 
     # ---- one hop -----------------------------------------------------------------------------------------------
 
-    def _start(
-        self, kind: Collective, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
-    ) -> Pending:
+    @staticmethod
+    def _what(hop: Hop, bucket: Bucket) -> str:
+        return f"{bucket.label} in codec {hop.codec.codec}"
+
+    def _counted(
+        self, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
+    ) -> Ends:
+        """Times a hop from now on, until it has arrived, and counts it when it has been waited for."""
         timer = HopTimer(message.device, self.pipeline.waited_s)
         payload = message.numel()
 
-        def count() -> None:
+        def arrived() -> None:
             timer.stop(self.pipeline.waited_s)
+
+        def done() -> None:
+            arrived()
             self.wire_log.add(
                 role=bucket.role,
                 tier=hop.tier,
@@ -363,18 +390,7 @@ class TieredCollectives:
                 wire_bytes=round(payload * peers_received),
                 raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers_received),
                 timer=timer,
-                label=label,
+                label=bucket.label,
             )
 
-        label = bucket.label
-        what = f"{label} in codec {hop.codec.codec}"
-        if kind == "reduce_scatter":
-            message = message.view(bucket.dtype)
-        start = {
-            "all_gather": self._transport.all_gather,
-            "all_to_all": self._transport.all_to_all,
-            "reduce_scatter": self._transport.reduce_scatter,
-        }[kind]
-        pending = start((bucket.role, hop.tier), message, what, count)
-        pending.on_arrival = lambda: timer.stop(self.pipeline.waited_s)
-        return pending
+        return Ends(done, arrived)

@@ -1,23 +1,23 @@
-"""Transport: one process group per role and tier, and the three collectives that hops are made of."""
+"""Transport: one process group per role and tier, and the collectives that hops are made of."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from hzero.config import ROLES, TIERS, Role, Tier
+from hzero.config import ROLES, TIERS, Algorithm, Role, Tier
 from hzero.sharding.plan import ShardPlan
 
-Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter"]
+Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange"]
 #: A communicator: the group of one tier, for one role.
 Lane: TypeAlias = tuple[Role, Tier]
 _REDUCE_SCATTER = dist.reduce_scatter_tensor
@@ -27,11 +27,30 @@ class HopError(RuntimeError):
     """A hop failed or timed out. The message names the collective, its payload, tier and ranks."""
 
 
+class Ends(NamedTuple):
+    """What a collective calls.
+
+    Attributes:
+        done: When it has been waited for.
+        arrived: When it has ended, on any thread, where the backend announces that.
+    """
+
+    done: Callable[[], None] = lambda: None
+    arrived: Callable[[], None] = lambda: None
+
+
+_NOTHING = Ends()
+
+
 class Pending:
     """A collective under way.
 
-    Attributes:
-        on_arrival: Called when the collective has ended, on any thread, where the backend announces that.
+    Args:
+        work: Of torch.distributed.
+        output: What the collective fills.
+        what: Describes it, for errors.
+        ends: What it calls.
+        then: Makes what `wait` returns of ``output``.
     """
 
     def __init__(
@@ -39,17 +58,16 @@ class Pending:
         work: dist.Work | None,
         output: torch.Tensor,
         what: Callable[[], str],
-        on_done: Callable[[], None] | None = None,
+        ends: Ends = _NOTHING,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._work = work
         self._output = output
         self._what = what
-        self._on_done = on_done
+        self._ends = ends
         self._then = then
         self._started = time.monotonic()
         self._future: Any = None
-        self.on_arrival: Callable[[], None] | None = None
 
     def arrived(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -67,8 +85,7 @@ class Pending:
             return
 
         def ended(_: Any) -> None:
-            if self.on_arrival is not None:
-                self.on_arrival()
+            self._ends.arrived()
             arrived()
 
         self._future.add_done_callback(ended)
@@ -94,8 +111,7 @@ class Pending:
                 waited = time.monotonic() - self._started
                 raise HopError(f"{self._what()} failed after {waited:.1f} s: {error}") from error
             self._work = None
-            if self._on_done is not None:
-                self._on_done()
+            self._ends.done()
             if self._then is not None:
                 self._output = self._then(self._output)
         return self._output
@@ -167,6 +183,11 @@ def world_timeout() -> timedelta:
     return options._timeout if options is not None else default_pg_timeout
 
 
+def rounds(algorithm: Algorithm, ranks: int) -> int:
+    """Number of collectives, one after the other, of an all-gather over so many ranks."""
+    return (ranks - 1).bit_length() if algorithm == "doubling" else 1
+
+
 class Transport:
     """Tier groups over torch.distributed, and collectives on them.
 
@@ -190,19 +211,19 @@ class Transport:
             for role in ROLES:
                 self._groups[role, tier] = _groups.get((role, tier), self._ranks[tier], timeout)
 
-    def all_gather(self, lane: Lane, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+    def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
         output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
         work = dist.all_gather_into_tensor(output, message, group=self._groups[lane], async_op=True)
-        return Pending(work, output, partial(self._describe, "all_gather", lane, what, output.nbytes), on_done)
+        return Pending(work, output, partial(self._describe, "all_gather", lane, what, output.nbytes), ends)
 
-    def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+    def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
         work = dist.all_to_all_single(output, message, group=self._groups[lane], async_op=True)
-        return Pending(work, output, partial(self._describe, "all_to_all", lane, what, output.nbytes), on_done)
+        return Pending(work, output, partial(self._describe, "all_to_all", lane, what, output.nbytes), ends)
 
-    def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, on_done: Callable[[], None]) -> Pending:
+    def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
 
         On gloo it is an all-to-all and a sum on arrival: gloo's own sends twice the bytes, and never says that it has
@@ -215,10 +236,73 @@ class Transport:
             work = dist.all_to_all_single(
                 parts.view(torch.uint8), elements.view(torch.uint8), group=group, async_op=True
             )
-            return Pending(work, parts, described, on_done, lambda arrived: _sum(arrived.view(-1, size)))
+            return Pending(work, parts, described, ends, lambda arrived: _sum(arrived.view(-1, size)))
         output = elements.new_empty(size)
         work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)
-        return Pending(work, output, described, on_done)
+        return Pending(work, output, described, ends)
+
+    def exchange(self, lane: Lane, held: torch.Tensor, distance: int, what: str, ends: Ends = _NOTHING) -> Pending:
+        """Starts a round of the algorithm ``doubling``.
+
+        Rank i holds the messages of the ranks i, i + 1, .. i + distance - 1 (modulo k) in the first rows of ``held``,
+        uint8 ``[k][b]``. It sends them, or as many as are missing, to rank i - distance, and receives as many from rank
+        i + distance in the rows that follow. Parts without bytes are not sent on NCCL and RCCL; on gloo they are empty
+        messages.
+        """
+        ranks = len(self._ranks[lane[1]])
+        own, rows = self._ranks[lane[1]].index(self._rank), min(distance, ranks - distance)
+        sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
+        sends, receives = [0] * ranks, [0] * ranks
+        sends[(own - distance) % ranks] = receives[(own + distance) % ranks] = sent.numel()
+        work = dist.all_to_all_single(received, sent, receives, sends, group=self._groups[lane], async_op=True)
+        return Pending(work, held, partial(self._describe, "exchange", lane, what, sent.nbytes), ends)
+
+    def gather(
+        self,
+        algorithm: Algorithm,
+        lane: Lane,
+        message: torch.Tensor,
+        what: str,
+        ends: Ends = _NOTHING,
+        received: Callable[[Pending, torch.Tensor], torch.Tensor] = lambda pending, _: pending.wait(),
+    ) -> Generator[Pending, None, torch.Tensor]:
+        """An all-gather as `all_gather`, by an algorithm; all give the same bytes.
+
+        ``library`` is the library's: a ring in NCCL and RCCL for most sizes, whose latency grows with k. ``doubling`` is
+        that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles the messages that
+        a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message to each
+        peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency. In all of them a rank receives
+        k - 1 messages.
+
+        Args:
+            algorithm: The same on all ranks of the group.
+            lane: Role and tier.
+            message: uint8 ``[b]``.
+            what: Describes the message, for errors.
+            ends: Of the last round.
+            received: Waits for a round; its second argument is the buffer that the round sends from.
+
+        Yields:
+            Each round once it is started, `rounds` in all. Is resumed when the round has arrived.
+
+        Returns:
+            uint8 ``[k * b]``, coordinate order.
+        """
+        ranks = self._ranks[lane[1]]
+        if algorithm != "doubling":
+            pairs = algorithm == "pairs"
+            sent = message.repeat(len(ranks)) if pairs else message
+            pending = (self.all_to_all if pairs else self.all_gather)(lane, sent, what, ends)
+            yield pending
+            return received(pending, sent)
+        held = message.new_empty(len(ranks), message.numel())
+        held[0] = message
+        last = rounds(algorithm, len(ranks)) - 1
+        for number in range(last + 1):
+            pending = self.exchange(lane, held, 1 << number, what, ends if number == last else _NOTHING)
+            yield pending
+            received(pending, held)
+        return held.roll(ranks.index(self._rank), 0).view(-1)
 
     def _describe(self, kind: Collective, lane: Lane, what: str, size: int) -> str:
         tier = lane[1]

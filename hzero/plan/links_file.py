@@ -7,18 +7,21 @@ over the group, ``algbw`` is size / time, and ``busbw`` is the rate at which eve
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from hzero.config import TIERS, CodecName, Tier
+from hzero.config import ALGORITHMS, TIERS, CodecName, NodeAllGather, Tier
 from hzero.files import replacing
 from hzero.validation import ConfigError, Frozen, validated
 
-#: A bare collective, or the role of a hop.
-Operation: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "weights", "gradients"]
+#: A bare collective, an all-gather by an algorithm other than the library's, or the role of a hop.
+Operation: TypeAlias = Literal[
+    "all_gather", "doubling", "pairs", "all_to_all", "reduce_scatter", "weights", "gradients"
+]
 #: Value of the key ``schema`` in the files that this release writes and reads.
 SCHEMA: Final = "hzero-links-1"
 #: Maximum size of a file that is read: many times what a probe of all sizes writes.
@@ -45,7 +48,7 @@ class LinkRow(Frozen):
     Attributes:
         tier: The tier.
         ranks: Ranks of a group of that tier; all groups ran at once.
-        op: The collective; for a hop its role.
+        op: The collective; for a hop its role. On tier ``node`` also the algorithm of an all-gather.
         codec: Codec of a hop, which is encoding, collective and decoding; None for a bare collective.
         size_bytes: Bytes of the whole array over the group, for a hop those before encoding.
         count: Elements of one rank's part of it.
@@ -140,6 +143,30 @@ def tier_rate(rows: list[LinkRow]) -> TierRate:
     """The summary of one tier from its rows, an all-gather among them."""
     gathers = sorted((row for row in rows if row.op == "all_gather"), key=lambda row: row.size_bytes)
     return TierRate(gb_s=gathers[-1].busbw_gb_s, latency_us=gathers[0].median_us)
+
+
+def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
+    """The setting by which the measured all-gathers on tier ``node`` take least, each relative to the library's.
+
+    Times are compared by the sum of their ratios' logarithms over all sizes below the limit, so a noisy measurement among
+    them changes little. A gain of less than a tenth of one measurement's time is none.
+    """
+    times: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.tier == "node":
+            times.setdefault(row.op, {})[row.size_bytes // row.ranks] = row.median_us
+    library = times.get("all_gather", {})
+    sizes = sorted(library)
+    best, least = NodeAllGather(), math.log(0.9)
+    for algorithm in ALGORITHMS[1:]:
+        cost = 0.0
+        for size, following in zip(sizes, sizes[1:] + [size + 1 for size in sizes[-1:]]):
+            if size not in times.get(algorithm, {}):
+                break
+            cost += math.log(times[algorithm][size] / library[size])
+            if cost < least:
+                best, least = NodeAllGather(algorithm=algorithm, below_bytes=following), cost
+    return best
 
 
 def write_links(path: Path, links: LinksFile) -> None:

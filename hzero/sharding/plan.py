@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig, Role, Scope, Tier
+from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig, NodeAllGather, Role, Scope, Tier
 from hzero.sharding.records import element_bytes
 from hzero.topology import Grid
 
@@ -76,6 +76,7 @@ class ShardPlan:
         codecs: Codec of each role and tier.
         error_feedback: Tiers whose gradient encoding keeps its residual.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
+        node_all_gather: Algorithm of the all-gathers on tier ``node``.
         notes: Notes for the user: adapted presets, unused codecs.
     """
 
@@ -87,6 +88,7 @@ class ShardPlan:
     error_feedback: tuple[Tier, ...] = ()
     notes: tuple[str, ...] = ()
     refresh_message_bytes: int = 0
+    node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -118,8 +120,17 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
-        least = config.refresh_message_bytes
-        return cls(grid, rank, weights, gradients, config.codecs, config.error_feedback, tuple(notes), least)
+        return cls(
+            grid,
+            rank,
+            weights,
+            gradients,
+            config.codecs,
+            config.error_feedback,
+            tuple(notes),
+            config.refresh_message_bytes,
+            config.node_all_gather,
+        )
 
     def _hops(self, role: Role, tiers: tuple[Tier, ...]) -> tuple[Hop, ...]:
         return tuple(

@@ -109,7 +109,9 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
     links = read_links(out)
     ops = [("all_gather", None), ("all_to_all", None), ("reduce_scatter", None)]
     ops += [(role, codec) for role in ("weights", "gradients") for codec in ("none", "int8", "int4")]
-    expected = [(tier, *op, size) for tier in ("gcd", "gpu", "node") for op in ops for size in (1024, 4096)]
+    between_nodes = [ops[0], ("doubling", None), ("pairs", None), *ops[1:]]
+    measured = {"gcd": ops, "gpu": ops, "node": between_nodes}
+    expected = [(tier, *op, size) for tier in measured for op in measured[tier] for size in (1024, 4096)]
     assert [(row.tier, row.op, row.codec, row.size_bytes) for row in links.rows] == expected
     for row in links.rows:
         assert row.min_us <= row.median_us <= row.max_us

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hzero.bench.show import summary
 from hzero.cli import main
+from hzero.config import NodeAllGather
 from hzero.plan.links_file import (
     LinkRow,
     LinksFile,
     algorithm_bandwidth,
     bus_bandwidth,
+    node_all_gather,
     read_links,
     tier_rate,
     write_links,
@@ -72,6 +75,31 @@ def test_a_tier_has_the_bandwidth_of_the_largest_all_gather_and_the_time_of_the_
     rate = links().tiers["gcd"]
     assert rate.gb_s == pytest.approx((1 << 20) / 2 / 100e-6 / 1e9)
     assert rate.latency_us == 10.0
+
+
+@pytest.mark.parametrize(
+    ("times", "algorithm", "below"),
+    [
+        ({"all_gather": (50, 60, 90), "doubling": (80, 90, 200), "pairs": (51, 70, 400)}, "library", 0),
+        ({"all_gather": (50, 60, 90), "doubling": (20, 30, 200), "pairs": (40, 70, 400)}, "doubling", 2048),
+        ({"all_gather": (50, 60, 90), "doubling": (40, 50, 200), "pairs": (10, 70, 400)}, "pairs", 512),
+        ({"all_gather": (50, 60, 90), "doubling": (20, 62, 50), "pairs": (40, 70, 400)}, "doubling", 2049),
+        ({"all_gather": (50, 60, 90), "doubling": (49, 60, 90), "pairs": (48, 60, 90)}, "library", 0),
+        ({"all_gather": (50, 60, 90)}, "library", 0),
+        ({}, "library", 0),
+    ],
+    ids=["none wins", "doubling", "pairs", "one is noise, all win", "gains of noise", "not measured", "no nodes"],
+)
+def test_the_algorithm_between_nodes_is_the_one_that_gains_most(
+    times: dict[str, tuple[int, ...]], algorithm: str, below: int
+) -> None:
+    sizes = (256, 1024, 4096)  # over two ranks
+    rows = [row(op, size, us, "node") for op, all_us in times.items() for size, us in zip(sizes, all_us)]
+    rows += [row(op, 256, us, "gcd") for op, us in (("all_gather", 100), ("pairs", 1))]
+    assert node_all_gather(rows) == NodeAllGather(algorithm=algorithm, below_bytes=below)  # type: ignore[arg-type]
+    shown = summary(links(rows=[*links().rows, *rows])).partition('"hzero" block')[2]
+    assert shown.endswith(f'"node_all_gather": {{"algorithm": "{algorithm}", "below_bytes": {below}}}' if below else "")
+    assert bool(shown) == bool(below)
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ have started their hop of the same number.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -97,12 +98,12 @@ def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: s
         "boundary": [("gradients", hop.tier) for hop in plan.boundary_hops()],
     }
 
-    def chain(kind: str, number: int) -> Any:
+    def chain(kind: str, number: int, lanes: list[Any]) -> Any:
         yield None
-        for lane in hops[kind]:
+        for lane in lanes:
             yield wires.start(rank, lane, (kind, number))
         if kind == "micro" and hops["boundary"]:
-            crossing.append(pipeline.submit(chain("boundary", number), hops["boundary"]))
+            crossing.append(pipeline.submit(chain("boundary", number, hops["boundary"]), hops["boundary"]))
         return number
 
     crossing: list[Chain[Any]] = []
@@ -110,7 +111,9 @@ def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: s
     for number in range(common.randrange(4, 12)):
         kind = common.choice([kind for kind in ("refresh", "fetch", "micro") if hops[kind]])
         after = [c for c in waiting if common.random() < 0.3] if kind == "fetch" else []
-        waiting.append(pipeline.submit(chain(kind, number), hops[kind], after))
+        rounds = common.choice((1, 1, 3))  # of an all-gather between nodes
+        lanes = [lane for lane in hops[kind] for _ in range(rounds if lane == ("weights", "node") else 1)]
+        waiting.append(pipeline.submit(chain(kind, number, lanes), lanes, after))
         if own.random() < 0.3:
             pipeline.pump()
         if common.random() < 0.3:  # a module needs some of what is in flight
@@ -145,6 +148,10 @@ def _play(seed: int, kind: type[Pipeline], preset: str) -> list[str]:
     for key, ranks in wires.started.items():
         if len({tuple(chains) for chains in ranks.values()}) > 1:
             wrong.append(f"{key}: {dict(ranks)}")
+        for chains in ranks.values():
+            hops = [chain for chain, _ in itertools.groupby(chains)]
+            if len(hops) > len(set(hops)):
+                wrong.append(f"{key}: between the rounds of a hop another one started: {chains}")
     return wrong
 
 
@@ -272,6 +279,47 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
     mended = pipeline.submit(_by_hand(hops, lanes, 2), lanes)
     hops[1].arrive()
     assert mended.wait() == 2
+
+
+def test_rounds_of_a_hop_follow_each_other_on_their_lane() -> None:
+    pipeline = Pipeline()
+    node, gcd = ("weights", "node"), ("weights", "gcd")
+    first: list[_ByHand] = []
+    second: list[_ByHand] = []
+    one = pipeline.submit(_by_hand(first, [node, node, node, gcd], 1), [node, node, node, gcd])
+    two = pipeline.submit(_by_hand(second, [node, gcd], 2), [node, gcd])
+    for started in (1, 2, 3):
+        assert (len(first), len(second)) == (started, 0)
+        first[-1].arrive()
+        assert _soon(lambda want=started + 1: len(first) == want)
+    assert _soon(lambda: len(second) == 1)  # the lane is free
+    second[0].arrive()
+    first[3].arrive()
+    assert _soon(lambda: len(second) == 2)
+    second[1].arrive()
+    assert (one.wait(), two.wait()) == (1, 2)
+
+
+def test_a_chain_that_fails_between_two_rounds_fails_those_behind_it() -> None:
+    """Its peers go on with the next round, which nobody else may answer."""
+
+    def breaks(hops: list[_ByHand]) -> Any:
+        yield None
+        hops.append(_ByHand())
+        yield hops[-1]
+        raise HopError("round 2")
+
+    pipeline = Pipeline()
+    node = ("weights", "node")
+    hops: list[_ByHand] = []
+    behind: list[_ByHand] = []
+    failing = pipeline.submit(breaks(hops), [node, node, node])
+    waiting = pipeline.submit(_by_hand(behind, [node], 1), [node])
+    hops[0].arrive()
+    for chain in (failing, waiting):
+        with pytest.raises(HopError, match="round 2"):
+            chain.wait()
+    assert not behind and not pipeline._queues[node]
 
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:

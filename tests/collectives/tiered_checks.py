@@ -24,8 +24,8 @@ from hzero.collectives import (
     Transport,
     WireLog,
 )
-from hzero.collectives.transport import world_timeout
-from hzero.config import TIERS, CodecConfig, parse_config
+from hzero.collectives.transport import rounds, world_timeout
+from hzero.config import ALGORITHMS, ROLES, TIERS, CodecConfig, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid
@@ -46,8 +46,8 @@ GRIDS = {
 }
 
 
-def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None) -> TieredCollectives:
-    block = {"preset": "lossless", "codecs": {"weights": weights or {}, "gradients": gradients or {}}}
+def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None, **block) -> TieredCollectives:
+    block = {"preset": "lossless", "codecs": {"weights": weights or {}, "gradients": gradients or {}}, **block}
     if shard:
         block["shard"] = shard
     plan = ShardPlan.from_config(
@@ -269,6 +269,75 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
                 assert torch.equal(got, expected * factor), (turn, kind, factor)
 
 
+def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
+    """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
+    rank, lane = dist.get_rank(), ("weights", "node")
+    for ranks in range(2, WORLD + 1) if WORLD == 8 else []:
+        if rank >= ranks:  # torch names a group also after the number of groups that its ranks have made
+            for _ in ROLES:
+                dist.new_group([rank], use_local_synchronization=True)
+            continue
+        order = Grid(ranks, 1, 1, ranks=(ranks - 1, *range(ranks - 1)))  # not the order of rank numbers
+        transport = Transport(ShardPlan.from_config(parse_config({}), order, rank))
+        coordinates = list(order.tier_group(rank, "node"))
+        for count in (0, 1, 3, 16, 257, 40_000):
+            generator = torch.Generator().manual_seed(count)
+            everyones = torch.randint(0, 256, (ranks, count), dtype=torch.uint8, generator=generator)
+            for algorithm in ALGORITHMS:
+                started, gather = 0, transport.gather(algorithm, lane, everyones[rank].clone(), "a message")
+                while True:
+                    try:
+                        next(gather)
+                        started += 1
+                    except StopIteration as stop:
+                        assert torch.equal(stop.value, everyones[coordinates].view(-1)), (ranks, count, algorithm)
+                        break
+                assert started == rounds(algorithm, ranks)
+
+
+def check_the_size_of_a_message_chooses_the_algorithm_and_nothing_else_changes() -> None:
+    """Chains of both algorithms are under way at once; results, hops and bytes are those of the library's."""
+    rank = dist.get_rank()
+    grids = {8: [Grid(8, 1, 1), Grid(4, 1, 2)], 6: [Grid(6, 1, 1), Grid(3, 2, 1)]}[WORLD]
+    mixes = [dict.fromkeys(TIERS, "int8"), {"node": "int4", "gpu": "int8", "gcd": "none"}]
+    sizes = (1, 5 * 129, 1024, 17 * 5, 40_000)
+    for grid, mix in itertools.product(grids, mixes):
+        found: dict[str, tuple] = {}
+        for algorithm in ALGORITHMS:
+            setting = {"algorithm": algorithm, "below_bytes": 500}
+            collectives = _collectives(grid, weights=mix, node_all_gather=setting)
+            used = []
+            gather = collectives._transport.gather
+
+            def noted(one, lane, message, *rest, gather=gather, used=used, **keywords):
+                used.append((one, message.numel()))
+                return gather(one, lane, message, *rest, **keywords)
+
+            chains = []
+            with mock.patch.object(collectives._transport, "gather", noted):
+                for index, numel in enumerate(sizes):
+                    bucket = Bucket((index,), (chunk_numel(numel, WORLD),), torch.float32, "weights")
+                    whole = torch.randn(numel, generator=torch.Generator().manual_seed(index))
+                    shard = whole[rank * bucket.chunks[0] : (rank + 1) * bucket.chunks[0]]
+                    codec = Codec.from_config(collectives.plan.gather_hops()[0].codec)
+                    payload = partial(codec.encode, [shard], bucket.chunks)
+                    decode = partial(collectives.decode_gathered, bucket)
+                    hops = collectives.plan.gather_hops()
+                    chains.append(collectives.gather(hops, bucket, payload, codec, decode))
+                for index in random.Random(rank).sample(range(len(chains)), len(chains)):
+                    chains[index].wait()
+            kinds = {one for one, size in used if size < 500 and one != "library"}
+            assert kinds == ({algorithm} if algorithm != "library" else set()), used
+            assert all(one == "library" for one, size in used if size >= 500)
+            assert len(used) == len(sizes) * len(collectives.plan.gather_hops())
+            counts = [(e.tier, e.codec, e.hops, e.elements, e.wire_bytes) for e in collectives.wire_log.entries()]
+            assert all(entry.seconds > 0 for entry in collectives.wire_log.entries())
+            found[algorithm] = counts, torch.cat([chain.wait()[0] for chain in chains])
+        for algorithm in ("doubling", "pairs"):
+            assert found[algorithm][0] == found["library"][0], (grid, mix, found)
+            assert torch.equal(found[algorithm][1], found["library"][1]), (grid, mix)
+
+
 def check_groups_of_a_tier_have_colours_of_their_own() -> None:
     """What torch would pass to ncclCommSplit where the world is bound to a device; its own is back afterwards."""
     made, stock, new_group = [], c10d._process_group_color, dist.new_group
@@ -294,12 +363,12 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     transport = Transport(plan, timedelta(seconds=2))
     everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
     transport.all_to_all(
-        ("gradients", "gcd"), everyone, "a first message", lambda: None
+        ("gradients", "gcd"), everyone, "a first message"
     ).wait()  # connects, which is not what is timed
     if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
-        transport.all_to_all(("gradients", "gcd"), everyone, "gradients", lambda: None).wait()
+        transport.all_to_all(("gradients", "gcd"), everyone, "gradients").wait()
     elif dist.get_rank():
         with pytest.raises(HopError) as error:
-            transport.all_to_all(("gradients", "gcd"), everyone, "gradients", lambda: None).wait()
+            transport.all_to_all(("gradients", "gcd"), everyone, "gradients").wait()
         for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
             assert part in str(error.value), error.value

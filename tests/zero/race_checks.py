@@ -37,15 +37,22 @@ class _ReadsOutside(_Net):
         return super().forward(tokens) + self.unused.bias.sum()
 
 
-def _engine(preset: str, zero: dict[str, Any] | None = None, **changes: Any) -> Any:
+def _engine(
+    preset: str, zero: dict[str, Any] | None = None, block: dict[str, Any] | None = None, **changes: Any
+) -> Any:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400, "reduce_bucket_size": 400, **(zero or {})}
-    return engine_of(ds_config(block_of(preset), 2, zero_optimization=zero, **changes), _Net())
+    return engine_of(ds_config(block_of(preset, **(block or {})), 2, zero_optimization=zero, **changes), _Net())
 
 
-def _steps(preset: str) -> Any:
-    engine = _engine(preset)
+def _steps(preset: str, **block: Any) -> Any:
+    engine = _engine(preset, block=block)
     train(engine, 2, 2)
     return engine
+
+
+def _node_gathers_by(algorithm: str) -> Any:
+    setting = {"algorithm": algorithm, "below_bytes": 1 << 30}
+    return _steps("topo", topology={"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}, node_all_gather=setting)
 
 
 def _edit_and_exact_forward() -> Any:
@@ -92,6 +99,10 @@ def _without_optimizer() -> Any:
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"steps, {preset}": functools.partial(_steps, preset) for preset in PRESETS},
+    **{
+        f"steps, gathers by {algorithm}": functools.partial(_node_gathers_by, algorithm)
+        for algorithm in ("doubling", "pairs")
+    },
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
     "without optimizer": _without_optimizer,
@@ -126,6 +137,7 @@ NOT_SEEN = {
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
+    "zero/weights.py _payloads: self.collectives.used(first)": "a hop keeps what it sends; a fetch without hops sends nothing",
     "zero/gradients.py boundary: self._crossing[-IN_FLIGHT - 1][1].wait()": "limits memory on processors; waited for again",
     "zero/gradients.py clear: chain.wait()": "on processors; on a device all that chains do has been enqueued",
 }

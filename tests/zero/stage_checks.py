@@ -18,6 +18,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import hzero
 from hzero.codecs import backends
+from hzero.collectives import Transport
+from hzero.config import ALGORITHMS
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
 from hzero.zero.block import check_deepspeed, check_group
@@ -109,6 +111,32 @@ def check_refresh_messages_are_as_long_as_asked_for() -> None:
         engine.destroy()
     assert losses[0] == losses[1]
     assert hops[1]["node"] == hops[1]["gpu"] == 2 < hops[0]["node"] and hops[0]["gcd"] == hops[1]["gcd"], hops
+
+
+def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
+    """Of 4 nodes; some refresh messages are short, others are not."""
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
+    topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    losses, counts, used = [], [], set()
+    gather = Transport.gather
+
+    def noted(self: Transport, one: str, lane: tuple[str, str], *arguments: Any, **keywords: Any) -> Any:
+        used.add((algorithm, one, lane[1]))
+        return gather(self, one, lane, *arguments, **keywords)
+
+    for algorithm in ALGORITHMS:
+        setting = {"algorithm": algorithm, "below_bytes": 80}
+        block = {"preset": "topo", "topology": topology, "node_all_gather": setting}
+        engine = engine_of(ds_config(block, zero_optimization=zero))
+        with mock.patch.object(Transport, "gather", noted):
+            losses.append(train(engine, 2))
+        log = hzero.state(engine).wire_log.entries()
+        counts.append([(entry.role, entry.tier, entry.hops, entry.wire_bytes) for entry in log])
+        engine.destroy()
+    assert losses[0] == losses[1] == losses[2]
+    assert counts[0] == counts[1] == counts[2]
+    both = {(asked, one, "node") for asked in ALGORITHMS for one in (asked, "library")}
+    assert used == both | {(asked, "library", "gcd") for asked in ALGORITHMS}
 
 
 def check_losses_are_stocks_where_those_of_zeropp_were_not() -> None:
