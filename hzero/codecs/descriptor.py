@@ -95,10 +95,13 @@ class Shape:
             return False
         return not self.wave or sum(self.groups(chunk) for chunk in self.chunks) * THREADS < 2**32
 
+    @functools.cached_property
+    def templates(self) -> tuple[tuple[bytes, list[int]], ...]:
+        """Structures without addresses, counts of elements and keys; and the indices of the tensors in each."""
+        return _templates(self)
 
-@functools.lru_cache(maxsize=1024)
+
 def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
-    """Structures without addresses, counts of elements and keys; and the indices of the tensors in each."""
     layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
     # Sums are float32, whatever was encoded.
     out = layout_of(shape.chunks, shape.out, torch.float32.itemsize) if shape.out else None
@@ -161,7 +164,7 @@ def buckets_of(
     Yields:
         Values of `BUCKET`, ready for a kernel.
     """
-    for template, some in _templates(shape):
+    for template, some in shape.templates:
         # A copy of the array itself would go field by field.
         bucket = np.frombuffer(bytearray(template), BUCKET).reshape(())
         bucket["payload"] = payload.data_ptr()

@@ -6,6 +6,7 @@ with the reference. So do the few buckets that the kernels' structure cannot des
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -190,7 +191,7 @@ class KernelBackend:
         """`decode_sum_encode`; None where no kernel does it in one."""
         if fmt.block_size != out.block_size:
             return None
-        shape = self._sum_shape(messages, fmt, dtype, out=out, out_outer=outer)
+        shape = self._sum_shape(messages, fmt, dtype, out, outer)
         if shape is None:
             return None
         payload = self._aligned(payload)
@@ -199,22 +200,31 @@ class KernelBackend:
         kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{self._wide(shape)}"
         return Prepared([message], kernel, "decode_sum_encode", list(buckets), self.launcher, [payload])
 
+    # A bucket comes back in every step: its shape is found once.
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - a process has few backends, and they last
     def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> Shape | None:
         if not fmt.scale_bytes:
             return None
         sizes, strides = axes_of(rows.sizes, rows.strides)
         return self._fitting(
-            Shape(tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, wave=self._wave)
+            Shape(rows.chunks, rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, wave=self._wave)
         )
 
-    def _sum_shape(self, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, **out: Any) -> Shape | None:
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def _sum_shape(
+        self,
+        messages: Messages,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+        out: RecordFormat | None = None,
+        out_outer: int = 1,
+    ) -> Shape | None:
         if not fmt.scale_bytes:
             return None
         peers, chunks, inner = messages
         sizes, strides = axes_of((inner,), (1,))
-        return self._fitting(
-            Shape(tuple(chunks), inner, sizes, strides, peers, inner, fmt, dtype, wave=self._wave, **out)
-        )
+        return self._fitting(Shape(chunks, inner, sizes, strides, peers, inner, fmt, dtype, out, out_outer, self._wave))
 
     @staticmethod
     def _fitting(shape: Shape) -> Shape | None:
