@@ -208,7 +208,7 @@ class KernelBackend:
             return None
         sizes, strides = axes_of(rows.sizes, rows.strides)
         return self._fitting(
-            Shape(rows.chunks, rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, wave=self._wave)
+            Shape(tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, wave=self._wave)
         )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
@@ -224,7 +224,7 @@ class KernelBackend:
             return None
         peers, chunks, inner = messages
         sizes, strides = axes_of((inner,), (1,))
-        return self._fitting(Shape(chunks, inner, sizes, strides, peers, inner, fmt, dtype, out, out_outer, self._wave))
+        return self._fitting(Shape(tuple(chunks), inner, sizes, strides, peers, inner, fmt, dtype, out, out_outer, self._wave))
 
     @staticmethod
     def _fitting(shape: Shape) -> Shape | None:

@@ -97,7 +97,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _needed(tensor: torch.Tensor) -> int:
-    return (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
+    return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
 
 
 def _check_storage(tensor: torch.Tensor, name: str) -> None:
