@@ -24,7 +24,7 @@ LAYERS = [
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero",
     "hzero.settings", "hzero.plan", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.discovery", "benchmarks.kernels", "benchmarks.step_time",
+    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.step_time",
     "examples", "tests",
 ]  # fmt: skip
 

@@ -224,7 +224,9 @@ class KernelBackend:
             return None
         peers, chunks, inner = messages
         sizes, strides = axes_of((inner,), (1,))
-        return self._fitting(Shape(tuple(chunks), inner, sizes, strides, peers, inner, fmt, dtype, out, out_outer, self._wave))
+        return self._fitting(
+            Shape(tuple(chunks), inner, sizes, strides, peers, inner, fmt, dtype, out, out_outer, self._wave)
+        )
 
     @staticmethod
     def _fitting(shape: Shape) -> Shape | None:

@@ -173,7 +173,7 @@ KEYS = sorted({*LinksFile.model_fields, "schema"} - {"schema_name"})
 ROW_KEYS = sorted(LinkRow.model_fields)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary(max_size=300)
     | st.tuples(st.sampled_from(KEYS), json_values)

@@ -40,7 +40,7 @@ def cluster_of(shape: tuple[int, int, int], rates: Mapping[str, float | None] = 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)).filter(lambda shape: math.prod(shape) > 1)
 rates = st.none() | st.floats(0.1, 100_000)
 clusters = st.builds(lambda shape, *values: cluster_of(shape, dict(zip(TIERS, values))), shapes, rates, rates, rates)
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 
 
 def test_signals_wait_until_what_was_begun_is_done() -> None:

@@ -162,7 +162,7 @@ def _brute_force(cluster: Cluster, ranks: list[int], kind: str, way: str, size: 
     st.integers(1, 3),
     st.integers(1, 5000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bytes_of_schemes_are_those_of_their_messages(
     shape: tuple[int, int, int], way: str, accumulation: int, numel: int
 ) -> None:

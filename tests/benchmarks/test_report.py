@@ -50,7 +50,7 @@ def _cells(text: str, part: str, start: str) -> list[str]:
 # --- rows ---
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_file_that_was_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataObject) -> None:
     first, last = json.dumps(steps("topo")), json.dumps(run("topo", 1, number=60))
@@ -62,7 +62,7 @@ def test_a_file_that_was_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data:
     assert len(rows) == 1 + again and torn == [2]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=60))
 def test_bytes_that_are_not_rows_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "results.jsonl"

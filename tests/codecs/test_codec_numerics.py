@@ -42,7 +42,7 @@ def assert_within_bound(codec: Codec, x: torch.Tensor, seed: int = 0) -> None:
                 assert codec.error_bound(float(values.abs().max()), x.dtype) == math.inf
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     dtype=st.sampled_from(FLOATS),

@@ -115,7 +115,7 @@ def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtyp
     assert all(torch.equal(ours, theirs) and ours is own for ours, theirs, own in zip(added, want_added, sums))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     codec=st.sampled_from(CODECS),
     to=st.builds(

@@ -214,7 +214,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(bucket=buckets(), cfg=configs, seed=st.integers(-(2**63), 2**63 - 1))
 @np.errstate(all="ignore")
 def test_encode_is_the_page_bit_for_bit(bucket: Any, cfg: CodecConfig, seed: int) -> None:
@@ -244,7 +244,7 @@ def test_noise_is_that_of_the_page(seed: int) -> None:
     assert got.tolist() == [[float(noise(seed, row, column)) for column in range(300)] for row in range(5)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bucket=buckets(), cfg=configs)
 def test_decode_puts_every_shard_back(bucket: Any, cfg: CodecConfig) -> None:
     """Whatever the order of the rows, the tensors are those that rows in order give."""

@@ -40,7 +40,7 @@ def _result(gather: Any) -> torch.Tensor:
     return stop.value.value
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(2, 40), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: int, random: Any) -> None:
     ranks = random.sample(range(1000), size)  # a tier group in no order

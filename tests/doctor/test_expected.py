@@ -101,7 +101,7 @@ def test_dumped_machines(file: str, name: str | None) -> None:
     assert expected is None or not _bad(compare(machine, expected))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(numbers=st.permutations(range(8)), lost=st.sampled_from(preset("frontier").links))
 def test_a_lost_link_is_named_under_any_numbering(numbers: list[int], lost: Link) -> None:
     whole = _node("frontier", numbers)
@@ -157,7 +157,7 @@ def test_links_with_a_bandwidth_alone() -> None:
     assert not _bad(compare(node, preset("frontier")))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(numbers=st.permutations(range(8)), gone=st.integers(0, 7), buses=st.booleans())
 def test_a_missing_device_is_named_with_its_neighbour(numbers: list[int], gone: int, buses: bool) -> None:
     expected = preset("frontier")

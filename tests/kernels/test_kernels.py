@@ -74,7 +74,7 @@ def assert_agrees(target: tuple[Any, torch.device], case: Case) -> None:
     assert not found, (found, case)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**30))
 def test_random_buckets(target: tuple[Any, torch.device], seed: int) -> None:
     case = random_case(seed)

@@ -205,13 +205,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_noise(folder: Path, data: bytes) -> None:
     _fuzz(folder, data)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     at=st.integers(0, len(NODE)), cut=st.integers(0, 12), put=st.text("0123456789-[]{}:,&*!'\"\n \t#e.~x", max_size=4)
 )
@@ -238,7 +238,7 @@ _TREES |= st.dictionaries(_NAMES, _TREES, max_size=4) | st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(tree=st.dictionaries(_NAMES, _TREES, max_size=5), devices=st.integers(0, 4))
 def test_any_tree_of_known_keys(folder: Path, tree: dict[str, object], devices: int) -> None:
     tree.setdefault("devices", devices)

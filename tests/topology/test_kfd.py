@@ -175,7 +175,7 @@ def test_a_pipe_in_the_tree_does_not_hang(tmp_path: Path) -> None:
     assert kfd.read(tmp_path).remarks == ("KFD node 1 is empty",)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_change_of_a_file_gives_a_machine_or_an_error(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -201,7 +201,7 @@ def test_noise(tmp_path: Path, noise: bytes) -> None:
     assert machine_or_error(read_file, path) is None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.one_of(mutated(PAIR), mutated(SWITCHED)))
 def test_any_change_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "dump.xml"
@@ -241,7 +241,7 @@ LINKS = st.lists(st.tuples(st.sampled_from(["xgmi", "nvlink"]), BUSES, NUMBERS, 
 GPUS = st.lists(st.tuples(BUSES, NUMBERS, st.sampled_from(["910", "gfx942", "906", "", "x"]), LINKS), max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(gpus=GPUS, numa=NUMBERS, speed=NUMBERS)
 def test_any_wiring_gives_a_machine_or_an_error(
     tmp_path: Path, gpus: list[tuple[str, str, str, list[tuple[str, str, str, str]]]], numa: str, speed: str

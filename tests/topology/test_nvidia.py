@@ -142,7 +142,7 @@ def test_noise(tmp_path: Path, noise: str) -> None:
     assert machine_or_error(read_file, path) is None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=mutated(MATRIX + DEVICES))
 def test_any_change_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "topo.txt"

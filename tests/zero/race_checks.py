@@ -136,6 +136,7 @@ NOT_SEEN = {
     "collectives/pipeline.py _move: self._background.wait(_LINGER_S)": "a thread, on processors",
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
+    "collectives/transport.py gather: pending.wait()": "of the probe, which has no chain",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
     "zero/weights.py _payloads: self.collectives.used(first)": "a hop keeps what it sends; a fetch without hops sends nothing",
     "zero/gradients.py boundary: self._crossing[-IN_FLIGHT - 1][1].wait()": "limits memory on processors; waited for again",
