@@ -5,7 +5,7 @@ fake process group ends each at once and moves nothing. Layers are small, so wha
 starting and ending hops. A launch is an operator that reads or writes elements; on a device it is one kernel or one
 copy. Codec operators are one launch each, as their kernels are.
 
-    python benchmarks/host_cost.py [--presets lossless,topo] [--layers 8] [--steps 20] [--report benchmarks/reports]
+    python benchmarks/host_cost.py [--presets lossless,topo] [--against CHECKOUT] [--report benchmarks/reports]
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import argparse
 import contextlib
 import datetime
 import functools
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -174,12 +176,53 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
     }
 
 
+def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """`measure` of every preset, by the hzero that this process imports."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # nothing arrives, so weights are whatever memory holds
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    deepspeed.utils.logger.setLevel("ERROR")
+    inside = Inside()
+    inside.install()
+    return {name: measure(name, arguments, inside) for name in arguments.presets.split(",")}
+
+
+def measured_in(checkout: Path) -> dict[str, dict[str, float]]:
+    """The same by the hzero of another checkout, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--json"],
+        env={**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONWARNINGS": "ignore"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"--against: {checkout} cannot be measured:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def commit(checkout: Path) -> str:
+    """Its abbreviated commit."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def table(label: str, found: dict[str, dict[str, float]]) -> list[str]:
+    """Rows of the report."""
+    return [
+        f"| {label} | {name} | {row['hops']:.0f} | {row['own'] * 1e3:.1f} | {row['own'] / row['hops'] * 1e6:.0f} "
+        f"| {row['own'] / row['whole']:.2f} | {row['launches']:.1f} |"
+        for name, row in found.items()
+    ]
+
+
 def main() -> int:
     """Measures, prints the table, writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="lossless,topo", help="presets to measure (default lossless,topo)")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (default 8)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each preset (default 20)")
+    parser.add_argument("--against", type=Path, help="another checkout of hzero, to measure in the same way")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help="folder to write a dated report into")
     arguments = parser.parse_args()
     for name in arguments.presets.split(","):
@@ -188,20 +231,15 @@ def main() -> int:
     for key in ("layers", "steps"):
         if getattr(arguments, key) < 1:
             parser.error(f"--{key}: found {getattr(arguments, key)}, expected at least 1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # nothing arrives, so weights are whatever memory holds
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    deepspeed.utils.logger.setLevel("ERROR")
-    inside = Inside()
-    inside.install()
-    rows = []
-    for name in arguments.presets.split(","):
-        found = measure(name, arguments, inside)
-        rows.append(
-            f"| {name} | {found['hops']:.0f} | {found['own'] * 1e3:.1f} | {found['own'] / found['hops'] * 1e6:.0f} "
-            f"| {found['own'] / found['whole']:.2f} | {found['launches']:.1f} |"
-        )
+    if arguments.against is not None and not (arguments.against / "hzero").is_dir():
+        parser.error(f"--against: {arguments.against} is no checkout of hzero")
+    found = measured(arguments)
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    rows = table(commit(Path(__file__).parents[1]), found)
+    if arguments.against is not None:
+        rows = table(commit(arguments.against), measured_in(arguments.against)) + rows
     report = "\n".join(
         [
             f"# Host cost of a hop, {datetime.date.today().isoformat()}",
@@ -209,14 +247,15 @@ def main() -> int:
             f"Machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}; torch "
             f"{torch.__version__}, deepspeed {deepspeed.__version__}, hzero {hzero.__version__}. One rank of 2 x 2 x 2 "
             f"with empty collectives; GPT-NeoX, {arguments.layers} layers of hidden size {HIDDEN}, each a leaf module "
-            f"and a bucket, bf16, {ACCUMULATION} micro-steps; medians of {arguments.steps} steps.",
+            f"and a bucket, bf16, {ACCUMULATION} micro-steps; medians of {arguments.steps} steps. Times are of the thread's "
+            "processor.",
             "",
-            "| preset | hops a step | stage, ms a step | us a hop | share of the step | launches a layer and micro-step |",
-            "|---|---|---|---|---|---|",
+            "| commit | preset | hops a step | stage, ms a step | us a hop | share of step | launches a layer and micro-step |",
+            "|---|---|---|---|---|---|---|",
             *rows,
             "",
             f"Repeat with `python benchmarks/host_cost.py --presets {arguments.presets} --layers {arguments.layers} "
-            f"--steps {arguments.steps}`.",
+            f"--steps {arguments.steps}`; `--against` names a checkout to measure too.",
             "",
         ]
     )

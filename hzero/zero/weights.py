@@ -355,7 +355,10 @@ class Weights:
         first, *others = payloads
         end = first.storage_offset() + first.numel()
         for payload in others:
-            if payload.untyped_storage()._cdata != first.untyped_storage()._cdata or payload.storage_offset() != end:
+            if (
+                payload.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+                or payload.storage_offset() != end
+            ):
                 return torch.cat([self.collectives.used(payload) for payload in payloads])
             end += payload.numel()
         return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
