@@ -129,6 +129,11 @@ class Pipeline:
         self._broken: dict[Hashable, BaseException] = {}
 
     @property
+    def traced(self) -> bool:
+        """Whether `waiting` records waits."""
+        return self.waiting is not contextlib.nullcontext
+
+    @property
     def waited_s(self) -> float:
         """Seconds for which `Chain.wait` has blocked until now, of all chains together."""
         since = self._waiting_since
@@ -162,17 +167,24 @@ class Pipeline:
         return chain
 
     def _enqueue(self, chain: Chain[Any], streams: Streams) -> None:
+        for lane in chain._lanes:
+            if lane in self._broken:
+                raise self._broken[lane]
         before = streams.event()
-        with streams.on(chain._steps[0]):
-            for other in chain._after:
-                streams.wait(other._finished)
-            streams.wait(before)
-            chain._prepare()
-            chain._read = streams.event()
-        for step in chain._steps:
-            with streams.on(step):
-                chain._resume()
-                chain._finished = streams.event()
+        try:
+            with streams.on(chain._steps[0]):
+                for other in chain._after:
+                    streams.wait(other._finished)
+                streams.wait(before)
+                chain._prepare()
+                chain._read = streams.event()
+            for step in chain._steps:
+                with streams.on(step):
+                    chain._resume()
+                    chain._finished = streams.event()
+        except Exception as error:  # peers may have started the hops that are missing here
+            self._broken.update(dict.fromkeys(chain._lanes, error))
+            raise
 
     def _move(self) -> None:
         """Moves chains on when hops arrive while nobody waits; ends when none has been in flight for a while."""

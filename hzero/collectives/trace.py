@@ -99,8 +99,10 @@ class Trace:
     def waiting(self) -> Iterator[None]:
         """Inside, this rank waits for a hop."""
         self.begin("wait")
-        yield
-        self.end("wait")
+        try:
+            yield
+        finally:
+            self.end("wait")
 
     def _keep(self, track: str, name: str, timer: HopTimer, details: dict[str, Any]) -> None:
         if len(self._kept) < self._limit:

@@ -120,8 +120,8 @@ class WireLog:
         label: str = "",
     ) -> None:
         """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped, ``label`` names the bucket."""
-        if self.on_hop is not None:
-            self.on_hop(role, tier, codec, wire_bytes, label, timer)
+        if (on_hop := self.on_hop) is not None:  # a trace may end meanwhile, on another thread
+            on_hop(role, tier, codec, wire_bytes, label, timer)
         with self._lock:
             entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
             entry.hops += 1

@@ -48,7 +48,7 @@ class Gradients:
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
-        self._crossing: list[tuple[list[ZeroParameter], Chain[list[torch.Tensor]]]] = []
+        self._crossing: list[tuple[list[ZeroParameter], torch.dtype, Chain[list[torch.Tensor]]]] = []
         self._reductions = 0
         self._held_bytes = self._peak_bytes = 0
 
@@ -91,7 +91,9 @@ class Gradients:
         params = list(params)
         flat = []
         for param in params:
-            flat.append(self._collectives.used(param.grad).to(dtype).reshape(-1))
+            # Without a hop nothing else copies it from DeepSpeed's bucket, which the next gradients overwrite.
+            grad = self._collectives.used(param.grad).to(dtype, copy=not self._micro_hops)
+            flat.append(grad.reshape(-1))
             param.grad = None
         if self._divides_first(dtype):
             torch._foreach_div_(flat, self._plan.grid.world_size)
@@ -111,7 +113,7 @@ class Gradients:
                 shard_order=True,
                 seed=self._next_seed(),
                 scale=scale,
-                into=partial(self._kept, params),
+                into=partial(self._existing_accumulators, params),
                 then=then,
             )
             chain.wait_read()
@@ -147,10 +149,10 @@ class Gradients:
         """
         return self._sums_travel and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
 
-    def _kept(self, params: list[ZeroParameter]) -> list[torch.Tensor] | None:
+    def _existing_accumulators(self, params: list[ZeroParameter]) -> list[torch.Tensor] | None:
         """The accumulators of all of ``params``; None where one has none yet."""
-        kept = [self._accumulators.get(param.ds_id) for param in params]
-        return None if any(one is None for one in kept) else kept  # type: ignore[return-value]
+        found = [self._accumulators.get(param.ds_id) for param in params]
+        return None if any(one is None for one in found) else found  # type: ignore[return-value]
 
     def _reduced(
         self,
@@ -160,7 +162,7 @@ class Gradients:
         crossing_seed: int | None,
         sums: list[torch.Tensor],
     ) -> None:
-        """Adds partial sums to the accumulators, unless they are these; in the last micro-step they cross at once.
+        """Adds partial sums to the accumulators, unless the last hop has; in the last micro-step they cross at once.
 
         The first of a window becomes the accumulator: nobody else may keep it.
         """
@@ -169,8 +171,7 @@ class Gradients:
             if kept is not None and kept is not partial_sum:
                 kept.add_(partial_sum)
             elif kept is None:
-                # Without a hop the partial sum is the gradient itself, in a bucket that the next one overwrites.
-                kept = self._accumulators[param.ds_id] = partial_sum.to(torch.float32, copy=not self._micro_hops)
+                kept = self._accumulators[param.ds_id] = partial_sum.to(torch.float32)
                 self._held_bytes += kept.numel() * kept.element_size()
         if crossing_seed is not None:
             self._cross(params, dtype, scale, crossing_seed)
@@ -190,7 +191,7 @@ class Gradients:
             seed=seed,
             scale=scale,
         )
-        self._crossing.append((params, chain))
+        self._crossing.append((params, dtype, chain))
 
     def boundary(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
         """Sends the partial sums that still wait over the outer tiers and delivers this rank's shards.
@@ -206,12 +207,12 @@ class Gradients:
             for params in in_buckets(((param, param.ds_numel) for param in rest), self.bucket_numel):
                 self._cross(params, dtype, scale, self._next_seed())
                 if len(self._crossing) > IN_FLIGHT:
-                    self._crossing[-IN_FLIGHT - 1][1].wait()
-            crossed = [(params, chain.wait()) for params, chain in self._crossing]
-        self._crossing.clear()
-        self._waiting.clear()
-        for params, shards in crossed:
-            deliver(params, self._cut(params, dtype, shards))
+                    self._crossing[-IN_FLIGHT - 1][2].wait()
+            crossed = [(params, kind, chain.wait()) for params, kind, chain in self._crossing]
+            self._crossing.clear()
+            self._waiting.clear()
+            for params, kind, shards in crossed:
+                deliver(params, self._cut(params, kind, shards))
 
     def _cut(
         self, params: Sequence[ZeroParameter], dtype: torch.dtype, shards: Sequence[torch.Tensor]
@@ -228,7 +229,7 @@ class Gradients:
     def clear(self) -> None:
         """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""
         reducing: list[Chain[Any]] = [chain for chain, _ in self._reducing]
-        for chains in (reducing, (chain for _, chain in self._crossing)):  # the former may add to the latter
+        for chains in (reducing, (chain for *_, chain in self._crossing)):  # the former may add to the latter
             for chain in chains:
                 with contextlib.suppress(Exception):  # whoever waited for it has been told
                     chain.wait()

@@ -117,9 +117,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     the partial sums are added up in float32 accumulators. At the boundary, the last micro-step before an optimizer
     step, the sums cross the outer tiers once, while backward goes on, and each rank's shard goes to the stock optimizer.
     Then the resident payloads are rebuilt, crossing the outer tiers once; the next forward waits, module by module, for
-    what it needs. So with weights over the
-    package and gradients over the node, links between nodes carry each weight and each gradient once per optimizer
-    step, however many micro-steps it has.
+    what it needs. So with weights over the package and gradients over the node, links between nodes carry each weight
+    and each gradient once per optimizer step, however many micro-steps it has.
 
     The price is memory. Per rank and parameter, a resident payload takes the codec's bytes (2 in bf16, about 1 in
     ``int8``) divided by the ranks of the weights' scope, and the accumulators take 4 bytes divided by the ranks of the
@@ -128,9 +127,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
     change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
-    not shard activations or combine with tensor, expert or pipeline
-    parallelism; it refuses by name the DeepSpeed features that it does not support. A configuration without the block
-    gives a stock engine.
+    not shard activations or combine with tensor, expert or pipeline parallelism; it refuses by name the DeepSpeed
+    features that it does not support. A configuration without the block gives a stock engine.
 
     Args:
         *args: As for ``deepspeed.initialize``.

@@ -210,7 +210,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if self._stepping:
             self.hzero.weights.mark_stale(self.fp16_groups[sub_group_id])
             if not get_accelerator().is_synchronized_device():
-                self.hzero.weights.refresh(())
+                self.hzero.weights.refresh((), among=self.fp16_groups[sub_group_id])
 
     def _restore_from_bit16_weights(self) -> None:
         """The last call of stock's load without optimizer states: the weights have been replaced."""
@@ -220,11 +220,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
         self._partition_all_parameters()
+        self.hzero.weights.before_change()
         super().load_state_dict(*args, **kwargs)
         self.hzero.replaced()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""
+        self.hzero.weights.before_change()
         super().offload_states(*args, **kwargs)
         self.hzero.weights.drop()
 

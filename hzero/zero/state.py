@@ -97,7 +97,7 @@ class StageState:
             RuntimeError: A trace is being recorded already.
             OSError: The file cannot be written.
         """
-        if self._pipeline.waiting is not contextlib.nullcontext:  # of this engine or another one of the process
+        if self._pipeline.traced:  # by this engine or another one of the process
             raise RuntimeError("hzero: a trace is being recorded already")
         self._trace = trace = Trace(torch.device(get_accelerator().current_device_name()))
         self.wire_log.on_hop, self._pipeline.waiting = trace.hop, trace.waiting

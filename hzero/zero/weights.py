@@ -216,8 +216,10 @@ class Weights:
         All ranks must call it alike: rebuilding is a collective.
         """
         self._version += 1
-        self._ahead.clear()
-        self._stale.update(self._managed if params is None else (param.ds_id for param in params))
+        keys = set(self._managed) if params is None else {param.ds_id for param in params}
+        replaced = {self._managed[key].refresh for key in keys}
+        self._ahead = [chain for chain in self._ahead if chain not in replaced]
+        self._stale |= keys
         self._note_change()
 
     def _note_change(self) -> None:
@@ -346,12 +348,10 @@ class Weights:
         return GatherHandle(params, chain)
 
     def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
-        """One message of resident payloads: as they lie in memory where they were refreshed together, else a copy."""
-        payloads = []
-        for param in params:
-            payload = self._managed[param.ds_id].payload
-            assert payload is not None, "refresh has built it"
-            payloads.append(payload)
+        """One message of resident payloads, as they lie in memory; they are laid together where they do not yet."""
+        managed = [self._managed[param.ds_id] for param in params]
+        payloads = [own.payload for own in managed if own.payload is not None]
+        assert len(payloads) == len(managed), "refresh has built them"
         first, *others = payloads
         end = first.storage_offset() + first.numel()
         for payload in others:
@@ -359,17 +359,26 @@ class Weights:
                 payload.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
                 or payload.storage_offset() != end
             ):
-                return torch.cat([self.collectives.used(payload) for payload in payloads])
+                joined = torch.cat([self.collectives.used(payload) for payload in payloads])
+                for own, part in zip(managed, joined.split([payload.numel() for payload in payloads])):
+                    own.payload = part
+                return joined
             end += payload.numel()
         return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
-    def refresh(self, needed: Iterable[ZeroParameter] | None = None) -> None:
-        """Starts to rebuild stale resident payloads, by collectives: those of ``needed``, and a few more; None: all.
+    def refresh(
+        self, needed: Iterable[ZeroParameter] | None = None, among: Iterable[ZeroParameter] | None = None
+    ) -> None:
+        """Starts to rebuild stale resident payloads, by collectives.
 
         Buckets are started in the order in which forward needs them. Few are ahead of the gathers at a time, since each
         holds its message twice. All ranks must call it alike.
+
+        Args:
+            needed: Parameters whose payloads are built in any case, before a few more; None: all.
+            among: Parameters whose primary shards are up to date; None: all.
         """
         if not self._refresh_hops or not self._stale:
             return
@@ -377,7 +386,8 @@ class Weights:
         if not missing and len(self._ahead) >= IN_FLIGHT:
             return
         by_dtype: dict[torch.dtype, list[_Managed]] = {}
-        for managed in (self._managed[key] for key in sorted(self._stale)):
+        ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
+        for managed in (self._managed[key] for key in sorted(ready)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
         buckets = [
             bucket
@@ -416,7 +426,8 @@ class Weights:
     ) -> None:
         """Lays a refreshed payload ``[outer][tensor][1][record]`` out by parameter, ``[tensor][outer][record]``.
 
-        A gather of parameters that follow each other then sends a part of it as it is.
+        A gather of parameters that follow each other then sends a part of it as it is. The memory is freed when all of
+        them have been refreshed again.
         """
         resident = self._resident_codec
         if resident.format != codec.format:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import random
+import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +39,22 @@ _AT_RANDOM: dict[str, Any] = {
     },
     "error_feedback": ["node"],
 }
-#: What is trained: block, micro-steps per step, and arguments of the model.
-CASES: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
-    (block_of("topo", **_AT_RANDOM), 2, {"checkpointing": "reentrant"}),
-    (block_of("zero3"), 2, {"checkpointing": "nonreentrant"}),
-    (block_of("lossless"), 2, {}),
+_DOUBLING = {
+    "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2},
+    "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 20},
+}
+_ONE_GCD = {"topology": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}}
+#: What is trained: block, micro-steps per step, arguments of the model, and more of DeepSpeed's configuration.
+CASES: list[tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = [
+    (block_of("topo", **_AT_RANDOM), 2, {"checkpointing": "reentrant"}, {}),
+    (block_of("zero3"), 2, {"checkpointing": "nonreentrant"}, {}),
+    (block_of("lossless"), 2, {}, {"bf16": {"enabled": True}}),
+    (block_of("topo", **_DOUBLING), 2, {}, {}),
+    (block_of("lossless", **_ONE_GCD), 3, {}, {"gradient_clipping": 0.5}),
+    (block_of("topo"), 1, {}, {"bf16": {"enabled": True}}),
 ]
+#: Elements that DeepSpeed gathers ahead, by turns.
+PREFETCHED = (700, 0, 5000)
 
 
 @dataclass
@@ -51,10 +64,12 @@ class _Late:
     Attributes:
         delayed: Number of hops that arrived later than they did.
         overtaken: Number of hops that arrived before one that had started earlier.
+        orders: The collectives of each communicator of this rank, in the order in which it started them.
     """
 
     delayed: int = 0
     overtaken: int = 0
+    orders: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     numbers: Iterator[int] = field(default_factory=itertools.count)
     under_way: set[int] = field(default_factory=set)
 
@@ -65,8 +80,12 @@ def _late(seed: int, did: _Late) -> Iterator[None]:
     draw = random.Random(seed * 1000 + dist.get_rank())
     init, arrived, announce = Pending.__init__, Pending.arrived, Pending.announce
 
-    def started(self: Any, *arguments: Any) -> None:
-        init(self, *arguments)
+    def started(self: Any, work: Any, output: Any, what: Callable[[], str], *arguments: Any) -> None:
+        init(self, work, output, what, *arguments)
+        text = re.sub(r"rank \d+ among", "among", what())
+        communicator = re.search(r"of (\w+) of .*(among \[.*\])", text)
+        assert communicator, text
+        did.orders[" ".join(communicator.groups())].append(text)
         delay = draw.choice(DELAYS_S)
         self.due, self.number = time.monotonic() + delay, next(did.numbers)
         did.delayed += delay > 0
@@ -117,19 +136,25 @@ def _cycle(
                 engine.save_checkpoint(str(folder), tag="first")
                 engine.load_checkpoint(str(folder), tag="first")
             own.settle()
-        steps.append((losses, [flat.detach().clone() for flat in engine.optimizer.fp32_partitioned_groups_flat]))
+        # As bits: DeepSpeed leaves the padding of a shard as it finds it, and that may be NaN.
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        steps.append((losses, [flat.detach().clone().view(torch.int32) for flat in masters]))
     return steps
 
 
 def check_late_hops_change_no_bit() -> str:
-    """Losses and master weights after every step are those of the same steps without delays."""
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 700, "reduce_bucket_size": 700}
+    """Losses and masters after every step are those without delays; the ranks of a communicator start the same collectives."""
     did, seeds = _Late(), itertools.count()
-    for index, (block, accumulation, of_model) in enumerate(CASES):
+    for index, (block, accumulation, of_model, more) in enumerate(CASES):
+        ahead = PREFETCHED[index % len(PREFETCHED)]
+        zero = {"stage": 3, "stage3_prefetch_bucket_size": ahead, "reduce_bucket_size": 700}
         schedules = len(range(index, SCHEDULES, len(CASES)))
         model = AwkwardNet(**of_model)
         deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.LayerNorm])
-        engine, folder = engine_of(ds_config(block, accumulation, zero_optimization=zero), model), shared_folder()
+        engine, folder = (
+            engine_of(ds_config(block, accumulation, zero_optimization=zero, **more), model),
+            shared_folder(),
+        )
         engine.save_checkpoint(str(folder), tag="start")
         want = _cycle(engine, accumulation, folder, [contextlib.nullcontext()] * min(CYCLE, schedules))
         for first in range(0, schedules, CYCLE):
@@ -139,5 +164,12 @@ def check_late_hops_change_no_bit() -> str:
                 assert losses == want_losses, (block, first + step, losses, want_losses)
                 assert all(map(torch.equal, masters, want_masters)), (block, first + step)
         engine.destroy()
+    digests = {name: hashlib.sha256("\n".join(order).encode()).hexdigest() for name, order in did.orders.items()}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, digests)
+    for rank, theirs in enumerate(everyones):
+        for name in digests.keys() & theirs.keys():
+            assert digests[name] == theirs[name], f"rank {rank} starts the collectives of {name} in another order"
+    assert len(digests) >= 6, digests
     assert did.delayed > 0 and did.overtaken > 0 and not did.under_way, did
     return f"{SCHEDULES} schedules: {did.delayed} hops of a rank late, {did.overtaken} in front of an earlier one"

@@ -14,12 +14,13 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import hzero
 from hzero.config import PRESETS
 from hzero.zero.streams import DeviceStreams
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
-from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, train
+from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
 
 
 class _Net(AwkwardNet):
@@ -40,7 +41,8 @@ class _ReadsOutside(_Net):
 def _engine(
     preset: str, zero: dict[str, Any] | None = None, block: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 400, "reduce_bucket_size": 400, **(zero or {})}
+    small = {"stage3_prefetch_bucket_size": 400, "reduce_bucket_size": 400, "sub_group_size": 500}
+    zero = {"stage": 3, **small, **(zero or {})}
     return engine_of(ds_config(block_of(preset, **(block or {})), 2, zero_optimization=zero, **changes), _Net())
 
 
@@ -50,9 +52,31 @@ def _steps(preset: str, **block: Any) -> Any:
     return engine
 
 
-def _node_gathers_by(algorithm: str) -> Any:
-    setting = {"algorithm": algorithm, "below_bytes": 1 << 30}
+def _node_gathers_by_doubling() -> Any:
+    setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
     return _steps("topo", topology={"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}, node_all_gather=setting)
+
+
+def _scopes_of_one_device() -> Any:
+    """No hop fetches weights or reduces the gradients of a micro-step."""
+    topology = {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}
+    return _steps("topo", topology=topology, shard={"weights": "package", "gradients": "package"})
+
+
+def _load_and_offload() -> Any:
+    """A checkpoint is loaded, and states leave the device, while a step's refresh is under way."""
+    model = _Net()
+    model.frozen.weight.requires_grad_(True)  # DeepSpeed 0.19.8 cannot offload the shards of frozen parameters
+    engine = engine_of(ds_config(block_of("topo"), 1), model)
+    folder = str(shared_folder())
+    engine.save_checkpoint(folder)
+    train(engine, 1, 1)
+    engine.load_checkpoint(folder)
+    train(engine, 1, 1)
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
+    engine.reload_states()
+    train(engine, 1, 1)
+    return engine
 
 
 def _edit_and_exact_forward() -> Any:
@@ -99,10 +123,9 @@ def _without_optimizer() -> Any:
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"steps, {preset}": functools.partial(_steps, preset) for preset in PRESETS},
-    **{
-        f"steps, gathers by {algorithm}": functools.partial(_node_gathers_by, algorithm)
-        for algorithm in ("doubling", "pairs")
-    },
+    "steps, gathers by doubling": _node_gathers_by_doubling,
+    "steps, scopes of one device": _scopes_of_one_device,
+    "load and offload": _load_and_offload,
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
     "without optimizer": _without_optimizer,
@@ -138,8 +161,9 @@ NOT_SEEN = {
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
     "collectives/transport.py gather: pending.wait()": "of the probe, which has no chain",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
-    "zero/weights.py _payloads: self.collectives.used(first)": "a hop keeps what it sends; a fetch without hops sends nothing",
-    "zero/gradients.py boundary: self._crossing[-IN_FLIGHT - 1][1].wait()": "limits memory on processors; waited for again",
+    "zero/weights.py _payloads: self.collectives.used(first)": "its memory goes with a refresh after those who read it",
+    "zero/stage.py offload_states: self.hzero.weights.before_change()": "the stand-in's states are on the host already",
+    "zero/gradients.py boundary: self._crossing[-IN_FLIGHT - 1][2].wait()": "limits memory on processors; waited for again",
     "zero/gradients.py clear: chain.wait()": "on processors; on a device all that chains do has been enqueued",
 }
 

@@ -25,6 +25,11 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return launch((*EQUALITY, *STAGE), request.param, selected(request), timeout=timeout)
 
 
+@pytest.mark.parametrize("check", collect("tests.zero.single_checks"))
+def test_one_rank(check: str) -> None:
+    conclude(launch(("tests.zero.single_checks",), 1, [check])[check])
+
+
 @pytest.mark.parametrize("check", collect(*EQUALITY))
 def test_equality(outcomes: dict[str, Outcome], check: str) -> None:
     conclude(outcomes[check])
