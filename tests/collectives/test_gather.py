@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from typing import Any
 from unittest import mock
 
@@ -40,8 +41,8 @@ def _result(gather: Any) -> torch.Tensor:
     return stop.value.value
 
 
-@settings(max_examples=80)
-@given(st.integers(2, 40), st.integers(0, 5), st.randoms(use_true_random=False))
+@settings(max_examples=40)
+@given(st.integers(2, 20), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: int, random: Any) -> None:
     ranks = random.sample(range(1000), size)  # a tier group in no order
     messages = [torch.tensor([random.randrange(256) for _ in range(count)], dtype=torch.uint8) for _ in ranks]
@@ -49,7 +50,7 @@ def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: 
 
     def start(output: torch.Tensor, sent: torch.Tensor, receives: list[int], sends: list[int], **_: Any) -> Any:
         calls.append((output, sent, receives, sends))
-        return mock.MagicMock()
+        return types.SimpleNamespace(wait=lambda: None)
 
     with mock.patch.object(dist, "all_to_all_single", start):
         gathers = [
