@@ -5,7 +5,7 @@
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
-#define HZ_BUCKET_VERSION 1  // of this structure; the host library tells it, so that an old build is not called
+#define HZ_BUCKET_VERSION 2  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;

@@ -16,7 +16,7 @@ from hzero.codecs.reference import noise_key, scale_limit
 from hzero.sharding.records import RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 1, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 2, 40, 6, 256
 
 _TENSOR = np.dtype(
     [

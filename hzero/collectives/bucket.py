@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,7 +30,7 @@ class Bucket:
     dtype: torch.dtype
     role: Role
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         """Name of the bucket in an error message."""
         return f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
