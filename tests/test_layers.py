@@ -24,7 +24,7 @@ LAYERS = [
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
     "hzero.settings", "hzero.plan", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.step_time",
+    "benchmarks.autoload", "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.step_time",
     "examples", "tests",
 ]  # fmt: skip
 
