@@ -18,6 +18,7 @@ COMMANDS = {
     "report": ("hzero.train.report:run_report", "draw loss curves and bytes by tier of one or more runs (PNG, HTML)"),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
     "doctor": ("hzero.doctor:run_doctor", "check this machine, its ranks, and a DeepSpeed configuration (CONFIG.json)"),
+    "runs": ("hzero.train.runs:run_runs", "list runs with their state, loss and speed"),
     "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
     "bench": ("hzero.bench:run_bench", "measure bandwidth and latency of every tier (bench links)"),
 }
