@@ -15,7 +15,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
 from hzero.config import ROLES, TIERS
@@ -35,8 +34,8 @@ COLOURS = (
 )
 #: Dashes and gaps of runs, in line widths, so that colours need not be told apart.
 DASHES = ((), (5, 1.6), (1.4, 1.4), (6, 1.4, 1.4, 1.4))
-#: Text and axes, ground, and plain ZeRO-3, each on both grounds.
-INK, GROUND, STOCK = ("#1f2328", "#e6e8eb"), ("#ffffff", "#15181d"), ("#8c9199", "#7d838c")
+#: Text, axes and marks of plain ZeRO-3, and the ground, each on both grounds.
+INK, GROUND = ("#1f2328", "#e6e8eb"), ("#ffffff", "#15181d")
 _STYLE: Any = {
     "font.size": 10,
     "svg.fonttype": "none",
@@ -52,6 +51,8 @@ _STYLE: Any = {
         for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     },
 }  # fmt: skip
+#: Name of the marks at what plain ZeRO-3 would need.
+STOCK = "ZeRO-3 (computed)"
 #: Inches of a picture. A page shows it at 1 to 1.6 times its size, so that its text stays readable on a telephone.
 _SIZE = (5.0, 3.2)
 #: Groups of states in the picture of memory, by the names of the states in them.
@@ -71,7 +72,7 @@ class Picture:
         name: Name of the PNG file, without its ending.
         title: What it shows, with the unit.
         note: What a reader has to know, in one or two sentences.
-        stock: Whether plain ZeRO-3 is in it.
+        stock: Whether plain ZeRO-3 is marked in it.
         draw: Draws it.
     """
 
@@ -133,7 +134,7 @@ def write_png(picture: Picture, runs: Sequence[Run], path: Path) -> None:
             look = look_of(index)
             handles.append(Line2D([], [], color=look.colour, linestyle=look.line, linewidth=1.8, label=run.name))
         if picture.stock:
-            handles.append(Patch(color=STOCK[0], label="ZeRO-3 (computed)"))
+            handles.append(Line2D([], [], color=INK[0], linewidth=2.5, label=STOCK))
         axes.legend(handles=handles, frameon=False)
         figure.savefig(path, dpi=130)
         plt.close(figure)
@@ -156,14 +157,14 @@ def svg(picture: Picture) -> str:
         r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{picture.title}">', text
     )
     text = re.sub(r"(font: [\d.]+px) [^;\"]*", r"\1 system-ui, sans-serif", text)
-    names = {INK[0]: "currentColor", GROUND[0]: "var(--ground)", STOCK[0]: "var(--stock)"}
+    names = {INK[0]: "currentColor", GROUND[0]: "var(--ground)"}
     names |= {light: f"var(--run{index})" for index, (light, _) in enumerate(COLOURS)}
     return re.sub("|".join(names), lambda found: names[found.group()], text)
 
 
 def variables(dark: bool) -> str:
     """CSS variables of the colours on a ground."""
-    values = {"ink": INK[dark], "ground": GROUND[dark], "stock": STOCK[dark]}
+    values = {"ink": INK[dark], "ground": GROUND[dark]}
     values |= {f"run{index}": pair[dark] for index, pair in enumerate(COLOURS)}
     return "".join(f"--{name}:{value};" for name, value in values.items())
 
@@ -172,16 +173,14 @@ def _curve(runs: Sequence[Run], name: str, key: str, title: str, evaluations: bo
     values = [numbers(run.steps, key) for run in runs]
     if all(math.isnan(value) for those in values for value in those) and key != "loss":
         return None
-    longest = max(map(len, values))
-    window = loss_window(longest)
-    far = len(curves.drawn(max(values, key=len)))
-    note = f"Faint: every step. Bold: mean over {window} steps, which ends in the table's value." if key == "loss" else (
-        f"Faint: every step. Bold: mean over {window} steps."
-    )  # fmt: skip
-    if longest > 2 / curves.SHARE:
-        note += " Away from the ends it reaches over a hundredth of the run."
-    if far < longest:
-        note += f" Of {longest:,} steps {far:,} are drawn: the first, the last, and the extremes of {curves.STRETCHES} stretches."
+    longest = max(values, key=len)
+    windows = sorted({loss_window(len(those)) for those in values})
+    note = f"Faint: every step. Bold: mean over {' or '.join(map(str, windows))} steps"
+    note += ", which ends in the table's value." if key == "loss" else "."
+    if len(longest) * curves.SHARE > 2:
+        note += " Away from the ends of a run it reaches over a hundredth of it."
+    if (points := len(curves.drawn(longest))) < len(longest):
+        note += f" Of {len(longest):,} steps {points:,} are drawn: both ends and the extremes of {curves.STRETCHES} stretches."
     if evaluations and any(run.evaluations for run in runs):
         note += " Diamonds: evaluation with exact weights; hollow: with decoded weights."
 
@@ -189,7 +188,7 @@ def _curve(runs: Sequence[Run], name: str, key: str, title: str, evaluations: bo
         for index, run in enumerate(runs):
             look = look_of(index)
             at = [row["step"] for row in run.steps]
-            _line(axes, at, values[index], color=look.colour, alpha=0.3, linewidth=0.7)
+            _line(axes, at, values[index], color=look.colour, alpha=0.45, linewidth=0.7)
             own = loss_window(len(at))
             _line(
                 axes,
@@ -208,6 +207,7 @@ def _curve(runs: Sequence[Run], name: str, key: str, title: str, evaluations: bo
         known = [value for those in values for value in those if math.isfinite(value)]
         if key in ("tokens_per_s", "tflops_per_rank"):
             axes.set_ylim(bottom=0)
+        if key == "tokens_per_s":
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         elif key == "grad_norm" and min(known) > 0 and max(known) > 100 * min(known):
             axes.set_yscale("log")
@@ -222,99 +222,112 @@ def _line(axes: Any, at: Sequence[int], values: Sequence[float], **style: Any) -
     axes.plot([at[i] for i in kept], [values[i] for i in kept], marker=marker, markersize=4, **style)
 
 
-#: Heights by group, stacked: plain ones below, hatched ones above.
-Heights = tuple[Sequence[float], Sequence[float]]
+@dataclass(frozen=True)
+class _Bars:
+    """Bars of one run, by group.
+
+    Attributes:
+        colour: Their colour.
+        plain: Heights of the lower, plain parts.
+        hatched: Heights of the upper, hatched parts.
+        marks: Heights of plain ZeRO-3's marks; empty for none.
+    """
+
+    colour: str
+    plain: Sequence[float]
+    hatched: Sequence[float]
+    marks: Sequence[float] = ()
 
 
-def _bars(axes: Any, groups: Sequence[str], bars: Sequence[tuple[str, Heights]]) -> None:
-    """Draws bars of a colour each side by side in every group."""
-    width = 0.8 / len(bars)
-    for index, (colour, (plain, hatched)) in enumerate(bars):
+def _draw_bars(axes: Any, groups: Sequence[str], bars: Sequence[_Bars]) -> None:
+    """Draws the runs side by side in every group."""
+    width = min(0.8 / len(bars), 0.3)
+    for index, own in enumerate(bars):
         places = [place + (index - (len(bars) - 1) / 2) * width for place in range(len(groups))]
-        style = {"width": width * 0.92, "color": colour, "edgecolor": GROUND[0], "linewidth": 0.4}
-        axes.bar(places, plain, **style)
-        axes.bar(places, hatched, bottom=plain, hatch="////", **style)
+        style = {"width": width * 0.9, "color": own.colour, "edgecolor": GROUND[0], "linewidth": 0.4}
+        axes.bar(places, own.plain, **style)
+        axes.bar(places, own.hatched, bottom=own.plain, hatch="////", **style)
+        for place, height in zip(places, own.marks):
+            if height:
+                axes.plot([place - width * 0.42, place + width * 0.42], [height] * 2, color=INK[0], linewidth=2.5)
     axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_ylim(bottom=0)
     axes.tick_params(axis="x", length=0)
     axes.grid(visible=False, axis="x")
 
 
-def _ended(runs: Sequence[Run]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, colour and summary of the runs that have one."""
-    return [(run.name, look_of(i).colour, run.summary) for i, run in enumerate(runs) if run.summary.get("zero3")]
+def _ended(runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
+    """Colour and summary of the runs that have one."""
+    return [(look_of(index).colour, run.summary) for index, run in enumerate(runs) if run.summary.get("zero3")]
 
 
 def _bytes(runs: Sequence[Run]) -> Picture | None:
-    ended = _ended(runs)
     sizes = []
-    for _, colour, summary in ended:
+    for colour, summary in _ended(runs):
         steps = max(summary["steps_here"], 1)
-        if summary["traffic"]:
-            sizes.append((colour, {(r["role"], r["tier"]): r["wire_bytes"] / steps for r in summary["traffic"]}))
-    stocks = [zero3_bytes(summary) for *_, summary in ended]
-    sizes += [(STOCK[0], stock) for stock in stocks[:1]]
-    tiers = [tier for tier in TIERS if any(of.get((role, tier)) for _, of in sizes for role in ROLES)]
+        own = {(row["role"], row["tier"]): row["wire_bytes"] / steps for row in summary["traffic"]}
+        sizes.append((colour, own, zero3_bytes(summary)))
+    used = {tier for _, *both in sizes for of in both for (_, tier), count in of.items() if count}
+    tiers = [tier for tier in TIERS if tier in used]
     if not tiers:
         return None
-    weights, gradients = ROLES
-    bars = [
-        (colour, ([of.get((weights, tier), 0) for tier in tiers], [of.get((gradients, tier), 0) for tier in tiers]))
-        for colour, of in sizes
-    ]
+    bars = []
+    for colour, own, stock in sizes:
+        weights, gradients = ([own.get((role, tier), 0) for tier in tiers] for role in ROLES)
+        bars.append(_Bars(colour, weights, gradients, [sum(stock.get((r, tier), 0) for r in ROLES) for tier in tiers]))
 
     def draw(axes: Any) -> None:
-        _bars(axes, [f"tier {tier}" for tier in tiers], bars)
+        _draw_bars(axes, [f"tier {tier}" for tier in tiers], bars)
         axes.yaxis.set_major_formatter(EngFormatter("B"))
 
-    note = "Plain: weights; hatched: gradients." + _whose(ended, stocks)
+    note = "Plain: weights; hatched: gradients."
     return Picture("bytes", "Bytes received per step, all ranks together", note, True, draw)
 
 
-def _whose(ended: Sequence[tuple[str, str, dict[str, Any]]], stocks: Sequence[Any]) -> str:
-    same = all(stock == stocks[0] for stock in stocks)
-    return "" if same else f" ZeRO-3 is that of {ended[0][0]}; the tables have the others'."
-
-
 def _memory(runs: Sequence[Run]) -> Picture | None:
-    ended = [found for found in _ended(runs) if found[2]["memory"]]
-    if not ended:
+    sizes = []
+    for colour, summary in _ended(runs):
+        stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
+        sizes.append((colour, {**summary["memory"], **summary["transient"]}, stock))
+    used = {name for _, own, _ in sizes for name, count in own.items() if count}
+    if not used:
         return None
-    stocks = [{row["name"]: row["bytes"] for row in summary["zero3"]["memory"]} for *_, summary in ended]
-    sizes = [(colour, {**summary["memory"], **summary["transient"]}) for _, colour, summary in ended]
-    sizes.append((STOCK[0], stocks[0]))
-    groups = {
-        group: names for group, names in _STATES.items() if any(of.get(name) for _, of in sizes for name in names)
-    }
+    groups = {group: names for group, names in _STATES.items() if used & set(names)}
 
-    def held(of: dict[str, int]) -> Heights:
+    def held(of: dict[str, int]) -> list[int]:
         states = [sum(of.get(name, 0) for name in names) for names in groups.values()]
-        planned = sum(count for name, count in of.items() if name.startswith("transient"))
-        return [sum(states), *states, 0], [0] * (len(states) + 1) + [planned]
+        return [sum(states), *states, sum(count for name, count in of.items() if name.startswith("transient"))]
+
+    bars = []
+    for colour, own, stock in sizes:
+        *states, transient = held(own)
+        bars.append(_Bars(colour, [*states, 0], [0] * len(states) + [transient], held(stock)))
 
     def draw(axes: Any) -> None:
-        _bars(axes, ["states", *groups, "transient"], [(colour, held(of)) for colour, of in sizes])
+        _draw_bars(axes, ["sum", *groups, "transient"], bars)
         axes.yaxis.set_major_formatter(EngFormatter("B"))
 
-    note = "Maximum over the ranks, without activations. Hatched: transient buffers as planned." + _whose(ended, stocks)
+    note = "Maximum over the ranks, without activations. Sum: of all states. Hatched: transient buffers as planned."
     return Picture("memory", "Memory per rank", note, True, draw)
 
 
 def _hidden(runs: Sequence[Run]) -> Picture | None:
-    traced = [(colour, summary["traced"]) for _, colour, summary in _ended(runs) if summary.get("traced")]
+    traced = [(colour, summary["traced"]) for colour, summary in _ended(runs) if summary.get("traced")]
     tiers = [tier for tier in TIERS if any(tier in found for _, found in traced)]
     if not tiers:
         return None
     none = [0.0] * len(tiers)
-    bars: list[tuple[str, Heights]] = []
+    bars = []
     for colour, found in traced:
-        shares = {
-            name: [100 * found[tier][name] if tier in found else 0 for tier in tiers]
+        compute, others = (
+            [100 * found[tier][name] if tier in found else 0 for tier in tiers]
             for name in ("behind_compute", "behind_tiers")
-        }
-        bars += [(colour, (shares["behind_compute"], none)), (colour, (none, shares["behind_tiers"]))]
+        )
+        bars += [_Bars(colour, compute, none), _Bars(colour, none, others)]
 
     def draw(axes: Any) -> None:
-        _bars(axes, [f"tier {tier}" for tier in tiers], bars)
+        _draw_bars(axes, [f"tier {tier}" for tier in tiers], bars)
         axes.set_ylim(0, 100)
 
     note = "Traced steps of rank 0. Plain: behind compute; hatched: behind other tiers. A second may count in both."

@@ -78,7 +78,7 @@ h3{font-size:1rem;margin:1rem 0 .3rem}
 .box{overflow-x:auto;max-width:100%}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{border-bottom:1px solid var(--line);padding:.3rem .7rem;text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--ground)}
+td:first-child,th:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--ground);white-space:normal;min-width:6rem}
 .pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1.5rem 2rem;margin:1.5rem 0}
 figure{margin:0;min-width:0}figure svg{display:block;width:100%;height:auto}
 figure h2{font-size:1rem;margin:0 0 .3rem}
@@ -119,16 +119,16 @@ def _page(runs: Sequence[Run], made: Sequence[Picture]) -> str:
 
 
 def _legend(runs: Sequence[Run], stock: bool) -> str:
-    from hzero.train.pictures import look_of
+    from hzero.train import pictures
 
     entries = []
     for index, run in enumerate(runs):
-        look = look_of(index)
+        look = pictures.look_of(index)
         dashes = " ".join(f"{length * 3:g}" for length in look.dashes)
         line = f'<line x1="0" x2="36" y1="6" y2="6" stroke="{look.variable}" stroke-width="3" stroke-dasharray="{dashes}"/>'
         entries.append((line, run.name))
     if stock:
-        entries.append(('<rect width="36" height="12" fill="var(--stock)"/>', "ZeRO-3 (computed)"))
+        entries.append(('<line x1="6" x2="30" y1="6" y2="6" stroke="currentColor" stroke-width="4"/>', pictures.STOCK))
     keys = "".join(
         f'<span><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html.escape(name)}</span>'
         for drawing, name in entries
@@ -177,28 +177,33 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def _runs_table(runs: Sequence[Run]) -> str:
-    rows, windows = [], set()
+    columns, windows = [], set()
     for run in runs:
         summary = run.summary
         first, last, window = ends([row["loss"] for row in run.steps])
         windows.add(window)
         evaluation = run.evaluations[-1] if run.evaluations else {}
-        rows.append(
+        columns.append(
             [
                 run.name,
+                str(summary.get("model", "")),
                 str(summary.get("preset", "")),
                 run.state,
                 f"{run.steps[-1]['step']:,}",
                 *map(_loss, (first, last)),
-                *(_loss(evaluation[key]) if evaluation else "" for key in ("loss_decoded", "loss_exact")),
+                *(_loss(evaluation[key]) if evaluation else "" for key in ("loss_exact", "loss_decoded")),
                 *(_median(run, key) for key in ("tokens_per_s", "tflops_per_rank", "step_s")),
                 *_states(summary),
             ]
         )
-    head = ["run", "preset", "state", "steps", "first loss", "last loss", "evaluation, decoded", "evaluation, exact"]
-    head += ["tokens/s", "TFLOPS per rank", "s per step", "states per rank", "of ZeRO-3"]
-    steps = " or ".join(f"{window:,}" for window in sorted(windows))
-    note = f"First and last loss are means of {steps} steps. Rates are medians. States are without transient buffers."
+    names = ["run", "model", "preset", "state", "steps", "first loss", "last loss", "evaluation, exact"]
+    names += ["evaluation, decoded", "tokens/s", "TFLOPS per rank", "s per step", "states per rank", "of ZeRO-3's"]
+    head, *rows = zip(names, *columns)
+    steps = " or ".join(map(str, sorted(windows)))
+    note = (
+        f"First and last loss are means of {steps} steps; rates are medians. Evaluation with exact and with decoded weights. "
+        "States are without transient buffers."
+    )
     return f'{_table("", head, rows)}<p class="note">{note}</p>'
 
 
@@ -216,9 +221,9 @@ def _median(run: Run, key: str) -> str:
 
 
 def _states(summary: dict[str, Any]) -> tuple[str, str]:
-    """Bytes of all states on a rank, and their share of plain ZeRO-3's."""
+    """Bytes of all states on a rank, without transient buffers, and as a multiple of plain ZeRO-3's."""
     if not summary.get("memory"):
         return "", ""
-    own = sum(summary["memory"].values())
-    stock = sum(row["bytes"] for row in summary["zero3"]["memory"] if not row["name"].startswith("transient"))
-    return size_text(own), f"{own / stock:.2f} x"
+    stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
+    own = summary["memory"]
+    return size_text(sum(own.values())), f"{sum(own.values()) / sum(stock.get(name, 0) for name in own):.2f} x"
