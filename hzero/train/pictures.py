@@ -152,7 +152,9 @@ def svg(picture: Picture) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="(?!p|h|m)\w+"', "", text)  # those that nothing refers to would meet again in the next picture
+    text = re.sub(
+        r' id="(?![phm][0-9a-f]{10}")[^"]*"', "", text
+    )  # those that nothing refers to would meet again in the next picture
     text = re.sub(
         r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{picture.title}">', text
     )
