@@ -22,7 +22,6 @@ LINES = {
     "hzero train zero=": {"topo", "mild", "lossless"},
     "hzero train zero=mild train.gr": {"train.grad_accumulation=", "train.grad_clip="},
     "hzero train che": {"checkpoint.every=", "checkpoint.keep="},  # not the only "checkpoint.", with a blank behind it
-    "hzero train topo": {"topology.", "topology="},
     "hzero plan topology=frontier accu": {"accumulation="},
     "hzero plan preset=lo": {"lossless "},
 }

@@ -131,10 +131,10 @@ def test_report_of_one_run_goes_into_its_folder(tmp_path: Path) -> None:
 def test_the_page_of_a_long_run_is_small_and_says_what_is_drawn(tmp_path: Path) -> None:
     losses: list[float | None] = [3 + math.sin(step * step) for step in range(100_000)]
     losses[70_000] = None
-    run = _run(tmp_path / "long", losses)
+    run = _run(tmp_path / "long", losses, summary=False, figures=False)
     assert main(["report", str(run)]) == 0
     page = run / "report" / "report.html"
-    assert page.stat().st_size < 500_000
+    assert page.stat().st_size < 100_000
     text = page.read_text()
     assert re.search(r"Of 100,000 steps \d{3} are drawn: both ends and the extremes of 400 stretches", text)
     assert "gaps in its curve: 70,001." in text
@@ -148,7 +148,7 @@ def test_the_smooth_curve_begins_and_ends_in_the_summary(steps: int) -> None:
     assert len(curve) == steps - window + 1
     assert [curve[0], curve[-1]] == pytest.approx([first, last], rel=1e-12)
     if steps == 30_000:  # away from the ends the waves are gone
-        assert curve[15_000] == pytest.approx(5 / (1 + 15_000 / 40), abs=0.002)
+        assert curve[15_000] == pytest.approx(5 / (1 + 15_000 / 40), abs=0.005)
 
 
 def test_gaps_stay_and_extremes_are_drawn() -> None:
