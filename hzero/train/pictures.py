@@ -220,8 +220,11 @@ def _curve(runs: Sequence[Run], name: str, key: str, title: str, evaluations: bo
 
 def _line(axes: Any, at: Sequence[int], values: Sequence[float], **style: Any) -> None:
     kept = curves.drawn(values)
-    marker = "o" if len(kept) == 1 else None  # a line of one point is none
-    axes.plot([at[i] for i in kept], [values[i] for i in kept], marker=marker, markersize=4, **style)
+    shown = [values[i] for i in kept]
+    # A line of one point is none, so a value between two gaps is a dot.
+    known = [False, *map(math.isfinite, shown), False]
+    alone = [i for i in range(len(shown)) if known[i : i + 3] == [False, True, False]]
+    axes.plot([at[i] for i in kept], shown, marker="o" if alone else None, markevery=alone, markersize=4, **style)
 
 
 @dataclass(frozen=True)

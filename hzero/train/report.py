@@ -59,7 +59,7 @@ def run_report(arguments: Sequence[str]) -> int:
 
 
 def write_report(runs: Sequence[Run], output: Path) -> list[str]:
-    """Writes a PNG per picture, and ``report.html`` with all of them inside. Returns the names of the PNGs."""
+    """Writes a PNG per picture, and ``report.html`` with all of them inside. Returns the names of the PNG files."""
     from hzero.train import pictures  # imports matplotlib, which completion and refusals do without
 
     made = pictures.pictures(runs)
@@ -78,7 +78,7 @@ h3{font-size:1rem;margin:1rem 0 .3rem}
 .box{overflow-x:auto;max-width:100%}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{border-bottom:1px solid var(--line);padding:.3rem .7rem;text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--ground);white-space:normal;min-width:6rem}
+td:first-child,th:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--ground);white-space:normal;min-width:7rem}
 .pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1.5rem 2rem;margin:1.5rem 0}
 figure{margin:0;min-width:0}figure svg{display:block;width:100%;height:auto}
 figure h2{font-size:1rem;margin:0 0 .3rem}
@@ -198,7 +198,7 @@ def _runs_table(runs: Sequence[Run]) -> str:
         )
     names = ["run", "model", "preset", "state", "steps", "first loss", "last loss", "evaluation, exact"]
     names += ["evaluation, decoded", "tokens/s", "TFLOPS per rank", "s per step", "states per rank", "of ZeRO-3's"]
-    head, *rows = zip(names, *columns)
+    head, *rows = (row for row in zip(names, *columns) if any(row[1:]))
     steps = " or ".join(map(str, sorted(windows)))
     note = (
         f"First and last loss are means of {steps} steps; rates are medians. Evaluation with exact and with decoded weights. "
