@@ -12,9 +12,9 @@ from pathlib import Path
 from hzero.validation import ConfigError
 
 
-def run_script(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for a script that is not there."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero run",
         description='Runs a Python script in which DeepSpeed configurations with an "hzero" block are served by hzero, '
         "without a change of the script. With hzero installed this is so anyway; this command also works where torch does "
@@ -25,10 +25,15 @@ def run_script(arguments: Sequence[str]) -> int:
         "  accelerate launch -m hzero.run train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    parsed = parser.parse_args(list(arguments))
+    made.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    made.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
+    made.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return made
+
+
+def run_script(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for a script that is not there."""
+    parsed = parser().parse_args(list(arguments))
     if not parsed.module and not Path(parsed.script).is_file():
         raise ConfigError(f"SCRIPT: no file {parsed.script!r}")
     sys.argv = [parsed.script, *parsed.rest]

@@ -11,13 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hzero import __version__
 from hzero.doctor.configuration import autoload_state, examine_configuration, examine_deepspeed
 from hzero.doctor.environment import examine_environment
 from hzero.doctor.links import examine_links, examine_peer_access
-from hzero.doctor.operators import examine_operators
 from hzero.doctor.show import show
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.topology import Grid
@@ -46,18 +43,15 @@ examples:
 presets: {", ".join(PRESETS)}"""
 
 
-def run_doctor(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments; the exit status is the place of the verdict in `verdict.STATES`.
-
-    As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
-    """
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero doctor",
         description="Checks ranks, links, environment and the backends of the codecs, and names each fault.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add(
         "config",
         nargs="?",
@@ -74,7 +68,15 @@ def run_doctor(arguments: Sequence[str]) -> int:
     add("--expect", metavar="PRESET|FILE", help="the machine whose devices and links the node should have")
     add("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="longest wait for other ranks (%(default)g)")
     add("--json", action="store_true", help="print JSON in place of tables")
-    parsed = parser.parse_args(list(arguments))
+    return made
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments; the exit status is the place of the verdict in `verdict.STATES`.
+
+    As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
+    """
+    parsed = parser().parse_args(list(arguments))
     if not 0 < parsed.timeout <= 1e6:
         raise ConfigError(f"--timeout: found {parsed.timeout:g}, expected more than 0 and at most 1e6 seconds")
     expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
@@ -129,6 +131,10 @@ def examine(
     Raises:
         ConfigError: The configuration cannot be read.
     """
+    import torch  # here, so that completion of the command does without
+
+    from hzero.doctor.operators import examine_operators
+
     findings = Findings()
     start = bootstrap(environ, visible=0)
     ranks: list[dict[str, Any]] = []
@@ -220,6 +226,8 @@ def _versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    import torch
+
     found["hip"], found["cuda"] = torch.version.hip, torch.version.cuda
     if torch.cuda.is_available():
         found["rccl" if torch.version.hip else "nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

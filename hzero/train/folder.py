@@ -92,6 +92,21 @@ def lock(path: Path) -> TextIO:
         raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
+def under_way(path: Path) -> bool | None:
+    """Whether a process holds the lock of a run's folder; None where this machine cannot tell.
+
+    It takes the lock for an instant itself, shared, so a run that starts in this folder just then is refused.
+    """
+    try:
+        with open(path / _LOCK, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no permission, or mounted without locks
+        return None
+    return False
+
+
 def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> None:
     """Writes the resolved configuration and cuts metrics after ``last_step``.
 
@@ -171,11 +186,20 @@ def _remove(path: Path) -> None:
 _KEY_OF = {"step": "loss", "eval": "loss_exact", "trace": "tiers"}
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """A run's metrics, and the number of lines that are torn or lack a required key."""
+def read_metrics(path: Path, last: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """A run's metrics, and the number of lines that are torn or lack a required key.
+
+    Args:
+        path: The run's folder.
+        last: How many bytes at the end of the file to read; None reads all of it.
+    """
     rows, torn = [], 0
-    file = path / METRICS
-    for line in file.read_text().splitlines() if file.exists() else ():
+    lines: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError), open(path / METRICS, "rb") as file:
+        skipped = max(os.fstat(file.fileno()).st_size - last, 0) if last is not None else 0
+        file.seek(skipped)
+        lines = file.read().splitlines()[1 if skipped else 0 :]  # the first one may be cut
+    for line in lines:
         try:
             row = json.loads(line)
             int(row["step"])
