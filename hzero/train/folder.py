@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -73,7 +74,11 @@ def lock(path: Path) -> TextIO:
         path.mkdir(parents=True, exist_ok=True)
         file = open(path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the claim
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.2)  # `under_way` of another process may have held it for an instant
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -95,7 +100,7 @@ def lock(path: Path) -> TextIO:
 def under_way(path: Path) -> bool | None:
     """Whether a process holds the lock of a run's folder; None where this machine cannot tell.
 
-    It takes the lock for an instant itself, shared, so a run that starts in this folder just then is refused.
+    It takes the lock for an instant itself, shared; `lock` tries twice for that reason.
     """
     try:
         with open(path / _LOCK, encoding="utf-8") as file:
