@@ -65,6 +65,7 @@ def _enter(
 
 def run_script(script: str, *arguments: str) -> None:
     """Runs a script in this process as Python would."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork of torchrun's agent has its handler
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()

@@ -195,7 +195,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
         again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
         assert node == again, "a skipped step must leave the resident payloads valid"
-        losses = train(engine, 10, first=2)
+        losses = train(engine, 16, first=2)
         assert not engine.optimizer.overflow and losses[-1] < losses[0]
         engine.destroy()
 
