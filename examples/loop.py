@@ -1,10 +1,10 @@
-"""Trains a small GPT-NeoX in a loop of Accelerate: accelerate launch --config_file examples/accelerate.yaml examples/loop.py."""
+"""Trains a GPT-NeoX in a loop of Accelerate: accelerate launch --config_file examples/accelerate.yaml examples/loop.py."""
 
 from pathlib import Path
 
 import deepspeed
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DummyOptim
 from torch.utils.data import DataLoader
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -12,6 +12,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import hzero
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
+if not torch.cuda.is_available():
+    PartialState(cpu=True)  # else each rank would think that it is alone; cpu=True of Accelerator would train DDP
 accelerator = Accelerator(gradient_accumulation_steps=2)
 text = torch.tensor(list(Path(__file__).read_bytes()))
 loader = DataLoader(text.unfold(0, 32, 4), batch_size=4, shuffle=True)

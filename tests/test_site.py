@@ -95,8 +95,11 @@ def _planned(preset: str, accumulation: int) -> dict[str, float]:
     plan = json.loads(out.getvalue())
     memory = {row["name"]: row["bytes"] / 1e9 for row in plan["memory"]}
     states = [size for name, size in memory.items() if not name.startswith(("transient", "communicators"))]
-    node = plan["node_bytes"] if "node_bytes" in plan else plan
-    return {"states": sum(states), "all": sum(memory.values()), "node": node}
+    return {
+        "states": sum(states),
+        "all": sum(memory.values()),
+        "node": plan["node_bytes"][f"hzero {preset}"] / 1e9,
+    }
 
 
 def test_figures_of_presets() -> None:

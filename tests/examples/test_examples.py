@@ -24,8 +24,8 @@ FOLDER = ROOT / "examples"
 
 
 def _command(name: str) -> list[str]:
-    """Arguments of torchrun in the example's docstring."""
-    command = re.search(r"torchrun (.*)\.$", ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "")
+    """The command in the example's docstring."""
+    command = re.search(r": ((?:torchrun|accelerate launch) .*)\.$", ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "")
     assert command, "the docstring ends with the command"
     return shlex.split(command.group(1))
 
@@ -34,7 +34,7 @@ def _by_torchrun(name: str) -> str:
     """Output of the command in the example's docstring."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *_command(name)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *_command(name)[1:]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
@@ -48,13 +48,27 @@ def _by_torchrun(name: str) -> str:
 
 def _by_forks(name: str, folder: Path) -> str:
     """Output of as many ranks as the command starts, forked after one import."""
-    (ranks,) = (int(word.partition("=")[2]) for word in _command(name) if word.startswith("--nproc-per-node="))
+    program, *words = _command(name)
+    if program == "accelerate":
+        ranks, env = _of_accelerate(words[1:])
+    else:
+        (ranks,) = (int(word.partition("=")[2]) for word in words if word.startswith("--nproc-per-node="))
+        env = {}
     out, err = folder / "out", folder / "err"
-    env = {"PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
+    env |= {"PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
     process = fork(_rank_processes, FOLDER / name, ranks, folder=ROOT, env=env, out=out, err=err)
     join(process, 300)
     assert process.exitcode == 0, out.read_text() + err.read_text()
     return out.read_text()
+
+
+def _of_accelerate(words: list[str]) -> tuple[int, dict[str, str]]:
+    """Number of ranks that `accelerate launch` would start, and what it would tell them."""
+    from accelerate.commands import launch
+
+    parsed, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    _, env = launch.prepare_deepspeed_cmd_env(parsed)
+    return parsed.num_processes, {name: value for name, value in env.items() if name.startswith("ACCELERATE_")}
 
 
 def _rank_processes(script: Path, ranks: int) -> int:
@@ -93,8 +107,9 @@ def test_training_script() -> None:
     _check(output, [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, flags=re.MULTILINE)])
 
 
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "client"), [("trainer.py", "accelerate"), ("loop.py", "accelerate"), ("sft.py", "trl")])
+def test_client(name: str, client: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
-    pytest.importorskip("accelerate", minversion="1.1", reason="Trainer needs accelerate, which is not installed")
-    output = _by_forks("trainer.py", tmp_path)
-    _check(output, [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)])
+    pytest.importorskip(client, reason=f"{client} is not installed")
+    output = _by_forks(name, tmp_path)
+    _check(output, [float(loss) for loss in re.findall(r"(?:'loss': '?|: loss )([\d.]+)", output)])
