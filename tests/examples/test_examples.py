@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -66,7 +67,9 @@ def _of_accelerate(words: list[str]) -> tuple[int, dict[str, str]]:
     """Number of ranks that `accelerate launch` would start, and what it would tell them."""
     from accelerate.commands import launch
 
-    parsed, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    with mock.patch.object(launch, "deepspeed_launcher") as launcher:
+        launch.launch_command(launch.launch_command_parser().parse_args(words))
+    (parsed,) = launcher.call_args.args
     _, env = launch.prepare_deepspeed_cmd_env(parsed)
     return parsed.num_processes, {name: value for name, value in env.items() if name.startswith("ACCELERATE_")}
 
