@@ -79,20 +79,15 @@ def _values(field: dict[str, Any]) -> str:
         return "a block"
     if "enum" in field or "const" in field:
         return ", ".join(f"`{_written(value).strip('`')}`" for value in field.get("enum", [field.get("const")]))
-    low = field.get("minimum", field.get("exclusiveMinimum"))
-    high = field.get("maximum", field.get("exclusiveMaximum"))
-    bounds = [
-        f"multiple of {field['multipleOf']}" if "multipleOf" in field else "",
-        f"{'more than' if 'exclusiveMinimum' in field else 'at least'} {low}" if low is not None else "",
-        f"{'less than' if 'exclusiveMaximum' in field else 'at most'} {high:g}" if high is not None else "",
-    ]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "multipleOf": "multiple of"}
+    bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
     kind = {"string": "text", "boolean": "`true`, `false`", "null": "`null`", "object": "a block"}.get(
         field.get("type", ""), field.get("type", "see its meaning")
     )
     if kind == "array":
         items = field.get("items") or field["prefixItems"][0]
         kind = f"list of {_values(items)}"
-    return ", ".join([kind, *filter(None, bounds)])
+    return ", ".join([" ".join([kind, *bounds[:1]]), *bounds[1:]])
 
 
 def _written(value: Any) -> str:
