@@ -98,7 +98,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
-        "notes": [*plan.notes, *_padding_note(plan, numels)],
+        "notes": [*plan.adaptations, *plan.notes, *_padding_note(plan, numels)],
         "memory": memory_plan.as_dicts(
             memory_plan.plan_memory(plan, numels, itemsize=itemsize, accumulation=accumulation)
         ),

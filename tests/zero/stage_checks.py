@@ -22,7 +22,8 @@ from hzero.collectives import Transport
 from hzero.config import ALGORITHMS
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
-from hzero.zero.block import check_deepspeed, check_group
+from hzero.zero.overridden import check_deepspeed
+from hzero.zero.refusals import check_group
 from tests.zero.training import (
     TOPOLOGY,
     AwkwardNet,
