@@ -79,7 +79,13 @@ def _values(field: dict[str, Any]) -> str:
         return "a block"
     if "enum" in field or "const" in field:
         return ", ".join(f"`{_written(value).strip('`')}`" for value in field.get("enum", [field.get("const")]))
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "multipleOf": "multiple of"}
+    signs = {
+        "minimum": "≥",
+        "exclusiveMinimum": ">",
+        "maximum": "≤",
+        "exclusiveMaximum": "<",
+        "multipleOf": "multiple of",
+    }
     bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
     kind = {"string": "text", "boolean": "`true`, `false`", "null": "`null`", "object": "a block"}.get(
         field.get("type", ""), field.get("type", "see its meaning")
@@ -154,5 +160,7 @@ def _comments() -> Iterator[tuple[str, str]]:
 
 def _table(rows: list[tuple[str, str, str, str]]) -> str:
     lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{key}` | {values} | {default} | {meaning.replace(' | ', ', ')} |" for key, values, default, meaning in rows]
+    lines += [
+        f"| `{key}` | {values} | {default} | {meaning.replace(' | ', ', ')} |" for key, values, default, meaning in rows
+    ]
     return '<div class="keys" markdown>\n\n' + "\n".join(lines) + "\n\n</div>"

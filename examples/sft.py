@@ -40,9 +40,7 @@ arguments = SFTConfig(
 shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=len(alphabet), max_position_embeddings=64, **shape))
 lines = [line for line in Path(__file__).read_text().splitlines() if line]
-trainer = SFTTrainer(
-    model, arguments, train_dataset=Dataset.from_dict({"text": lines * 4}), processing_class=tokenizer
-)
+trainer = SFTTrainer(model, arguments, train_dataset=Dataset.from_dict({"text": lines * 4}), processing_class=tokenizer)
 trainer.train()
 
 if trainer.is_world_process_zero():

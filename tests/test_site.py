@@ -59,7 +59,13 @@ def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_site_has_every_key_and_every_function(site: Path) -> None:
     text = (site / "configuration.html").read_text()
-    for key in ("preset", "shard.weights", "codecs.ROLE.TIER.rounding", "node_all_gather.below_bytes", "topology.order"):
+    for key in (
+        "preset",
+        "shard.weights",
+        "codecs.ROLE.TIER.rounding",
+        "node_all_gather.below_bytes",
+        "topology.order",
+    ):
         assert f"<td><code>{key}</code></td>" in text, key
     for key in ("model.zero_init", "data.path", "train.steps", "checkpoint.keep", "trace.steps"):
         assert f"<td><code>{key}</code></td>" in text, key
@@ -90,7 +96,13 @@ def _planned(preset: str, accumulation: int) -> dict[str, float]:
     """GB of `hzero plan` for the table's job."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        job = ["model=gpt_neox_20b", "topology=frontier", "nodes=48", f"preset={preset}", f"accumulation={accumulation}"]
+        job = [
+            "model=gpt_neox_20b",
+            "topology=frontier",
+            "nodes=48",
+            f"preset={preset}",
+            f"accumulation={accumulation}",
+        ]
         assert main(["plan", *job, "--json"]) == 0
     plan = json.loads(out.getvalue())
     memory = {row["name"]: row["bytes"] / 1e9 for row in plan["memory"]}
@@ -119,7 +131,11 @@ def _messages() -> list[str]:
     trees = [ast.parse(path.read_text()) for path in (ROOT / "hzero").rglob("*.py")]
     for tree in trees:
         for node in tree.body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 constants |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
     for tree in trees:
         texts += [_text(node, constants) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]

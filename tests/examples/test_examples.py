@@ -26,7 +26,9 @@ FOLDER = ROOT / "examples"
 
 def _command(name: str) -> list[str]:
     """The command in the example's docstring."""
-    command = re.search(r": ((?:torchrun|accelerate launch) .*)\.$", ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "")
+    command = re.search(
+        r": ((?:torchrun|accelerate launch) .*)\.$", ast.get_docstring(ast.parse((FOLDER / name).read_text())) or ""
+    )
     assert command, "the docstring ends with the command"
     return shlex.split(command.group(1))
 
@@ -110,7 +112,9 @@ def test_training_script() -> None:
     _check(output, [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, flags=re.MULTILINE)])
 
 
-@pytest.mark.parametrize(("name", "client"), [("trainer.py", "accelerate"), ("loop.py", "accelerate"), ("sft.py", "trl")])
+@pytest.mark.parametrize(
+    ("name", "client"), [("trainer.py", "accelerate"), ("loop.py", "accelerate"), ("sft.py", "trl")]
+)
 def test_client(name: str, client: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
     pytest.importorskip(client, reason=f"{client} is not installed")
