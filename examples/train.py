@@ -17,15 +17,14 @@ CONFIG = {
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
     "bf16": {"enabled": GPU},
-    "zero_optimization": {"stage": 3},
-    "hzero": {"preset": "topo", "topology": TOPOLOGY},
+    "zero_optimization": {"stage": 3, "hzero": {"preset": "topo", "topology": TOPOLOGY}},
 }
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs would compile it; stage 3 does not use it
 deepspeed.init_distributed("nccl" if GPU else "gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
-engine, *_ = hzero.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 
 rank = torch.distributed.get_rank()
 text = torch.tensor(list(Path(__file__).read_bytes()), device=engine.device)

@@ -1,6 +1,5 @@
-"""Trains a small GPT-NeoX with Hugging Face's Trainer and hzero: torchrun --nproc-per-node=4 examples/trainer.py."""
+"""Trains a small GPT-NeoX with Hugging Face's Trainer: torchrun --nproc-per-node=4 examples/trainer.py."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -8,18 +7,13 @@ import deepspeed
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainingArguments
 
-import hzero
-
 GPU = torch.cuda.is_available()
-config = json.loads(Path(__file__).with_name("ds_config.json").read_text())
-if not GPU:  # nothing to discover: the ranks stand for two nodes with one MI250X (two GCDs) each
-    config["hzero"]["topology"] = {"gpus_per_node": 1, "gcds_per_gpu": 2}
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled; stage 3 does not use it
+HERE = Path(__file__).parent
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
 
-hzero.enable()  # before Trainer builds its engine
 arguments = TrainingArguments(
     output_dir=tempfile.gettempdir(),
-    deepspeed=config,
+    deepspeed=str(HERE / ("ds_config.json" if GPU else "ds_config_cpu.json")),
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
     learning_rate=3e-3,
@@ -36,8 +30,4 @@ shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, max_position_embeddings=32, **shape))
 trainer = Trainer(model, arguments, train_dataset=samples)
 trainer.train()
-
-if trainer.is_world_process_zero():
-    for hop in hzero.state(trainer.model_wrapped).wire_log.entries():
-        print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
 torch.distributed.destroy_process_group()

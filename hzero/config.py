@@ -61,10 +61,10 @@ class CodecConfig(Frozen):
     """Settings of one tier's codec for one role.
 
     Attributes:
-        codec: One of `CODECS`.
-        block_size: Elements that share a scale: a multiple of 16 from 16 to 4096.
-        rounding: ``nearest`` (half to even) or ``stochastic``.
-        scale: Type of the scales, ``bf16`` or ``fp32``.
+        codec: Codec of the hop. Its name alone, in place of the block, takes the defaults of the other keys.
+        block_size: Elements that share a scale. The default is the `block_size` of the whole block.
+        rounding: To nearest with ties to even, or up with the probability of the remainder.
+        scale: Type of the scales.
     """
 
     codec: CodecName
@@ -95,7 +95,12 @@ class CodecsConfig(Frozen):
 
 
 class ShardConfig(Frozen):
-    """Shard degree of weights and of gradients; optimizer states are sharded over the world."""
+    """Shard degree of weights and of gradients; optimizer states are sharded over the world.
+
+    Attributes:
+        weights: Shard degree of the weights, not wider than that of the gradients.
+        gradients: Shard degree of the gradients.
+    """
 
     weights: Scope
     gradients: Scope
@@ -105,7 +110,9 @@ class NodeAllGather(Frozen):
     """The algorithm of the all-gathers on tier ``node``.
 
     Attributes:
-        algorithm: For short messages; long ones take ``library``.
+        algorithm: For short messages; long ones take the library's. `doubling` (Bruck et al. 1997) needs log2 of the nodes
+            in rounds, where a ring needs one per node; `pairs` sends to every peer at once. The bytes are the same.
+            `hzero bench links` measures all three, and prints the block where another one than the library's is faster.
         below_bytes: Messages of fewer bytes per rank are short.
     """
 
@@ -127,10 +134,10 @@ class TopologyConfig(Frozen):
     """A declared machine.
 
     Attributes:
-        nodes: Nodes of the world; None derives it from the world size.
+        nodes: Nodes of the world; null derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        order: How ranks are numbered: axis names, slowest first.
+        order: How ranks are numbered, slowest first.
     """
 
     nodes: int | None = Field(None, ge=1)
@@ -147,7 +154,7 @@ class TopologyConfig(Frozen):
 
 
 class _Block(Frozen):
-    preset: str
+    preset: str = Field(json_schema_extra={"enum": list(PRESETS)})
     shard: ShardConfig
     codecs: CodecsConfig
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
@@ -179,14 +186,17 @@ class HZeroConfig(_Block):
     """The block with its preset applied.
 
     Attributes:
-        preset: Name of the preset.
+        preset: Values that the other keys start from. Written keys override them leaf by leaf.
         shard: Shard degrees.
         codecs: Codecs per role and tier.
-        block_size: Default block size of the codecs.
-        error_feedback: Tiers whose gradient encoding keeps its residual, innermost first.
-        refresh_message_bytes: Min bytes that a rank sends in one refresh message.
+        block_size: Elements that share a scale; a codec may have its own.
+        error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at zero
+            after a resume.
+        refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
+            `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
+            `hzero bench links` prints the size from which latency takes less than a tenth of a hop.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
-        topology: ``"auto"``, the path of a file, or a declared machine.
+        topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.
     """

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.ranks import ROOT
 
 README = ROOT / "README.md"
 #: Where users copy commands and blocks from.
-PAGES = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+PAGES = [README, *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
 
 #: What is appended to a command so that it takes seconds, by how the command begins.
 SHORTER = {
@@ -31,7 +32,9 @@ SHORTER = {
 
 
 def _blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    """Blocks of code; a line that includes a file is that file."""
+    text = re.sub(r'^--8<-- "(.*)"$', lambda line: (ROOT / line[1]).read_text(), page.read_text(), flags=re.MULTILINE)
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def _commands(page: Path = README) -> list[str]:
@@ -112,7 +115,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_python_and_json(page: Path) -> None:
-    """Python parses and names what exists; an ``"hzero"`` block is one."""
+    """Python parses and names what exists; an ``"hzero"`` block is one, and files that YAML names exist."""
     import hzero
     from hzero.config import parse_config
 
@@ -123,6 +126,11 @@ def test_blocks_of_python_and_json(page: Path) -> None:
     for block in _blocks(page, "json"):
         text = block if block.lstrip().startswith("{") else f"{{{block}}}"
         config = json.loads(text)
-        if "hzero" in config:
-            parse_config(config["hzero"])
-            assert config["zero_optimization"]["stage"] == 3
+        zero = config.get("zero_optimization", {})
+        for place in (config, zero):
+            if "hzero" in place:
+                parse_config(place["hzero"])
+                assert zero["stage"] == 3
+    for block in _blocks(page, "yaml"):
+        deepspeed = yaml.safe_load(block).get("deepspeed_config", {})
+        assert (ROOT / deepspeed.get("deepspeed_config_file", "")).exists()

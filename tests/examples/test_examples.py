@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import math
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from hzero.launcher import local_ranks
 from tests.forks import fork, join, torchrun
 from tests.ranks import ROOT
 
@@ -18,26 +24,48 @@ FOLDER = ROOT / "examples"
 
 
 def _command(name: str) -> list[str]:
-    """Arguments of torchrun in the example's docstring."""
-    command = re.search(r"torchrun (.*)\.$", ast.get_docstring(ast.parse((FOLDER / name).read_text())) or "")
+    """The command in the example's docstring."""
+    command = re.search(
+        r": ((?:torchrun|accelerate launch) .*)\.$", ast.get_docstring(ast.parse((FOLDER / name).read_text())) or ""
+    )
     assert command, "the docstring ends with the command"
     return shlex.split(command.group(1))
 
 
-def _output(name: str, folder: Path) -> str:
-    """Of the command in the example's docstring, whose ranks torchrun forks after one import."""
+def _output(name: str, folder: Path, script: Path | None = None) -> str:
+    """Of the command in the example's docstring, or of ``script`` in its place; ranks are forked after one import."""
+    program, *words = _command(name)
+    more: dict[str, str] = {}
+    if program == "accelerate":
+        ranks, more = _of_accelerate(words[1:])
+        words = [f"--nproc-per-node={ranks}", words[-1]]
+    words[-1] = str(script or words[-1])
     out, err = folder / "out", folder / "err"
-    env = {"PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    process = fork(_run, _command(name), folder=ROOT, env=env, out=out, err=err)
+    env = {"PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+    process = fork(_run, words, folder=ROOT, env=env, out=out, err=err)
     join(process, 300)
     assert process.exitcode == 0, out.read_text() + err.read_text()
-    return out.read_text()
+    return out.read_text() + err.read_text()
 
 
-def _run(command: list[str]) -> int:
-    if "trainer" in command[-1]:
+def _of_accelerate(words: list[str]) -> tuple[int, dict[str, str]]:
+    """Number of ranks that `accelerate launch` would start, and what it would tell them."""
+    from accelerate.commands import launch
+
+    with mock.patch.object(launch, "deepspeed_launcher") as launcher:
+        launch.launch_command(launch.launch_command_parser().parse_args(words))
+    (parsed,) = launcher.call_args.args
+    _, env = launch.prepare_deepspeed_cmd_env(parsed)
+    return parsed.num_processes, {name: value for name, value in env.items() if name.startswith("ACCELERATE_")}
+
+
+def _run(words: list[str]) -> int:
+    if not words[-1].endswith("/train.py"):
         importlib.import_module("transformers.trainer")
-    return torchrun("--standalone", *command)
+    script = Path(words[-1])
+    if script.name == "trainer.py":  # it has no word of hzero in it
+        words = [*words[:-1], str(ROOT / "tests" / "examples" / "wire_log.py"), str(script)]
+    return torchrun("--standalone", *words)
 
 
 def _check(output: str, losses: list[float]) -> None:
@@ -58,11 +86,39 @@ def _check(output: str, losses: list[float]) -> None:
 
 def test_training_script(tmp_path: Path) -> None:
     output = _output("train.py", tmp_path)
-    _check(output, [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, flags=re.MULTILINE)])
+    _check(*_read(output))
 
 
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "client"), [("trainer.py", "accelerate"), ("loop.py", "accelerate"), ("sft.py", "trl")]
+)
+def test_client(name: str, client: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
-    pytest.importorskip("accelerate", minversion="1.1", reason="Trainer needs accelerate, which is not installed")
-    output = _output("trainer.py", tmp_path)
-    _check(output, [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)])
+    pytest.importorskip(client, reason=f"{client} is not installed")
+    _check(*_read(_output(name, tmp_path)))
+
+
+def _read(output: str) -> tuple[str, list[float]]:
+    return output, [float(loss) for loss in re.findall(r"(?:'loss': '?|: loss )([\d.]+)", output)]
+
+
+def test_a_script_without_a_word_of_hzero(tmp_path: Path) -> None:
+    """Nothing but the JSON turns hzero on and off; without hzero the same JSON is refused by DeepSpeed."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    text = (FOLDER / "trainer.py").read_text()
+    assert "hzero" not in text
+    script, config = tmp_path / "trainer.py", tmp_path / "ds_config_cpu.json"
+    script.write_text(text)
+    written = json.loads((FOLDER / config.name).read_text())
+    stock = {**written, "zero_optimization": {"stage": 3}}
+    assert written["zero_optimization"].keys() == {"stage", "hzero"}
+    config.write_text(json.dumps(stock))
+    output, losses = _read(_output("trainer.py", tmp_path, script))
+    assert "no wire log" in output and "hzero: topo on" not in output and len(losses) >= 4
+
+    config.write_text(json.dumps(written))
+    environ = {**os.environ, **local_ranks(1)[0], "DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1 and "Extra inputs are not permitted" in done.stderr, done.stderr

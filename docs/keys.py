@@ -1,0 +1,166 @@
+"""MkDocs hook: tables of keys, from the pydantic models that check them, in place of ``<!-- keys: NAME -->``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from griffe import Docstring
+from pydantic import BaseModel
+
+from hzero.config import DEFAULT_PRESET, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
+from hzero.settings import groups
+from hzero.settings.conf import compose, conf_dir, plain
+
+#: A mark, and the text up to ``<!-- end -->`` that stands in its place where pages are read without being built.
+MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
+#: What the user does not write.
+HIDDEN = ("preset_shard", "preset_gradients")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Puts the tables in."""
+    return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
+
+
+def block_table() -> str:
+    """All keys of the ``"hzero"`` block. A preset's value is no default: it says so."""
+    schema = HZeroConfig.model_json_schema()
+    presets = [parse_config({"preset": preset}).model_dump(mode="json") for preset in PRESETS]
+    rows: dict[tuple[str, str], tuple[list[str], dict[str, Any], bool]] = {}
+    for path, owner, key, field, required in _leaves(schema, schema, "HZeroConfig"):
+        rows.setdefault((owner, key), ([], field, required))[0].append(path)
+    lines = []
+    for (owner, key), (paths, field, required) in rows.items():
+        found = [value for start in presets for path in paths for value in _at(start, path)]
+        default = _written(DEFAULT_PRESET) if key == "preset" else _common(found, field, required)
+        lines.append((_pattern(paths), _values(field), default, _meanings(owner).get(key, "")))
+    return _table(lines)
+
+
+def trainer_table() -> str:
+    """All keys of the trainer, with the values of the main job and the comments of the YAML files."""
+    schema = groups.Configuration.model_json_schema()
+    main, comments = plain(compose([])), dict(_comments())
+    lines = []
+    for path, owner, key, field, _ in _leaves(schema, schema, "Configuration"):
+        if path not in ("zero", "deepspeed"):
+            meaning = _meanings(owner).get(key) or comments.get(path, "")
+            lines.append((path, _values(field), ", ".join(map(_written, _at(main, path))), meaning))
+    return _table(lines)
+
+
+TABLES = {"block": block_table, "trainer": trainer_table}
+
+
+def _leaves(root: dict[str, Any], node: dict[str, Any], owner: str, prefix: str = "") -> Iterator[Any]:
+    """Path, model, key, schema and whether it is required, of every key that is not only a block of others."""
+    for key, field in node["properties"].items():
+        if key in HIDDEN:
+            continue
+        path, required = f"{prefix}{key}", key in node.get("required", ())
+        options = field.get("anyOf", [field])
+        blocks = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+        if len(blocks) < len(options):
+            yield path, owner, key, field, required
+        for block in blocks:
+            yield from _leaves(root, root["$defs"][block], block, f"{path}.")
+
+
+def _values(field: dict[str, Any]) -> str:
+    """Type and possible values of a JSON schema."""
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(map(_values, field["anyOf"])))
+    if "$ref" in field:
+        return "a block"
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{_written(value).strip('`')}`" for value in field.get("enum", [field.get("const")]))
+    signs = {
+        "minimum": "≥",
+        "exclusiveMinimum": ">",
+        "maximum": "≤",
+        "exclusiveMaximum": "<",
+        "multipleOf": "multiple of",
+    }
+    bounds = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
+    kind = {"string": "text", "boolean": "`true`, `false`", "null": "`null`", "object": "a block"}.get(
+        field.get("type", ""), field.get("type", "see its meaning")
+    )
+    if kind == "array":
+        items = field.get("items") or field["prefixItems"][0]
+        kind = f"list of {_values(items)}"
+    return ", ".join([" ".join([kind, *bounds[:1]]), *bounds[1:]])
+
+
+def _written(value: Any) -> str:
+    return f"`{json.dumps(value).strip(chr(34))}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+
+
+def _common(found: list[Any], field: dict[str, Any], required: bool) -> str:
+    values = {_written(value) for value in found}
+    if len(values) == 1:
+        return values.pop()
+    return "the preset's" if found else "required" if required else _written(field.get("default"))
+
+
+def _at(values: Any, path: str) -> list[Any]:
+    """The value at a dotted path, if there is one."""
+    for part in path.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return []
+        values = values[part]
+    return [values]
+
+
+def _pattern(paths: list[str]) -> str:
+    """One name for the paths of all roles and tiers: ``codecs.ROLE.TIER.scale``."""
+    names = {ROLES: "ROLE", TIERS: "TIER"}
+    parts = (tuple(dict.fromkeys(part)) for part in zip(*(path.split(".") for path in paths)))
+    return ".".join(part[0] if len(part) == 1 else names[part] for part in parts)
+
+
+@cache
+def _meanings(model: str) -> dict[str, str]:
+    """The attributes of a model's docstring."""
+    docs = [of.__doc__ or "" for of in _models() if of.__name__ == model]
+    sections = chain.from_iterable(Docstring(doc).parse("google", warnings=False) for doc in docs)
+    return {
+        item.name: " ".join(item.description.split()).replace("``", "`")
+        for section in sections
+        if section.kind.value == "attributes"
+        for item in section.value
+    }
+
+
+def _models() -> Iterable[type[BaseModel]]:
+    waiting: list[type[BaseModel]] = [BaseModel]
+    for model in waiting:
+        waiting += model.__subclasses__()
+        yield model
+
+
+def _comments() -> Iterator[tuple[str, str]]:
+    """Keys of the configuration's files, and the comments behind them."""
+    conf = conf_dir()
+    for path in [*sorted(conf.glob("*/*.yaml")), conf / "train.yaml"]:
+        parents = [(-1, "" if path.parent == conf else path.parent.name)]
+        for line in path.read_text().splitlines():
+            if found := re.match(r"( *)(\w+):(?:[^#]*?# (.*))?", line):
+                depth = len(found[1])
+                while parents[-1][0] >= depth:
+                    parents.pop()
+                parents.append((depth, f"{parents[-1][1]}.{found[2]}".strip(".")))
+                if found[3]:
+                    yield parents[-1][1], found[3]
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{key}` | {values} | {default} | {meaning.replace(' | ', ', ')} |" for key, values, default, meaning in rows
+    ]
+    return '<div class="keys" markdown>\n\n' + "\n".join(lines) + "\n\n</div>"

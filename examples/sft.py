@@ -1,0 +1,51 @@
+"""Fine-tunes a small model with TRL's SFTTrainer: torchrun --nproc-per-node=4 examples/sft.py."""
+
+import tempfile
+from pathlib import Path
+
+import deepspeed
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+GPU = torch.cuda.is_available()
+HERE = Path(__file__).parent
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
+
+# A tokenizer of single bytes stands for the one that comes with a model.
+alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+bytewise = Tokenizer(models.WordLevel({token: number for number, token in enumerate(alphabet)}, unk_token="<pad>"))
+bytewise.pre_tokenizer = pre_tokenizers.Sequence(
+    [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Split("", "isolated")]
+)
+bytewise.decoder = decoders.ByteLevel()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, pad_token="<pad>", eos_token="<eos>")
+
+arguments = SFTConfig(
+    output_dir=tempfile.gettempdir(),
+    deepspeed=str(HERE / ("ds_config.json" if GPU else "ds_config_cpu.json")),
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    learning_rate=3e-3,
+    max_steps=5,
+    logging_steps=1,
+    max_length=64,
+    save_strategy="no",
+    report_to="none",
+    bf16=GPU,
+    use_cpu=not GPU,
+)
+shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=len(alphabet), max_position_embeddings=64, **shape))
+lines = [line for line in Path(__file__).read_text().splitlines() if line]
+trainer = SFTTrainer(model, arguments, train_dataset=Dataset.from_dict({"text": lines * 4}), processing_class=tokenizer)
+trainer.train()
+
+if trainer.is_world_process_zero():
+    import hzero
+
+    for hop in hzero.state(trainer.model_wrapped).wire_log.entries():
+        print(f"{hop.role} over tier {hop.tier} with {hop.codec}: received {hop.wire_bytes:,} bytes")
+torch.distributed.destroy_process_group()

@@ -1,0 +1,183 @@
+"""The site builds strictly, loads nothing from elsewhere, and says what the code says."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import hzero
+from hzero.cli import main
+from hzero.config import DEFAULT_PRESET, PRESETS, parse_config
+from tests.ranks import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. Strict: broken links and anchors, missing files, and pages that the navigation lacks are errors."""
+    for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(module, reason="the docs extra is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]+)", text)
+        loaded += re.findall(r"<link\b(?![^>]*rel=\"canonical)[^>]*\bhref=\"([^\"]+)", text)
+        elsewhere = [address for address in loaded if re.match(r"\w*:?//", address)]
+        assert not elsewhere, f"{page}: {elsewhere}"
+        assert 'class="mermaid"' not in text, f"{page}: the theme would load Mermaid"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet
+
+
+def test_site_has_every_key_and_every_function(site: Path) -> None:
+    text = (site / "configuration.html").read_text()
+    for key in (
+        "preset",
+        "shard.weights",
+        "codecs.ROLE.TIER.rounding",
+        "node_all_gather.below_bytes",
+        "topology.order",
+    ):
+        assert f"<td><code>{key}</code></td>" in text, key
+    for key in ("model.zero_init", "data.path", "train.steps", "checkpoint.keep", "trace.steps"):
+        assert f"<td><code>{key}</code></td>" in text, key
+    for name in {*hzero.__all__} - {"__version__"}:
+        assert f'id="hzero.{name}"' in (site / "api.html").read_text(), name
+
+
+def test_recipes_include_the_examples(site: Path) -> None:
+    for recipe, code in {
+        "deepspeed": "deepspeed.initialize",
+        "trainer": "Trainer",
+        "accelerate": "accumulate",
+        "trl": "SFTTrainer",
+    }.items():
+        text = re.sub(r"<[^>]+>", "", (site / f"recipes/{recipe}.html").read_text())
+        assert f"{code}(" in text and "--8" not in text, recipe
+
+
+def test_links_that_leave_the_pages_lead_to_copies(site: Path) -> None:
+    assert (site / "examples/train.py").read_text() == (ROOT / "examples/train.py").read_text()
+    assert 'href="../examples/train.py"' in (site / "recipes/deepspeed.html").read_text()
+    assert (site / "benchmarks/reports/2026-11-22-comparison.jsonl").exists()
+
+
+def _rows(head: str) -> dict[str, list[str]]:
+    """Rows of the table of presets whose head begins so, by their first cell."""
+    table = (DOCS / "presets.md").read_text().partition(f"\n{head}")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", table, flags=re.MULTILINE)
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+
+
+def test_table_of_presets() -> None:
+    rows = _rows("| preset | weights")
+    assert {name: tuple(", ".join(cells[:2]).split(", ")) for name, cells in rows.items()} == PRESETS
+    assert [name for name, cells in rows.items() if "the default" in cells[2]] == [DEFAULT_PRESET]
+
+
+def _planned(preset: str, accumulation: int) -> dict[str, float]:
+    """GB of `hzero plan` for the table's job."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        job = [
+            "model=gpt_neox_20b",
+            "topology=frontier",
+            "nodes=48",
+            f"preset={preset}",
+            f"accumulation={accumulation}",
+        ]
+        assert main(["plan", *job, "--json"]) == 0
+    plan = json.loads(out.getvalue())
+    memory = {row["name"]: row["bytes"] / 1e9 for row in plan["memory"]}
+    states = [size for name, size in memory.items() if not name.startswith(("transient", "communicators"))]
+    return {
+        "states": sum(states),
+        "all": sum(memory.values()),
+        "node": plan["node_bytes"][f"hzero {preset}"] / 1e9,
+    }
+
+
+def test_figures_of_presets() -> None:
+    traffic, memory = _rows("| | 1 micro-batch"), _rows("| | states")
+    assert traffic.keys() == memory.keys() == PRESETS.keys()
+    for preset in PRESETS:
+        one, many = _planned(preset, 1), _planned(preset, 8)
+        assert traffic[preset] == [f"{plan['node']:.1f} GB" for plan in (one, many)], preset
+        assert memory[preset] == [f"{size:.1f} GB" for size in (one["states"], many["states"], many["all"])], preset
+
+
+@cache
+def _messages() -> list[str]:
+    """Texts in hzero's code; what an f-string fills in is ``…``, but for constants of a module such as ``KEY``."""
+    constants: dict[str, str] = {}
+    texts = []
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "hzero").rglob("*.py")]
+    for tree in trees:
+        for node in tree.body:
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                constants |= {target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)}
+    for tree in trees:
+        texts += [_text(node, constants) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    return [text for text in texts if text]
+
+
+def _text(node: ast.AST, constants: dict[str, str]) -> str:
+    if isinstance(node, ast.Constant):
+        return re.sub(r"%\w", "…", node.value) if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value, constants) for value in node.values)
+    value = node.value if isinstance(node, ast.FormattedValue) else None
+    name = getattr(value, "id", getattr(value, "attr", ""))
+    return constants.get(name, "…") if name.isupper() else "…"
+
+
+def _quoted() -> Iterator[str]:
+    page = (DOCS / "troubleshooting.md").read_text()
+    for heading in re.findall(r"^### (`.*)$", page, flags=re.MULTILINE):
+        yield from re.findall(r"`([^`]+)`", heading)
+
+
+@pytest.mark.parametrize("message", [message for message in _quoted() if not message.startswith("AttributeError")])
+def test_quoted_message_exists(message: str) -> None:
+    """Its fixed parts stand in one text of the code, in this order."""
+    parts = [part for part in message.split("…") if part.strip(" :;,.()")]
+    pattern = re.compile(".*".join(map(re.escape, parts)), flags=re.DOTALL)
+    assert any(pattern.search(text) for text in _messages()), message
+
+
+def test_block_of_examples_is_inside_zero_optimization() -> None:
+    for path in (ROOT / "examples").glob("*.json"):
+        zero = json.loads(path.read_text())["zero_optimization"]
+        assert zero["stage"] == 3 and parse_config(zero["hzero"]).preset == DEFAULT_PRESET
