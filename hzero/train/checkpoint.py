@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.files import replacing
+from hzero.settings import architecture
 from hzero.settings.settings import Settings
 from hzero.validation import ConfigError
 
@@ -39,10 +40,15 @@ class Identity:
 
 def identity_of(settings: Settings, data_key: str) -> Identity:
     """The identity of a run's checkpoints."""
-    # The other keys of the group fix the model's shape.
-    shape = {key: value for key, value in sorted(settings["model"].items()) if key not in ("name", "zero_init")}
+    model = settings["model"]
+    # The other keys of the group fix the shape of a GPT-NeoX.
+    shape = (
+        architecture.shape_of(model)
+        if architecture.is_general(model)
+        else {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init")}
+    )
     return Identity(
-        model=hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16],
+        model=hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
         data=f"{data_key} {settings['data']['eval_share']}",
         seed=settings["train"]["seed"],
         world_size=settings.world_size,
