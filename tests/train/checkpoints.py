@@ -1,0 +1,140 @@
+"""Small local checkpoints and conversations, and what is checked of an export, for processes that have imported transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WORDS = ["one", "two", "three", "four", "five"]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+#: Ties its embeddings.
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 64}
+#: Without marks of what the assistant says, and without a line break behind a turn.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def tokenizer() -> Any:
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    trained = ByteLevelBPETokenizer()
+    text = [f"what is {a} and {b}? it is" for a in WORDS for b in WORDS]
+    trained.train_from_iterator(text, vocab_size=300, special_tokens=["<s>", "</s>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def make(folder: Path) -> int:
+    """Writes ``llama``, ``gpt2`` and ``chat.jsonl`` into a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for shape in (LLAMA, GPT2):
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[str(shape["model_type"])].from_dict({**shape, "bos_token_id": 0, "eos_token_id": 1})
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / str(shape["model_type"]))
+        tokenizer().save_pretrained(folder / str(shape["model_type"]))
+    chosen = random.Random(0)
+    lines = []
+    for number in range(120):
+        a, b = chosen.randrange(5), chosen.randrange(5)
+        question, answer = f"what is {WORDS[a]} and {WORDS[b]}?", f" it is {a + b + 2}" * (1 + number % 3)
+        if number % 4:
+            said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            lines.append({"messages": said})
+        else:
+            lines.append({"prompt": question, "completion": answer})
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return 0
+
+
+def check_export(run: Path, world: int, start: Path) -> int:
+    """The export of a run has the weights that the ranks trained, and the run began with those of a checkpoint."""
+    import torch
+    import yaml
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hzero.settings.settings import Settings
+    from hzero.train import corpus
+    from hzero.train.batches import Batch, batches_of
+
+    settings = Settings(yaml.safe_load((run / "config.yaml").read_text()), world_size=world)
+    job = json.loads((run / "logs" / "job.json").read_text())
+    found = corpus.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
+    ranks = [batches_of(found, settings, rank) for rank in range(world)]
+
+    def mean(model: Any, batches: list[Batch]) -> float:
+        losses = []
+        for batch in batches:
+            inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+            # With a cache transformers takes packed examples for one.
+            losses.append(float(model(**inputs, use_cache=False).loss) * batch.share)
+        return float(np.mean(losses))
+
+    with torch.no_grad():
+        exported = AutoModelForCausalLM.from_pretrained(run / "export").eval()
+        summary = json.loads((run / "summary.json").read_text())
+        turns = range(settings["train"]["eval_batches"])
+        loss = mean(exported, [rank.evaluation(turn) for rank in ranks for turn in turns])
+        assert abs(loss / summary["eval"]["loss_exact"] - 1) < 1e-6, (loss, summary["eval"])
+
+        first = AutoModelForCausalLM.from_pretrained(start).train()
+        for module in first.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        micros = range(settings["train"]["grad_accumulation"])
+        loss = mean(first, [rank.training(1, micro) for rank in ranks for micro in micros])
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert abs(loss / rows[0]["loss"] - 1) < 2e-3, (loss, rows[0])  # of `topo` the weights are rounded
+
+        words = AutoTokenizer.from_pretrained(run / "export")
+        sample = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+        ids = words(sample["prompt"], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        written = exported.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
+        assert words.decode(written[0, ids.shape[1] :]) == sample["text"], sample
+        assert words.chat_template == TEMPLATE
+    return 0
+
+
+def check_packing(folder: Path) -> int:
+    """Packed examples do not see each other: their losses are those of examples alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hzero.train.examples import prepare, sequences
+
+    group = {"path": str(folder / "chat.jsonl"), "max_bytes": None, "eval_share": 0.2, "chat_template": None}
+    found = prepare({**group, "cache_dir": str(folder / "packing")}, 300, tokenizer(), lambda message: None)
+    laid = sequences(found, 64, packing=True)
+    pieces = next(pieces for pieces in laid.pieces if len(pieces) > 1)
+    alone = [torch.from_numpy(found.ids[first : first + size].astype(np.int64))[None] for first, size in pieces]
+    packed = torch.cat(alone, 1)
+    positions = torch.cat([torch.arange(ids.shape[1]) for ids in alone])[None]
+    with torch.no_grad():
+        for name in ("llama", "gpt2"):
+            model = AutoModelForCausalLM.from_pretrained(folder / name).eval()
+            expected = torch.cat([model(ids, use_cache=False).logits for ids in alone], 1)
+            logits = model(packed, position_ids=positions, use_cache=False).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+            # Without positions they would see each other, so the comparison can fail.
+            assert (model(packed, use_cache=False).logits - expected).abs().max() > 1e-3
+    return 0
