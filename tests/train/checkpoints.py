@@ -138,3 +138,86 @@ def check_packing(folder: Path) -> int:
             # Without positions they would see each other, so the comparison can fail.
             assert (model(packed, use_cache=False).logits - expected).abs().max() > 1e-3
     return 0
+
+
+def check_examples(folder: Path) -> int:
+    """What the loss counts of each kind of line, by the tokenizer's template and by the plain one; cut, split, weighted."""
+    from hzero.train import data
+    from hzero.train.examples import prepare, sequences
+
+    lines = [
+        {"messages": [{"role": r, "content": c} for r, c in (("user", "what?"), ("assistant", "one é"))]},
+        {
+            "messages": [
+                {"role": r, "content": c}
+                for r, c in (("system", "be"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+            ]
+        },
+        {"prompt": "five and", "completion": " six"},
+        {"text": "it is " * 50},
+    ]
+    folder = folder / "examples"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
+    group = {"path": str(folder), "max_bytes": None, "eval_share": 0.2, "cache_dir": str(folder / "cache")}
+    (folder / "bad.jinja").write_text("{% for m in messages %}{{ m.content }}{{ loop.length }}{% endfor %}")
+    for words, ends, vocab in ((tokenizer(), "</s>", 300), (None, "<|endoftext|>", 280)):
+        found = prepare({**group, "chat_template": None}, vocab, words, lambda message: None)
+        if words is None:
+            from hzero.train.tokenizer import of_file
+
+            words = of_file(data.entry(group, found.key) / "tokenizer.json")
+        starts = np.cumsum([0, *found.table[:, 0]])
+        learnt = [words.decode(found.ids[a:b][found.counted[a:b] == 1]) for a, b in zip(starts[:-1], starts[1:])]
+        assert learnt == [f"one é{ends}", f"b{ends}d{ends}", f" six{ends}", lines[3]["text"] + ends], learnt
+        assert words.decode(found.ids[starts[2] : starts[3]]) == f"five and six{ends}"
+        packed, alone = sequences(found, 24, packing=True), sequences(found, 24, packing=False)
+        assert max(packed.lengths) <= 24 and len(packed.pieces) < len(alone.pieces)
+        assert packed.counts.sum() == alone.counts.sum() and packed.lengths.sum() == alone.lengths.sum()
+        assert (packed.cut, alone.cut) == (int((found.table[:3, 0] > 24).sum()),) * 2
+        # All of the long text is there, in several sequences.
+        covered = sum(size for pieces in alone.pieces for first, size in pieces if first >= starts[3])
+        assert covered == found.table[3, 0]
+    try:
+        prepare({**group, "chat_template": str(folder / "bad.jinja")}, 300, tokenizer(), print)
+        raise AssertionError("a template that cannot be followed was used")
+    except ValueError as error:
+        assert "a.jsonl:1: messages.1: the chat template writes this turn otherwise" in str(error), error
+
+    # A text of one's own is taken whole; of the standard library there is a maximum.
+    data._STDLIB_BYTES = 1000
+    (folder / "book.txt").write_text("the quick brown fox\n" * 500)
+    text = {**group, "path": str(folder / "book.txt")}
+    counts = [
+        len(data.prepare({**text, "max_bytes": limit}, 300, 8, 1, tokenizer=tokenizer()).train)
+        for limit in (None, 0, 1000)
+    ]
+    assert counts[0] == counts[1] > 5 * counts[2]
+    return 0
+
+
+def check_architectures(folder: Path) -> int:
+    """Parameters are counted without memory for them; floating-point operations know experts and tied embeddings."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hzero.plan.command import compute
+    from hzero.settings.architecture import architecture
+    from hzero.train.model import flops_per_token
+
+    for name in ("llama", "gpt2"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        plan = compute(["model=hf", f"model.path='{folder / name}'", "model.seq_length=64", "topology=single_node"])
+        assert plan["parameters"] == sum(param.numel() for param in model.parameters())
+    group = {"path": str(folder / "gpt2"), "config": None, "seq_length": 64}
+    tied = sum(param.numel() for param in model.parameters())
+    assert flops_per_token(group) == 6 * tied + 12 * 2 * 32 * 64
+    experts = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    dense = 32 * (32 + 2 * 16 + 32) + 32 * 8 + 2 * 32  # queries, keys and values, output; router; norms of a layer
+    found = architecture({"path": None, "config": experts})
+    assert found.multiplied == 300 * 32 + 32 + 2 * (dense + 2 * 3 * 32 * 64)
+    large = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
+    large |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128}
+    assert sum(architecture({"path": None, "config": large}).numels) == 70_553_706_496
+    assert torch.get_default_device().type == "cpu"
+    return 0

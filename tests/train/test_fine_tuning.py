@@ -35,13 +35,13 @@ def _call(folder: Path, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in a process that has imported transformers."""
     err = folder / f"{function.__name__}.err"
     process = fork(function, *arguments, folder=folder, env={"OMP_NUM_THREADS": "1"}, out=err, err=err)
-    join(process, 120)
+    join(process, 300)
     assert process.exitcode == 0, err.read_text()
 
 
 def _run(folder: Path, *arguments: str) -> tuple[int, str, str]:
     output = folder / f"output{len(list(folder.glob('output*')))}"
-    return Command(arguments, folder, output, {"XDG_CACHE_HOME": str(folder / "cache")}).finish(120)
+    return Command(arguments, folder, output, {"XDG_CACHE_HOME": str(folder / "cache")}).finish()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, out, err = _run(
         path,
         *("train", *CHAT, "run.name=llama", "model.path=llama", "model.zero_init=true", "zero=lossless"),
-        *("train.steps=6", "train.lr=0.01", "sample.every=3", "profile.steps=[2,3]", "train.monitor=csv"),
+        *(
+            "train.steps=6",
+            "train.lr=0.01",
+            "checkpoint.every=3",
+            "sample.every=3",
+            "profile.steps=[2,3]",
+            "train.monitor=csv",
+        ),
     )
     assert code == 0, out + err
     return path
@@ -87,13 +94,13 @@ def test_samples_profile_and_events_are_in_the_folder(folder: Path) -> None:
 
 
 def test_a_gpt2_with_tied_embeddings_and_unpacked_examples(folder: Path) -> None:
-    """Two ranks, `topo`, dropout, micro-steps with different numbers of tokens; and goes on bit for bit."""
+    """Two ranks, `topo`, micro-steps with different numbers of tokens."""
     job = (
         *("train", *CHAT, "run.name=gpt2", "model.path=gpt2", "zero=topo", "topology.gpus_per_node=1"),
         *("data.packing=false", "train.grad_accumulation=2", "checkpoint.every=2", "train.monitor=tensorboard"),
-        "model.config={attn_pdrop:0.0,embd_pdrop:0.0,resid_pdrop:0.0}",
     )
-    code, out, err = _run(folder, *job, "train.steps=4")
+    no_dropout = "model.config={attn_pdrop:0.0,embd_pdrop:0.0,resid_pdrop:0.0}"
+    code, out, err = _run(folder, *job, "train.steps=4", no_dropout)
     assert code == 0, out + err
     run = folder / "runs" / "gpt2"
     assert list((run / "monitor").glob("events.*"))
@@ -118,6 +125,31 @@ def test_a_gpt2_with_tied_embeddings_and_unpacked_examples(folder: Path) -> None
     assert sorted(run.glob(".export*")) == []
 
 
+def test_a_run_goes_on_with_the_same_batches(folder: Path) -> None:
+    """From its third step, whose weights the checkpoint has and not the model's folder."""
+    code, out, err = _run(
+        folder,
+        *("train", *CHAT, "run.name=again", "model.path=llama", "zero=lossless", "train.steps=6", "train.lr=0.01"),
+        *("resume=runs/llama/checkpoints/step_000003", "sample.at_end=false"),
+    )
+    assert code == 0, out + err
+    whole, again = (
+        {row["step"]: row for row in map(json.loads, (folder / "runs" / name / "metrics.jsonl").open()) if "lr" in row}
+        for name in ("llama", "again")
+    )
+    assert [again[step]["loss"] for step in (4, 5, 6)] == [whole[step]["loss"] for step in (4, 5, 6)]
+    assert again[6]["tokens"] == whole[6]["tokens"]
+    assert not (folder / "runs" / "again" / "samples.jsonl").exists()
+
+
+def test_what_is_learnt_of_an_example(folder: Path) -> None:
+    _call(folder, checkpoints.check_examples, folder)
+
+
+def test_plans_of_any_architecture(folder: Path) -> None:
+    _call(folder, checkpoints.check_architectures, folder)
+
+
 def test_packed_examples_do_not_see_each_other(folder: Path) -> None:
     _call(folder, checkpoints.check_packing, folder)
 
@@ -133,7 +165,7 @@ def test_what_does_not_fit_is_one_line_before_anything_runs(folder: Path) -> Non
         (folder / f"{name}.jsonl").write_text("".join([*lines[:6], line + "\n", *lines[6:]]))
     (folder / "few.jsonl").write_text("".join(lines[:5]))
     refused = {
-        "model.path=small": "has 300 tokens, and the architecture 200 (vocab_size)",
+        "model.path=small": "tokens, and the architecture 200 (vocab_size)",
         "model.path=missing": "model.path: cannot read",
         "model.path=empty": "model.path: cannot read",
         "model.path=llama model.seq_length=65": "model.seq_length: found 65, and the architecture takes at most 64",
