@@ -77,6 +77,10 @@ def prepare(data: dict[str, Any], vocab_size: int, tokenizer: Any, say: Callable
     """
     source = str(data["path"])
     files = text_files(Path(source).expanduser())
+    if Path(source).expanduser().is_dir():
+        files = [file for file in files if file.suffix == ".jsonl"]
+        if not files:
+            raise ConfigError(f"data.path: the folder {source!r} holds no .jsonl")
     limit = data["max_bytes"] or 0
     # The template is a part of the fingerprint; without a tokenizer one is trained, which has the plain template.
     kind = f"{vocab_size} {_template_text(data)}"
