@@ -172,10 +172,11 @@ def check_examples(folder: Path) -> int:
         learnt = [words.decode(found.ids[a:b][found.counted[a:b] == 1]) for a, b in pairwise(starts)]
         assert learnt == [f"one é{ends}", f"b{ends}d{ends}", f" six{ends}", lines[3]["text"] + ends], learnt
         assert words.decode(found.ids[starts[2] : starts[3]]) == f"five and six{ends}"
-        packed, alone = sequences(found, 40, packing=True), sequences(found, 40, packing=False)
-        assert max(packed.lengths) <= 40 and len(packed.pieces) < len(alone.pieces)
+        packed, alone = sequences(found, 110, packing=True), sequences(found, 110, packing=False)
+        assert max(packed.lengths) <= 110 and len(packed.pieces) < len(alone.pieces)
         assert packed.counts.sum() == alone.counts.sum() and packed.lengths.sum() == alone.lengths.sum()
-        assert (packed.cut, alone.cut) == (int((found.table[:3, 0] > 40).sum()),) * 2
+        alone = sequences(found, 24, packing=False)
+        assert alone.cut == (found.table[:3, 0] > 24).sum() > 0
         # All of the long text is there, in several sequences.
         covered = sum(size for pieces in alone.pieces for first, size in pieces if first >= starts[3])
         assert covered == found.table[3, 0]
