@@ -84,12 +84,15 @@ def check_export(run: Path, world: int, start: Path) -> int:
     ranks = [batches_of(found, settings, rank) for rank in range(world)]
 
     def mean(model: Any, batches: list[Batch]) -> float:
-        losses = []
+        """Over all tokens that count, whichever batch they are in."""
+        total = count = 0.0
         for batch in batches:
             inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+            counted = int((inputs["labels"][:, 1:] != -100).sum())
             # With a cache transformers takes packed examples for one.
-            losses.append(float(model(**inputs, use_cache=False).loss) * batch.share)
-        return float(np.mean(losses))
+            total += float(model(**inputs, use_cache=False).loss) * counted
+            count += counted
+        return total / count
 
     with torch.no_grad():
         exported = AutoModelForCausalLM.from_pretrained(run / "export").eval()
