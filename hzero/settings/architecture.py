@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import json
 from dataclasses import dataclass
@@ -114,9 +113,8 @@ def shape_of(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def takes_positions(model: dict[str, Any]) -> bool:
-    """Whether samples can be packed: by ``position_ids`` that begin anew with each, transformers' masks keep them apart."""
-    masks = importlib.util.find_spec("transformers.masking_utils") is not None  # since 4.53
-    return masks and (not is_general(model) or architecture(model).position_ids)
+    """Whether the architecture takes ``position_ids``, without which packed examples cannot be told apart."""
+    return not is_general(model) or architecture(model).position_ids
 
 
 def transformers_config(model: dict[str, Any]) -> Any:

@@ -39,7 +39,12 @@ class Batches(ABC):
     Args:
         settings: The run's settings.
         rank: This rank.
+
+    Attributes:
+        packs: Whether sequences hold several examples.
     """
+
+    packs = False
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self.train, self.length = settings["train"], settings["model"]["seq_length"]
@@ -97,8 +102,8 @@ class _Shuffled(Batches):
 
     def __init__(self, examples: Examples, settings: Settings, rank: int) -> None:
         super().__init__(settings, rank)
-        self._examples, self._packing = examples, settings["data"]["packing"]
-        self._laid = sequences(examples, self.length, self._packing)
+        self._examples, self.packs = examples, settings["data"]["packing"]
+        self._laid = sequences(examples, self.length, self.packs)
         self._evaluation = evaluation_sequences(self._laid, examples.eval_share)
         self._training = len(self._laid.pieces) - self._evaluation
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
@@ -151,7 +156,7 @@ class _Shuffled(Batches):
                 at += size
             positions[row, at:] = np.arange(ids.shape[1] - at)
         inputs = {"input_ids": ids, "labels": labels}
-        if self._packing:
+        if self.packs:
             # Positions that begin anew are what transformers' masks tell examples apart by.
             inputs["position_ids"] = positions
         return Batch(inputs, float(counts[mine].sum() * parts / counts[whole].sum()))

@@ -20,12 +20,13 @@ from omegaconf import OmegaConf
 import hzero
 from hzero.launcher import STARTED
 from hzero.progress import Progress
-from hzero.settings.settings import Settings
+from hzero.settings.settings import Settings, model_vocab
 from hzero.train import checkpoint, folder, model
 from hzero.train.batches import Batch, batches_of
 from hzero.train.data import Tokens
 from hzero.train.examples import Examples
 from hzero.train.monitor import Monitor
+from hzero.train.packing import check_packing
 from hzero.train.recordings import Recordings
 from hzero.train.sample import Sampler
 from hzero.train.summary import build_summary, print_summary
@@ -117,6 +118,9 @@ class Loop:
         stopped = False
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
+        if self._batches.packs:
+            shape = self._settings["model"]
+            check_packing(self._engine, model_vocab(shape), shape["seq_length"], self._device)
         if own is not None:
             own.weights.refresh()  # this one belongs to no step
             own.settle()

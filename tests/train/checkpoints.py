@@ -120,11 +120,14 @@ def check_export(run: Path, world: int, start: Path) -> int:
 
 
 def check_packing(folder: Path) -> int:
-    """Packed examples do not see each other: their losses are those of examples alone."""
+    """Packed examples do not see each other: their results are those of examples alone. Where they do, it is noticed."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from hzero.train.examples import prepare, sequences
+    from hzero.train.packing import check_packing as check
+    from hzero.validation import ConfigError
 
     group = {"path": str(folder / "chat.jsonl"), "max_bytes": None, "eval_share": 0.2, "chat_template": None}
     found = prepare({**group, "cache_dir": str(folder / "packing")}, 300, tokenizer(), lambda message: None)
@@ -141,6 +144,16 @@ def check_packing(folder: Path) -> int:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
             # Without positions they would see each other, so the comparison can fail.
             assert (model(packed, use_cache=False).logits - expected).abs().max() > 1e-3
+            model.config.use_cache = False
+            check(model, 300, 64, torch.device("cpu"))
+    # It takes positions and has masks of its own.
+    other = CONFIG_MAPPING["openai-gpt"].from_dict({**GPT2, "model_type": "openai-gpt"})
+    try:
+        check(AutoModelForCausalLM.from_config(other), 300, 64, torch.device("cpu"))
+    except ConfigError as error:
+        assert "packed examples see each other" in str(error)
+    else:
+        raise AssertionError("examples that see each other were not noticed")
     return 0
 
 
