@@ -17,7 +17,7 @@ train: setup ## train a GPT on eight ranks through three tiers (ARGS="zero=mild 
 	@"$(BIN)/hzero" train $(ARGS)
 
 test: setup ## run the tests (ARGS="tests/codecs -x")
-	@"$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@"$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup ## compare hzero with other schemes on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
 	@"$(BIN)/python" -m benchmarks.compare $(ARGS)

@@ -72,7 +72,7 @@ def worker(arguments: argparse.Namespace) -> None:
             "steps_per_print": 10**9,
         }
         if name != "stock ZeRO-3":
-            config["hzero"] = {"preset": name.partition(":")[0], "topology": topology}
+            config["zero_optimization"]["hzero"] = {"preset": name.partition(":")[0], "topology": topology}
         engines[name] = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     tokens = torch.randint(
         0, 1024, (arguments.micro_batch, 128), generator=torch.Generator().manual_seed(dist.get_rank())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hzero.validation import ConfigError
+from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
+    from hzero.validation import ConfigError
     from hzero.zero import enable, exact_weights, initialize, state
 
 __version__ = "0.1.0"
@@ -19,9 +20,17 @@ __all__ = ["ConfigError", "__version__", "enable", "exact_weights", "initialize"
 
 
 def __getattr__(name: str) -> Any:
-    # Importing DeepSpeed takes seconds; plans and reports do not need it.
+    # Importing DeepSpeed takes seconds, and torch imports this package with every `import torch`.
     if name in ("enable", "exact_weights", "initialize", "state"):
         from hzero import zero
 
         return getattr(zero, name)
+    if name == "ConfigError":
+        from hzero.validation import ConfigError
+
+        return ConfigError
     raise AttributeError(f"module 'hzero' has no attribute {name!r}")
+
+
+if not _autoload.imported_by_torch():  # whose entry point asks the environment first
+    _autoload.register()

@@ -17,8 +17,14 @@ COMMANDS = {
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
     "report": ("hzero.train.report:run_report", "draw loss curves and bytes by tier of one or more runs (PNG, HTML)"),
     "export": ("hzero.train.export:run_export", "write a run's model as a Hugging Face folder"),
-    "doctor": ("hzero.doctor:run_doctor", "check ranks, links, environment and backends of this machine"),
+    "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
+    "doctor": (
+        "hzero.doctor.command:run_doctor",
+        "check this machine, its ranks, and a DeepSpeed configuration (CONFIG.json)",
+    ),
+    "runs": ("hzero.train.runs:run_runs", "list runs with their state, loss and speed"),
     "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
+    "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
     "bench": ("hzero.bench:run_bench", "measure bandwidth and latency of every tier (bench links)"),
 }
 _EXAMPLES = """examples:
@@ -33,6 +39,10 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status; input that cannot be used is one line on stderr and status 2."""
+    if arguments is None and "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
+        from hzero.completion import complete
+
+        complete(COMMANDS)
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="hzero",

@@ -1,7 +1,34 @@
 """Settings of all tests."""
 
+import pytest
 from hypothesis import settings
+
+#: Files that take longest, which begin first: at the end no process should have a long one alone. make test keeps the order.
+LONGEST = (
+    "zero/test_stage.py",
+    "test_packaging.py",
+    "kernels/test_kernels.py",
+    "train/test_main_job.py",
+    "test_readme.py",
+    "kernels/test_device_code.py",
+    "benchmarks/test_compare.py",
+    "topology/test_exchange.py",
+    "collectives/test_tiered.py",
+    "examples/test_examples.py",
+    "kernels/test_backends.py",
+    "benchmarks/test_schemes.py",
+    "bench/test_links.py",
+)
 
 # A deadline says more of what else the machine does than of the code.
 settings.register_profile("hzero", deadline=None)
 settings.load_profile("hzero")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order of `LONGEST`, then the others."""
+
+    def place(item: pytest.Item) -> int:
+        return next((at for at, name in enumerate(LONGEST) if item.path.match(f"tests/{name}")), len(LONGEST))
+
+    items.sort(key=place)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hzero.launcher import die_with_parent
 from hzero.train.worker import RANK_IMPORTS
@@ -59,6 +61,30 @@ def _enter(
     os.environ.clear()
     os.environ.update(env)
     sys.exit(target(*arguments))
+
+
+def run_script(script: str, *arguments: str) -> None:
+    """Runs a script in this process as Python would."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork of torchrun's agent has its handler
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+    sys.stdout.flush()
+
+
+def torchrun(*arguments: str) -> int:
+    """What ``torchrun`` does, agent and all, but that it forks its ranks from this process with all that is imported."""
+    from torch.distributed import run
+
+    stock = run.config_from_args
+
+    def forking(args: Any) -> tuple[Any, Callable[..., None], list[str]]:
+        config, _, _ = stock(args)
+        config.start_method = "fork"
+        return config, run_script, [args.training_script, *args.training_script_args]
+
+    with mock.patch.object(run, "config_from_args", forking):
+        run.main(list(arguments))
+    return 0
 
 
 class Command:

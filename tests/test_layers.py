@@ -19,12 +19,13 @@ from tests.ranks import ROOT
 #: The map of layers, lowest first. A module belongs to the longest name that it starts with, and may import modules of
 #: its own layer and of those before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
-    "hzero.validation", "hzero.files", "hzero.formatting", "hzero.progress", "hzero.launcher",
+    "hzero.validation", "hzero.block", "hzero.files", "hzero.formatting", "hzero.progress", "hzero.launcher",
     "hzero.config",
-    "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero",
-    "hzero.settings", "hzero.plan", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.cli", "hzero.__main__",
+    "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
+    "hzero.settings", "hzero.plan", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
+    "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.step_time",
+    "benchmarks.autoload", "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.step_time",
     "examples", "tests",
 ]  # fmt: skip
 

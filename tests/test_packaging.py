@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.ranks import ROOT
 
@@ -85,13 +86,25 @@ def _first(*folders: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def compiled(site: Path, hipcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def cxx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The compiler without optimisation, which takes most of its time: what make setup built is the optimised library."""
+    if not COMPILER:
+        return "/nowhere/c++"
+    compiler = tmp_path_factory.mktemp("cxx") / "c++"
+    compiler.write_text(f'#!/bin/bash\nexec "{COMPILER}" "${{@/#-O3/-O0}}"\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+@pytest.fixture(scope="module")
+def compiled(site: Path, hipcc: str, cxx: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which builds share object files, since compiling takes longest.
 
     That takes one scikit-build-core, and make: an environment may bring a ninja that does not read another one's log.
     """
     return {
         "PATH": _first(hipcc),
+        "CXX": cxx,
         "SKBUILD_BUILD_DIR": str(tmp_path_factory.mktemp("objects")),
         "CMAKE_GENERATOR": "Unix Makefiles",
         "CMAKE_BUILD_PARALLEL_LEVEL": "2",
@@ -228,7 +241,14 @@ def test_setup_compiles_and_keeps_the_torch_of_the_site(
     _run([sys.executable, "-m", "venv", "--without-pip", str(outer)], tmp_path, {})
     (_own_packages(outer) / "site.pth").write_text(f"{site}\n")
     python = _quick(outer / "bin/python", outer / "bin/quick")
-    env = {**OFFLINE, "PATH": compiled["PATH"], "PYTHON": str(python), "MAKEFLAGS": "", "MAKELEVEL": ""}
+    env = {
+        **OFFLINE,
+        "PATH": compiled["PATH"],
+        "CXX": compiled["CXX"],
+        "PYTHON": str(python),
+        "MAKEFLAGS": "",
+        "MAKELEVEL": "",
+    }
     setup = ["make", "setup", f"VENV={venv}"]
     library = source / "hzero/native/libhzero_host.so"
 
@@ -290,3 +310,17 @@ def test_linters_have_the_same_versions_before_a_commit() -> None:
     assert len(versions) == 5
     for name, version in versions:
         assert re.search(rf"repo: \S*{name}\S*\n    rev: v{re.escape(version)}\n", hooks), f"{name} {version}"
+
+
+def test_the_oldest_versions_tested_are_those_that_are_stated() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    stated = dict(re.findall(r'"([\w-]+)>=([\d.]+)[^"]*"', text.partition("\ndependencies")[2]))
+    found = {}
+    for which in ("oldest", "newest", "cpu"):
+        lines = (ROOT / "constraints" / f"{which}.txt").read_text()
+        found[which] = dict(re.findall(r"^([\w-]+)==([\d.]+)$", lines, flags=re.MULTILINE))
+    oldest, newest = found["oldest"], {**found["newest"], **found["cpu"]}
+    needed = text.partition("\ndependencies")[2].partition("\nmpi = ")[0]
+    assert oldest.keys() == newest.keys() >= set(re.findall(r'"([\w-]+)>=', needed)) | {"accelerate"}
+    for name in oldest:
+        assert Version(stated[name]) == Version(oldest[name]) <= Version(newest[name]), name

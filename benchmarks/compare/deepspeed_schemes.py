@@ -120,5 +120,5 @@ def deepspeed_config(job: Job, hpz: Scope | None, block: dict[str, Any] | None) 
     if block is not None:
         grid = job.grid
         topology = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-        config["hzero"] = {**block, "topology": topology}
+        config["zero_optimization"]["hzero"] = {**block, "topology": topology}
     return config

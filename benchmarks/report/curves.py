@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.report.results import STOCK, STOCK_PRESET, Comparison, Result
 from benchmarks.rows import StepsRow, TrainingRow
-from hzero.train.report import smooth
 
 #: Steps at the end whose mean is the final training loss.
 WINDOW = 50
@@ -44,10 +43,14 @@ def to_stock(
     return {seed: metric(row) - metric(stock[seed]) for seed, row in runs.items() if seed in stock}
 
 
-def smoothed(row: TrainingRow) -> list[float]:
-    """Smoothed training loss by step; NaN only at the steps whose loss was not finite."""
-    means = iter(smooth([loss for loss in row.losses if loss is not None]))
-    return [math.nan if loss is None else next(means) for loss in row.losses]
+def smoothed(row: TrainingRow, weight: float = 0.9) -> list[float]:
+    """Exponential mean of the training loss by step, corrected for its start; NaN only where the loss was not finite."""
+    means, mean, norm = [], 0.0, 0.0
+    for loss in row.losses:
+        if loss is not None:
+            mean, norm = mean * weight + loss * (1 - weight), norm * weight + (1 - weight)
+        means.append(math.nan if loss is None else mean / norm)
+    return means
 
 
 @dataclass(frozen=True)

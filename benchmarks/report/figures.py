@@ -18,9 +18,11 @@ from benchmarks.report.curves import Reach, by_preset, reach, smoothed
 from benchmarks.report.results import SCHEMES, STOCK_PRESET, Comparison, Result
 from benchmarks.report.series import Series, series_of
 from benchmarks.rows import StepsRow, TrainingRow
-from hzero.train.report import COLOURS
 
-_BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = COLOURS
+#: Okabe and Ito's colours, which stay apart for colour-blind readers.
+COLOURS = _BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
+)  # fmt: skip
 _BROWN = "#8B5A2B"
 #: In the order of `SCHEMES`. Schemes of one idea share a colour, such as hzero's zero3 and DeepSpeed's.
 _OTHERS = (_BLACK, _ORANGE, _BROWN, _GREEN, _PINK, _BLUE, _SKY)

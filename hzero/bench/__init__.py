@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from hzero.validation import one_of
@@ -13,6 +14,16 @@ commands:
 {commands}
 
 `hzero bench COMMAND --help` shows the options of a command."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of all subcommands, for completion."""
+    from hzero.bench import settings
+
+    made = argparse.ArgumentParser(prog="hzero bench")
+    commands = made.add_subparsers()
+    commands.add_parser("links", parents=[settings.parser()], add_help=False, help=COMMANDS["links"])
+    return made
 
 
 def run_bench(arguments: Sequence[str]) -> int:

@@ -124,20 +124,16 @@ class LinksSettings(BaseModel):
         return sorted(aligned)
 
 
-def parse(arguments: Sequence[str]) -> LinksSettings:
-    """Reads the arguments.
-
-    Raises:
-        ConfigError: One of them cannot be used.
-    """
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero bench links",
         description="Measures bandwidth and latency of every tier, and the time of each hop of the stage with and without "
         "codecs. Under srun, torchrun or mpiexec every process is a rank; otherwise the command starts the ranks itself.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add(
         "--topology",
         default="auto",
@@ -161,7 +157,16 @@ def parse(arguments: Sequence[str]) -> LinksSettings:
         help="JSON file to write, with a plot next to it (default links.json)",
     )
     add("--overwrite", action="store_true", help="replace FILE and its plot if they exist")
-    given = vars(parser.parse_args(list(arguments)))
+    return made
+
+
+def parse(arguments: Sequence[str]) -> LinksSettings:
+    """Reads the arguments.
+
+    Raises:
+        ConfigError: One of them cannot be used.
+    """
+    given = vars(parser().parse_args(list(arguments)))
     given["topology"] = _topology(given["topology"])
     return validated(LinksSettings, {f"--{name.replace('_', '-')}": value for name, value in given.items()}, "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
@@ -134,13 +135,13 @@ class _Groups:
             self._world, self._made = dist.group.WORLD, {}
         key = (lane, tuple(ranks), timeout)
         if key not in self._made:
-            with _lowest_rank_as_colour():
+            with _lowest_rank_as_colour(), order_of_ranks() as in_order:
                 self._made[key] = dist.new_group(
                     ranks,
                     timeout=timeout,
                     use_local_synchronization=True,
-                    sort_ranks=False,
                     group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
+                    **in_order,
                 )
         return self._made[key]
 
@@ -162,6 +163,23 @@ def _lowest_rank_as_colour() -> Iterator[None]:
         yield
     finally:
         c10d._process_group_color = stock
+
+
+@contextlib.contextmanager
+def order_of_ranks() -> Iterator[dict[str, Any]]:
+    """Gives the arguments with which `torch.distributed.new_group` keeps the ranks in their order.
+
+    torch before 2.12 has no such argument and sorts them with Python's ``sorted`` (pytorch/pytorch#176126). Inside, its
+    module finds another function of that name.
+    """
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        yield {"sort_ranks": False}
+        return
+    c10d.sorted = list  # type: ignore[attr-defined]
+    try:
+        yield {}
+    finally:
+        del c10d.sorted  # type: ignore[attr-defined]
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``hzero doctor``: checks ranks and their devices, links, environment, operators and versions; one verdict."""
+"""``hzero doctor``: checks ranks and their devices, links, environment, operators, versions, a configuration; one verdict."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hzero import __version__
+from hzero.doctor.configuration import autoload_state, examine_configuration, examine_deepspeed
 from hzero.doctor.environment import examine_environment
 from hzero.doctor.links import examine_links, examine_peer_access
-from hzero.doctor.operators import examine_operators
 from hzero.doctor.show import show
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
+from hzero.topology import Grid
 from hzero.topology.bootstrap import bootstrap
 from hzero.topology.discovery import TIMEOUT_S, discover
 from hzero.topology.local import host_identity, machine_of, this_machine
@@ -39,22 +38,27 @@ examples:
   hzero doctor --topology dump.xml           a node from a file: devices, packages, NICs and links
   hzero doctor --topology dump.xml --expect frontier --json
   HZERO_BACKEND=hip hzero doctor             fails if the HIP kernels cannot be used
+  hzero doctor ds_config.json                this machine, and a DeepSpeed configuration as it will be used on it
 
 presets: {", ".join(PRESETS)}"""
 
 
-def run_doctor(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments; the exit status is the place of the verdict in `verdict.STATES`.
-
-    As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
-    """
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero doctor",
         description="Checks ranks, links, environment and the backends of the codecs, and names each fault.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = made.add_argument
+    add(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG",
+        help='a DeepSpeed configuration (JSON) with the "hzero" block, to check as it will be used',
+    )
     add(
         "--topology",
         metavar="SOURCE",
@@ -64,12 +68,22 @@ def run_doctor(arguments: Sequence[str]) -> int:
     add("--expect", metavar="PRESET|FILE", help="the machine whose devices and links the node should have")
     add("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="longest wait for other ranks (%(default)g)")
     add("--json", action="store_true", help="print JSON in place of tables")
-    parsed = parser.parse_args(list(arguments))
+    return made
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments; the exit status is the place of the verdict in `verdict.STATES`.
+
+    As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
+    """
+    parsed = parser().parse_args(list(arguments))
     if not 0 < parsed.timeout <= 1e6:
         raise ConfigError(f"--timeout: found {parsed.timeout:g}, expected more than 0 and at most 1e6 seconds")
     expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
     found = (
-        examine_source(parsed.topology, expected) if parsed.topology is not None else examine(expected, parsed.timeout)
+        examine_source(parsed.topology, expected, parsed.config)
+        if parsed.topology is not None
+        else examine(expected, parsed.timeout, config=parsed.config)
     )
     if found is None:
         return 0
@@ -80,7 +94,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
     return int(found["status"])
 
 
-def examine_source(source: str, expected: Machine | None = None) -> dict[str, Any]:
+def examine_source(source: str, expected: Machine | None = None, config: Path | None = None) -> dict[str, Any]:
     """The content of ``hzero doctor --topology SOURCE --json``: devices, links and verdict of a node.
 
     Raises:
@@ -92,11 +106,19 @@ def examine_source(source: str, expected: Machine | None = None) -> dict[str, An
     if not machine.devices and expected is None:
         findings.add(UNUSABLE, f"{machine.source}: no devices found")
     links = examine_links(Path(source).name, machine, expected, findings)
-    return _result(findings, ranks=_devices(machine, Path(source).name), links=[links] if links else [])
+    return _result(
+        findings,
+        ranks=_devices(machine, Path(source).name),
+        links=[links] if links else [],
+        configuration=examine_configuration(config, None, 1, findings) if config is not None else None,
+    )
 
 
 def examine(
-    expected: Machine | None = None, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] = os.environ
+    expected: Machine | None = None,
+    timeout_s: float = TIMEOUT_S,
+    environ: Mapping[str, str] = os.environ,
+    config: Path | None = None,
 ) -> dict[str, Any] | None:
     """The content of ``hzero doctor --json``; None on all ranks but the first. Collective if started as several ranks.
 
@@ -104,12 +126,21 @@ def examine(
         expected: The machine whose links the nodes should have; None takes the preset that describes their devices.
         timeout_s: Longest wait for other ranks, in seconds.
         environ: The environment of this rank.
+        config: A DeepSpeed configuration to check as it will be used.
+
+    Raises:
+        ConfigError: The configuration cannot be read.
     """
+    import torch  # here, so that completion of the command does without
+
+    from hzero.doctor.operators import examine_operators
+
     findings = Findings()
     start = bootstrap(environ, visible=0)
     ranks: list[dict[str, Any]] = []
     links: list[dict[str, Any] | None] = []
-    grid = None
+    grid: Grid | None = None
+    refusal = ""
     fabric = ""
     try:
         if start.world_size > 1:
@@ -119,9 +150,9 @@ def examine(
             placed = zip(found.reports, found.places)
             ranks = [_row(report.rank, report.host, report.device, place.package) for report, place in placed]
             fabric = "+".join(found.clusters)
-            grid = str(found.grid) if found.grid is not None else "no grid"
-            if found.grid is None:
-                findings.add(UNUSABLE, found.refusal)
+            grid, refusal = found.grid, found.refusal
+            if grid is None:
+                findings.add(UNUSABLE, refusal)
             findings.add(GOOD, *found.notes)
             for host, reports in by_host(found.reports).items():
                 machine = node_of(reports)[1] if reports[0].device is not None else Machine(f"node {host}", ())
@@ -148,11 +179,16 @@ def examine(
     return _result(
         findings,
         ranks=ranks,
-        grid=grid,
+        grid=str(grid) if grid is not None else "no grid" if refusal else None,
         links=[node for node in links if node],
         peer_access=examine_peer_access(findings),
         environment=environment,
         operators=examine_operators(findings),
+        deepspeed=examine_deepspeed(findings),
+        configuration=None
+        if config is None
+        else examine_configuration(config, grid, start.world_size, findings, environ),
+        autoload=autoload_state(environ),
         versions={"hzero": __version__, "python": platform.python_version(), **_versions()},
     )
 
@@ -190,6 +226,8 @@ def _versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    import torch
+
     found["hip"], found["cuda"] = torch.version.hip, torch.version.cuda
     if torch.cuda.is_available():
         found["rccl" if torch.version.hip else "nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -54,6 +54,14 @@ def show(found: dict[str, Any], console: Console) -> None:
         tried = "" if row["backend"] == "reference" else "equal" if row["equal_to_reference"] else "WRONG"
         operators.append((row["device"], ", ".join(row["codecs"]), row["backend"], tried, row["why"]))
     show_table(console, ("device", "codecs", "backend", "tried", "why"), operators, "codec operators")
+    if found.get("deepspeed"):
+        console.print(f"deepspeed: {found['deepspeed']}")
+    if found.get("autoload"):
+        console.print(f"autoload by torch: {found['autoload']}")
+    if configuration := found.get("configuration"):
+        console.print(f"configuration {configuration['file']}: {configuration['in_effect'] or 'without hzero'}")
+        if configuration.get("auto"):
+            console.print(f"left to Trainer or Accelerate: {', '.join(configuration['auto'])}")
     if found.get("versions"):
         versions = [f"{name} {number or '-'}" for name, number in found["versions"].items()]
         console.print("versions: " + ", ".join(versions))

@@ -45,20 +45,25 @@ gpu tier of topology=frontier, 50 GB/s is the rate of one link, and a GCD has tw
 short names of keys:\n""" + "\n".join(f"  {short:15}{key}" for short, key in SHORT.items())
 
 
-def run_plan(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero plan",
         description="Computes memory per device, bytes per step and tier, and bandwidth-only times of the links.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
     add("--itemsize", type=int, choices=(2, 4), help="bytes of one weight (default: of train.dtype; 2 for auto)")
     add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
     add("--json", action="store_true", help="print JSON")
-    parsed = parser.parse_intermixed_args(list(arguments))
+    return made
+
+
+def run_plan(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parsed = parser().parse_intermixed_args(list(arguments))
     result = compute(parsed.overrides, parsed.itemsize, parsed.links)
     if parsed.json:
         print(json.dumps(result, indent=1))
@@ -98,7 +103,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
-        "notes": [*plan.notes, *_padding_note(plan, numels)],
+        "notes": [*plan.adaptations, *plan.notes, *_padding_note(plan, numels)],
         "memory": memory_plan.as_dicts(
             memory_plan.plan_memory(plan, numels, itemsize=itemsize, accumulation=accumulation)
         ),

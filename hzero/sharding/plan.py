@@ -77,7 +77,8 @@ class ShardPlan:
         error_feedback: Tiers whose gradient encoding keeps its residual.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
-        notes: Notes for the user: adapted presets, unused codecs.
+        adaptations: How the preset was adapted to the machine, for a warning.
+        notes: Settings that have no effect here.
     """
 
     grid: Grid
@@ -86,6 +87,7 @@ class ShardPlan:
     gradients_scope: Scope
     codecs: CodecsConfig
     error_feedback: tuple[Tier, ...] = ()
+    adaptations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refresh_message_bytes: int = 0
     node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
@@ -97,7 +99,7 @@ class ShardPlan:
         A preset's degree that is a single device here becomes the smallest scope of more than one device, so that a
         preset never means whole copies by accident. A degree that the user wrote is kept.
         """
-        notes = []
+        adaptations, notes = [], []
         scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
         from_preset: dict[Role, bool] = {"weights": config.preset_shard, "gradients": config.preset_gradients}
         for role in reversed(ROLES):
@@ -107,16 +109,19 @@ class ShardPlan:
                 allowed = SCOPES[SCOPES.index(scopes[role]) : SCOPES.index(widest) + 1]
                 wider = next((scope for scope in allowed if grid.scope_size(scope) > 1), scopes[role])
                 if wider != scopes[role]:
-                    notes.append(
+                    adaptations.append(
                         f"preset {config.preset}: a {scopes[role]} is one device here, so {role} are sharded over the {wider}"
                     )
                     scopes[role] = wider
         weights, gradients = scopes["weights"], scopes["gradients"]
-        for role in ROLES:
-            for tier in TIERS:
-                codec = config.codecs[role][tier].codec
-                if grid.size(tier) == 1 and codec != "none":
-                    notes.append(f"codec {codec} of {role} on tier {tier} is unused: the tier has size 1")
+        unused = [
+            f"{config.codecs[role][tier].codec} of {role} on {tier}"
+            for role in ROLES
+            for tier in TIERS
+            if grid.size(tier) == 1 and config.codecs[role][tier].codec != "none"
+        ]
+        if unused:
+            notes.append(f"codecs on tiers of size 1 are unused: {', '.join(unused)}")
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
@@ -127,10 +132,24 @@ class ShardPlan:
             gradients,
             config.codecs,
             config.error_feedback,
+            tuple(adaptations),
             tuple(notes),
             config.refresh_message_bytes,
             config.node_all_gather,
         )
+
+    def __str__(self) -> str:
+        """Grid, scopes and codecs, on one line without the preset's name."""
+        codecs = " / ".join(self._codecs_text(role) for role in ROLES)
+        return (
+            f"{self.grid}; weights over the {self.weights_scope}, gradients over the {self.gradients_scope}; {codecs}"
+        )
+
+    def _codecs_text(self, role: Role) -> str:
+        """The codec of a role, or those of its tiers, outermost first, where they differ."""
+        used = [f"{hop.codec.codec} on {hop.tier}" for hop in self._hops(role, TIERS[::-1])]
+        names = {name.partition(" ")[0] for name in used}
+        return next(iter(names), "nothing is sent") if len(names) < 2 else ", ".join(used)
 
     def _hops(self, role: Role, tiers: tuple[Tier, ...]) -> tuple[Hop, ...]:
         return tuple(

@@ -27,18 +27,23 @@ examples:
 Exit status 2 if the packages are ambiguous; all known data is printed first."""
 
 
-def run_topology(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero topology",
         description="Shows the packages, links and NICs of a node, and the tiers that follow from them.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", metavar="show", help="the only action")
-    parser.add_argument("source", metavar="FILE|auto|PRESET", help="which node")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parsed = parser.parse_args(list(arguments))
+    made.add_argument("action", metavar="show", help="the only action")
+    made.add_argument("source", metavar="FILE|auto|PRESET", help="which node")
+    made.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    return made
+
+
+def run_topology(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parsed = parser().parse_args(list(arguments))
     if parsed.action != "show":
         raise one_of("hzero topology", parsed.action, ("show",), "action")
     machine = machine_of(parsed.source)

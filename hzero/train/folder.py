@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,7 +76,11 @@ def lock(path: Path) -> TextIO:
         path.mkdir(parents=True, exist_ok=True)
         file = open(path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the claim
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.2)  # `under_way` of another process may have held it for an instant
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "unknown"
@@ -92,6 +97,21 @@ def lock(path: Path) -> TextIO:
         return file
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def under_way(path: Path) -> bool | None:
+    """Whether a process holds the lock of a run's folder; None where this machine cannot tell.
+
+    It takes the lock for an instant itself, shared; `lock` tries twice for that reason.
+    """
+    try:
+        with open(path / _LOCK, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no permission, or mounted without locks
+        return None
+    return False
 
 
 def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> None:
@@ -182,11 +202,20 @@ def _remove(path: Path) -> None:
 _KEY_OF = {"step": "loss", "eval": "loss_exact", "trace": "tiers"}
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """A run's metrics, and the number of lines that are torn or lack a required key."""
+def read_metrics(path: Path, last: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """A run's metrics, and the number of lines that are torn or lack a required key.
+
+    Args:
+        path: The run's folder.
+        last: How many bytes at the end of the file to read; None reads all of it.
+    """
     rows, torn = [], 0
-    file = path / METRICS
-    for line in file.read_text().splitlines() if file.exists() else ():
+    lines: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError), open(path / METRICS, "rb") as file:
+        skipped = max(os.fstat(file.fileno()).st_size - last, 0) if last is not None else 0
+        file.seek(skipped)
+        lines = file.read().splitlines()[1 if skipped else 0 :]  # the first one may be cut
+    for line in lines:
         try:
             row = json.loads(line)
             int(row["step"])

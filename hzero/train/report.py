@@ -1,222 +1,229 @@
-"""``hzero report``: loss curves and bytes by tier of one or more runs, as PNG and one HTML page."""
+"""``hzero report``: loss, gradient norm, speed, bytes, memory and hidden time of runs, as PNG and one HTML page."""
 
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
 import html
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from hzero.config import ROLES, TIERS
-from hzero.train.folder import CONFIG, METRICS, SUMMARY, read_metrics
-from hzero.train.summary import TRAFFIC_HEAD, traffic_rows, zero3_bytes
+from hzero.files import replacing
+from hzero.formatting import size_text
+from hzero.train import curves
+from hzero.train.runs import Run, numbers, read_run
+from hzero.train.summary import (
+    MEMORY_HEAD,
+    TRACED_HEAD,
+    TRAFFIC_HEAD,
+    ends,
+    memory_rows,
+    traced_rows,
+    traffic_rows,
+)
 from hzero.validation import ConfigError
 
-#: Okabe and Ito's colours, which stay apart for colour-blind readers.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+if TYPE_CHECKING:
+    from hzero.train.pictures import Picture
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as its folder describes it.
-
-    Attributes:
-        name: The folder's name, shown in plots.
-        steps: Metrics of steps.
-        evaluations: Metrics of evaluations.
-        summary: ``summary.json``; empty if the run has not ended.
-        config: Text of the resolved configuration.
-        torn: Lines of metrics that could not be read.
-    """
-
-    name: str
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    summary: dict[str, Any]
-    config: str
-    torn: int
-
-
-def read_run(path: Path) -> Run:
-    """Reads a run's folder.
-
-    Raises:
-        ConfigError: The folder is missing or holds no run, or no step has been logged.
-    """
-    if not path.is_dir():
-        raise ConfigError(f"RUN: no folder {str(path)!r}")
-    if not (path / METRICS).is_file():
-        raise ConfigError(f"RUN: {str(path)!r} holds no {METRICS}; it is not the folder of a run")
-    rows, torn = read_metrics(path)
-    steps = [row for row in rows if row.get("kind") == "step"]
-    if not steps:
-        raise ConfigError(f"RUN: no step has been logged in {str(path / METRICS)!r}")
-    try:
-        summary = json.loads((path / SUMMARY).read_text())
-    except (OSError, ValueError):
-        summary = {}
-    config = (path / CONFIG).read_text() if (path / CONFIG).exists() else ""
-    evaluations = [row for row in rows if row.get("kind") == "eval"]
-    return Run(path.resolve().name, steps, evaluations, summary, config, torn)
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="hzero report",
+        description="Draws loss, gradient norm, throughput, bytes by tier, memory and hidden time of runs: a PNG each, and "
+        "report.html with all of them and tables.",
+        epilog="example: hzero report runs/lossless runs/mild runs/topo -o comparison",
+    )
+    made.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, such as runs/default")
+    made.add_argument("-o", "--output", type=Path, help="folder to write to (default RUN/report; several: ./report)")
+    return made
 
 
 def run_report(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="hzero report",
-        description="Draws loss curves and bytes by tier of runs: loss.png, bytes.png and report.html.",
-        epilog="example: hzero report runs/lossless runs/mild runs/topo -o comparison",
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, such as runs/default")
-    parser.add_argument("-o", "--output", type=Path, help="folder to write to (default RUN/report; several: ./report)")
-    parsed = parser.parse_args(list(arguments))
+    parsed = parser().parse_args(list(arguments))
     runs = [read_run(path) for path in parsed.runs]
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(path)) for run, path in zip(runs, parsed.runs)]
     output = parsed.output or (parsed.runs[0] / "report" if len(runs) == 1 else Path("report"))
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_report(runs, output)
+        written = write_report(runs, output)
     except OSError as error:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
-    print(f"written: {output / 'report.html'} (with loss.png and bytes.png)")
+    print(f"written: {output / 'report.html'} (with {', '.join(written)})")
     return 0
 
 
-def write_report(runs: Sequence[Run], output: Path) -> None:
-    """Writes ``loss.png``, ``bytes.png`` and ``report.html`` with both inside."""
-    images = {"loss.png": _loss_figure(runs), "bytes.png": _bytes_figure(runs)}
-    shown = [name for name, figure in images.items() if figure is not None]
-    for name in shown:
-        images[name].savefig(output / name, dpi=130)
-        plt.close(images[name])
-    (output / "report.html").write_text(_page(runs, output, shown), encoding="utf-8")
+def write_report(runs: Sequence[Run], output: Path) -> list[str]:
+    """Writes a PNG per picture, and ``report.html`` with all of them inside. Returns the names of the PNG files."""
+    from hzero.train import pictures  # imports matplotlib, which completion and refusals do without
+
+    made = pictures.pictures(runs)
+    for picture in made:
+        pictures.write_png(picture, runs, output / f"{picture.name}.png")
+    with replacing(output / "report.html") as file:
+        file.write(_page(runs, made))
+    return [f"{picture.name}.png" for picture in made]
 
 
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start."""
-    smoothed, mean, norm = [], 0.0, 0.0
-    for value in values:
-        mean, norm = mean * weight + value * (1 - weight), norm * weight + (1 - weight)
-        smoothed.append(mean / norm)
-    return smoothed
+_STYLE = """
+*{box-sizing:border-box}
+body{font:15px/1.5 system-ui,sans-serif;max-width:74rem;margin:0 auto;padding:1rem;color:var(--ink);background:var(--ground)}
+h1{font-size:1.5rem;margin:.5rem 0}h2{font-size:1.2rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}
+h3{font-size:1rem;margin:1rem 0 .3rem}
+.box{overflow-x:auto;max-width:100%}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+td,th{border-bottom:1px solid var(--line);padding:.3rem .7rem;text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--ground);white-space:normal;min-width:7rem}
+.pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1.5rem 2rem;margin:1.5rem 0}
+figure{margin:0;min-width:0}figure svg{display:block;width:100%;height:auto}
+figure h2{font-size:1rem;margin:0 0 .3rem}
+figcaption,.note{color:var(--faint);font-size:.87rem}
+.legend{display:flex;flex-wrap:wrap;gap:0 1.2rem;font-size:.87rem;overflow-wrap:anywhere}
+.legend svg{display:inline-block;width:2.2rem;height:.7rem;margin-right:.4rem}
+summary{cursor:pointer}pre{background:var(--block);padding:1rem;overflow:auto}
+"""
 
 
-def number(loss: float | None) -> float:
-    """A loss of the metrics, where null stands for one that was not finite."""
-    return math.nan if loss is None else loss
+def _page(runs: Sequence[Run], made: Sequence[Picture]) -> str:
+    from hzero.train import pictures
 
-
-def _loss_figure(runs: Sequence[Run]) -> Any:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for index, run in enumerate(runs):
-        colour = COLOURS[index % len(COLOURS)]
-        steps, losses = [row["step"] for row in run.steps], [number(row["loss"]) for row in run.steps]
-        axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth(losses), color=colour, linewidth=1.8, label=run.name)
-        if run.evaluations:
-            at = [row["step"] for row in run.evaluations]
-            exact = [number(row["loss_exact"]) for row in run.evaluations]
-            axes.scatter(at, exact, color=colour, marker="D", s=28, zorder=3)
-    axes.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Training loss (diamonds: evaluation)")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    return figure
-
-
-def _bytes_figure(runs: Sequence[Run]) -> Any:
-    logged = [run for run in runs if run.summary.get("zero3")]
-    if not logged:
-        return None
-    bars: list[tuple[str, dict[tuple[str, str], float]]] = []
-    for run in logged:
-        if run.summary["traffic"]:
-            steps = max(run.summary["steps_here"], 1)
-            bars.append((run.name, {(r["role"], r["tier"]): r["wire_bytes"] / steps for r in run.summary["traffic"]}))
-    bars.append(("ZeRO-3 (computed)", zero3_bytes(logged[0].summary)))
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    width = 0.8 / len(bars)
-    for index, (name, sizes) in enumerate(bars):
-        colour = "#999999" if name.startswith("ZeRO-3") else COLOURS[index % len(COLOURS)]
-        for role, hatch in zip(ROLES, ("", "//")):
-            places = [place + index * width for place in range(len(TIERS))]
-            heights = [sizes.get((role, tier), 0) / 1e6 for tier in TIERS]
-            below = [sum(sizes.get((r, tier), 0) for r in ROLES[: ROLES.index(role)]) / 1e6 for tier in TIERS]
-            label = name if role == "weights" else None
-            axes.bar(places, heights, width * 0.92, below, color=colour, hatch=hatch, edgecolor="white", label=label)
-    middles = [place + width * (len(bars) - 1) / 2 for place in range(len(TIERS))]
-    axes.set_xticks(middles, [f"tier {tier}" for tier in TIERS])
-    axes.set(
-        ylabel="MB received per step, all ranks together", title="Bytes by tier (plain: weights, hatched: gradients)"
+    light, dark = pictures.variables(dark=False), pictures.variables(dark=True)
+    style = (
+        f":root{{color-scheme:light dark;{light}--line:#d5d9de;--faint:#5c636b;--block:#f3f4f6}}"
+        f"@media(prefers-color-scheme:dark){{:root{{{dark}--line:#3a4048;--faint:#a0a7b0;--block:#1f242b}}}}{_STYLE}"
     )
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False)
-    return figure
-
-
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}td,th{border-bottom:1px solid #ddd;padding:.3rem .8rem;text-align:right}
-td:first-child,th:first-child{text-align:left}img{max-width:100%}pre{background:#f6f6f6;padding:1rem;overflow:auto}
-.note{color:#777}"""
-
-
-def _page(runs: Sequence[Run], output: Path, images: Sequence[str]) -> str:
-    head = f"<!doctype html><meta charset=utf-8><title>hzero report</title><style>{_STYLE}</style>"
-    parts = [head, "<h1>hzero report</h1>", _runs_table(runs)]
-    for name in images:
-        data = base64.b64encode((output / name).read_bytes()).decode()
-        parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{data}"></p>')
+    names = ", ".join(run.name for run in runs)
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        f"<title>{html.escape(names)} | hzero report</title><style>{style}</style></head><body>",
+        "<h1>hzero report</h1>",
+        _runs_table(runs),
+        '<div class="pictures">',
+    ]
+    for picture in made:
+        legend = _legend(runs, picture.stock) if len(runs) > 1 or picture.stock else ""
+        parts += [
+            f"<figure><h2>{html.escape(picture.title)}</h2>{legend}{pictures.svg(picture)}",
+            f"<figcaption>{html.escape(picture.note)}</figcaption></figure>",
+        ]
+    parts.append("</div>")
     for run in runs:
-        parts.append(f"<h2>{html.escape(run.name)}</h2>")
-        if run.torn:
-            parts.append(f"<p class=note>{run.torn} lines of its metrics could not be read and are left out.</p>")
-        if not run.summary:
-            parts.append("<p class=note>The run has no summary: it is under way, or was ended from outside.</p>")
-        elif run.summary.get("traffic"):
-            parts.append("<p>Bytes received per step, all ranks together:</p>")
-            parts.append(_table(TRAFFIC_HEAD, traffic_rows(run.summary)))
-        versions = run.summary.get("versions")
-        if versions:
-            parts.append(f"<p class=note>{html.escape(', '.join(f'{k} {v}' for k, v in versions.items()))}</p>")
-        parts.append(f"<details><summary>configuration</summary><pre>{html.escape(run.config)}</pre></details>")
-    return "\n".join(parts)
+        parts += [f"<h2>{html.escape(run.name)}</h2>", *_section(run)]
+    return "\n".join([*parts, "</body></html>"])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _legend(runs: Sequence[Run], stock: bool) -> str:
+    from hzero.train import pictures
+
+    entries = []
+    for index, run in enumerate(runs):
+        look = pictures.look_of(index)
+        dashes = " ".join(f"{length * 3:g}" for length in look.dashes)
+        line = f'<line x1="0" x2="36" y1="6" y2="6" stroke="{look.variable}" stroke-width="3" stroke-dasharray="{dashes}"/>'
+        entries.append((line, run.name))
+    if stock:
+        entries.append(('<line x1="6" x2="30" y1="6" y2="6" stroke="currentColor" stroke-width="4"/>', pictures.STOCK))
+    keys = "".join(
+        f'<span><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html.escape(name)}</span>'
+        for drawing, name in entries
+    )
+    return f'<div class="legend">{keys}</div>'
+
+
+def _section(run: Run) -> Iterator[str]:
+    """Notes and tables of one run."""
+    for note in _notes(run):
+        yield f'<p class="note">{html.escape(note)}</p>'
+    summary = run.summary
+    if summary.get("traffic"):
+        yield _table("Bytes received per step, all ranks together", TRAFFIC_HEAD, traffic_rows(summary))
+    if summary.get("memory"):
+        yield _table("Memory of states, maximum over the ranks", MEMORY_HEAD, memory_rows(summary))
+    if summary.get("traced"):
+        title = "Time per traced step, rank 0 (a second may count in both shares)"
+        yield _table(title, TRACED_HEAD, traced_rows(summary))
+    versions = summary.get("versions")
+    if versions:
+        yield f'<p class="note">{html.escape(", ".join(f"{k} {v}" for k, v in versions.items()))}</p>'
+    yield f"<details><summary>configuration</summary><pre>{html.escape(run.config)}</pre></details>"
+
+
+def _notes(run: Run) -> Iterator[str]:
+    bad = [row["step"] for row in run.steps if row["loss"] is None]
+    if bad:
+        yield f"The loss was not finite in {len(bad):,} of {len(run.steps):,} steps, gaps in its curve: {curves.spans(bad)}."
+    skipped = [row["step"] for row in run.steps if row.get("skipped")]
+    if skipped:
+        yield f"The optimizer skipped {len(skipped):,} steps: {curves.spans(skipped)}."
+    if run.torn:
+        yield f"{run.torn} lines of its metrics could not be read and are left out."
+    if not run.summary:
+        yield f"The run has no summary ({run.state}): bytes, memory and hidden time are not known."
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return "<table>" + line(head, "th") + "".join(line(row, "td") for row in rows) + "</table>"
+    heading = f"<h3>{html.escape(title)}</h3>" if title else ""
+    table = f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+    return f'{heading}<div class="box" tabindex="0">{table}</div>'
 
 
 def _runs_table(runs: Sequence[Run]) -> str:
-    rows = []
+    columns, windows = [], set()
     for run in runs:
         summary = run.summary
-        evaluation, rate = summary.get("eval"), summary.get("tokens_per_s")
-        losses = [run.steps[0]["loss"], run.steps[-1]["loss"]]
-        losses += [evaluation[key] for key in ("loss_decoded", "loss_exact")] if evaluation else []
-        rows.append(
+        first, last, window = ends([row["loss"] for row in run.steps])
+        windows.add(window)
+        evaluation = run.evaluations[-1] if run.evaluations else {}
+        columns.append(
             [
                 run.name,
+                str(summary.get("model", "")),
                 str(summary.get("preset", "")),
-                summary.get("status", "no summary"),
+                run.state,
                 f"{run.steps[-1]['step']:,}",
-                *(f"{number(loss):.4f}" for loss in losses),
-                *([] if evaluation else ["", ""]),
-                f"{rate:,.0f}" if rate else "",
+                *map(_loss, (first, last)),
+                *(_loss(evaluation[key]) if evaluation else "" for key in ("loss_exact", "loss_decoded")),
+                *(_median(run, key) for key in ("tokens_per_s", "tflops_per_rank", "step_s")),
+                *_states(summary),
             ]
         )
-    head = ["run", "preset", "status", "steps", "first loss", "last loss", "eval, decoded", "eval, exact", "tokens/s"]
-    return _table(head, rows)
+    names = ["run", "model", "preset", "state", "steps", "first loss", "last loss", "evaluation, exact"]
+    names += ["evaluation, decoded", "tokens/s", "TFLOPS per rank", "s per step", "states per rank", "of ZeRO-3's"]
+    head, *rows = (row for row in zip(names, *columns) if any(row[1:]))
+    steps = " or ".join(map(str, sorted(windows)))
+    note = (
+        f"First and last loss are means of {steps} steps; rates are medians. Evaluation with exact and with decoded weights. "
+        "States are without transient buffers."
+    )
+    return f'{_table("", head, rows)}<p class="note">{note}</p>'
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None or loss != loss else f"{loss:.4f}"
+
+
+def _median(run: Run, key: str) -> str:
+    """A rate as the summary has it; of a run without a summary, of the steps so far."""
+    known = [value for value in numbers(run.steps, key) if value == value]
+    value = run.summary.get("step_s_median" if key == "step_s" else key) or (
+        statistics.median(known) if known else None
+    )
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _states(summary: dict[str, Any]) -> tuple[str, str]:
+    """Bytes of all states on a rank, without transient buffers, and as a multiple of plain ZeRO-3's."""
+    if not summary.get("memory"):
+        return "", ""
+    stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
+    own = summary["memory"]
+    return size_text(sum(own.values())), f"{sum(own.values()) / sum(stock.get(name, 0) for name in own):.2f} x"

@@ -60,15 +60,14 @@ def build_summary(
     compressed = sum(row["raw_bytes"] for row in traffic if row["codec"] != "none")
     memory = {name: max(rank["memory"].get(name, 0) for rank in everyones) for name in everyones[0]["memory"]}
     planned = plan_memory(plan, sizes, itemsize=itemsize, accumulation=accumulation) if plan is not None else []
-    window = max(min(WINDOW, len(losses) // 2), 1)
-    known = [math.nan if loss is None else loss for loss in losses]
+    first, last, window = ends(losses)
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
     return {
         "status": "interrupted" if interrupted else "finished",
         "steps": steps,
         "steps_here": len(rows),
-        "loss_first": statistics.fmean(known[:window]) if known else None,
-        "loss_last": statistics.fmean(known[-window:]) if known else None,
+        "loss_first": first,
+        "loss_last": last,
         "loss_window": window,
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows) if rows else None,
         "tflops_per_rank": statistics.median(row["tflops_per_rank"] for row in rows) if rows else None,
@@ -96,6 +95,23 @@ def build_summary(
         "eval": evaluation,
         "versions": {"python": platform.python_version(), **_versions("hzero", "torch", "deepspeed", "transformers")},
     }
+
+
+def ends(losses: Sequence[float | None]) -> tuple[float | None, float | None, int]:
+    """First and last loss, means over the steps at either end, and the number of those steps; None without a step.
+
+    A loss of None was not finite, and neither is a mean with it.
+    """
+    known = [math.nan if loss is None else loss for loss in losses]
+    window = loss_window(len(known))
+    if not known:
+        return None, None, window
+    return statistics.fmean(known[:window]), statistics.fmean(known[-window:]), window
+
+
+def loss_window(steps: int) -> int:
+    """Steps at either end of a run whose mean is its first and its last loss."""
+    return max(min(WINDOW, steps // 2), 1)
 
 
 def _fetches(
@@ -237,19 +253,39 @@ def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _traced_table(summary: dict[str, Any]) -> Table:
-    rows = [
+TRACED_HEAD = ("tier", "hops in flight", "hidden behind compute", "behind other tiers")
+
+
+def traced_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells under `TRACED_HEAD`: seconds per traced step with a hop in flight on rank 0, and what they hid behind."""
+    return [
         (tier, f"{found['wire_s']:.3f} s", f"{found['behind_compute']:.0%}", f"{found['behind_tiers']:.0%}")
-        for tier, found in summary["traced"].items()
+        for tier, found in summary.get("traced", {}).items()
     ]
-    head = ("tier", "*hops in flight", "*hidden behind compute", "*behind other tiers")
-    return table_of("time per traced step, rank 0 (a second may count in both shares)", head, rows)
 
 
-def _memory_table(summary: dict[str, Any]) -> Table:
+def _traced_table(summary: dict[str, Any]) -> Table:
+    title = "time per traced step, rank 0 (a second may count in both shares)"
+    return table_of(title, _to_the_right(TRACED_HEAD), traced_rows(summary))
+
+
+MEMORY_HEAD = ("state", "bytes", "ZeRO-3 (computed)")
+
+
+def memory_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells under `MEMORY_HEAD`: maximum over the ranks of every state, and transient buffers as planned."""
     stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, count in {**summary["memory"], **summary.get("transient", {})}.items():
         shown = f"{size_text(count)} (planned)" if name.startswith("transient") else size_text(count)
         rows.append((name, shown, size_text(stock[name]) if name in stock else ""))
-    return table_of("memory of states, maximum over the ranks", ("state", "*bytes", "*ZeRO-3 (computed)"), rows)
+    return rows
+
+
+def _memory_table(summary: dict[str, Any]) -> Table:
+    return table_of("memory of states, maximum over the ranks", _to_the_right(MEMORY_HEAD), memory_rows(summary))
+
+
+def _to_the_right(head: Sequence[str]) -> list[str]:
+    """A table's head whose columns but the first are aligned to the right."""
+    return [head[0], *(f"*{name}" for name in head[1:])]

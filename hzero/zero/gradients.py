@@ -13,7 +13,7 @@ import torch
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
-from hzero.zero.block import ZeroParameter
+from hzero.zero.refusals import ZeroParameter
 
 #: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
 Deliver: TypeAlias = Callable[[list[ZeroParameter], list[torch.Tensor]], None]

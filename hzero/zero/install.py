@@ -16,26 +16,26 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
-from hzero.zero.block import check_deepspeed, check_engine, read_block, sets_persistence_threshold
+from hzero.zero.overridden import check_deepspeed
+from hzero.zero.refusals import check_config, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
 from hzero.zero.weights import Weights
 
 
 def enable() -> None:
-    """Installs the stage into DeepSpeed, for code that calls ``deepspeed.initialize`` itself: Trainer, Accelerate.
+    """Installs the stage into DeepSpeed.
 
-    From this call on, a DeepSpeed configuration that has an ``"hzero"`` block next to ``"stage": 3`` gives an engine with
-    the stage that `initialize` describes. A configuration without the block gives the stock engine, and existing
-    engines stay as they are.
+    Nobody has to call it: `hzero.autoload` does, as soon as DeepSpeed reads a configuration with an ``"hzero"`` block,
+    in ``zero_optimization`` or at the top level. From then on such a configuration gives an engine with the stage that
+    `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
+    are.
 
     The call replaces three things in DeepSpeed: its ZeRO-3 optimizer class (by a subclass), the constructor of its
     parameter offload (which the stage wraps, to take over gathers), and its sanity check (which the stage extends, to
     refuse unsupported features before anything is built). It starts no collective, reads no configuration and
     allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it
-    cannot be undone in the process.
-
-    Call it before an engine is built. Models made earlier under ``deepspeed.zero.Init`` are taken over.
+    cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
 
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
@@ -58,7 +58,7 @@ def _checked(stock: Any) -> Any:
     def check(self: DeepSpeedEngine) -> None:
         config = read_block(self._config._param_dict)
         if config is not None:
-            check_engine(self)
+            check_config(self._config, self.optimizer_name())
             grid = resolve_grid(config.topology, dist.get_world_size())
             ShardPlan.from_config(config, grid, dist.get_rank())
         stock(self)

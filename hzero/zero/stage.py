@@ -10,7 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from hzero.zero.block import ZeroParameter, check_group, find_block
+from hzero.block import find
+from hzero.zero.refusals import ZeroParameter, check_group
 from hzero.zero.state import StageState
 
 StockStage3 = DeepSpeedZeroOptimizer_Stage3
@@ -31,7 +32,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance of the stock class where the configuration has no block."""
-        if find_block(kwargs.get("ds_config")) is None:
+        if find(kwargs.get("ds_config")) is None:
             return StockStage3(*args, **kwargs)
         return super().__new__(cls)
 

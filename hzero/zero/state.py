@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from hzero.codecs import backends
 from hzero.collectives import ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, shared_pipeline
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
-from hzero.zero.block import check_group
 from hzero.zero.gradients import Gradients
+from hzero.zero.refusals import check_group
 from hzero.zero.streams import device_streams
 from hzero.zero.weights import Weights
 
@@ -66,8 +68,20 @@ class StageState:
         self.weights = Weights(module, collectives, bucket_numel)
         self.gradients = Gradients(collectives, bucket_numel)
         if self.plan.rank == 0:
-            for note in self.plan.notes:
-                logger.info("hzero: %s", note)
+            self._announce()
+
+    def _announce(self) -> None:
+        """Says on one line, whatever the level of logs, that and how the stage is in effect."""
+        backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
+        print(
+            f"hzero: {self.config.preset} on {self.plan}; transport {dist.get_backend()}; codecs {backend}",
+            file=sys.stderr,
+            flush=True,
+        )
+        for adaptation in self.plan.adaptations:
+            logger.warning("hzero: %s", adaptation)
+        for note in self.plan.notes:
+            logger.info("hzero: %s", note)
 
     def replaced(self) -> None:
         """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""

@@ -25,7 +25,7 @@ from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
-from hzero.zero.block import ZeroParameter
+from hzero.zero.refusals import ZeroParameter
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")

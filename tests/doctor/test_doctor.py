@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from hzero import cli
+from hzero.doctor.configuration import examine_configuration, examine_deepspeed
 from hzero.doctor.environment import VARIABLES, examine_environment
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from tests.ranks import ROOT
@@ -141,12 +144,18 @@ def test_environment(change: dict[str, str | None], status: int, named: str, tmp
 
 def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(bytes(range(256)))
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"hzero": {"preset": "topo", "preset": "mild"}}')
     for arguments, says in (
         (["--topology", "frontie"], "topology: unknown source 'frontie'"),
         (["--topology", str(tmp_path / "noise")], "noise"),
         (["--expect", "lumii"], "--expect: unknown source 'lumii'"),
         (["--expect", "nothing.yaml"], "nothing.yaml"),
         (["--timeout", "nan"], "--timeout: found nan"),
+        (["nothing.json"], "nothing.json: No such file or directory"),
+        ([str(tmp_path / "noise")], "noise: "),
+        ([str(twice)], "the key 'preset' is given twice"),
+        ([str(_ds_config(tmp_path, preset="tpoo"))], "did you mean 'topo'"),
     ):
         assert cli.main(["doctor", *arguments]) == 2
         message = capsys.readouterr().err
@@ -165,3 +174,74 @@ def test_part_of_a_node_is_not_held_against_it(tmp_path: Path) -> None:
     found = examine_links("n", node_of(reports)[1], None, findings, ranks=True)
     assert found is not None and found["expected"] == "preset frontier"
     assert findings.status == GOOD and {pair["state"] for pair in found["pairs"]} == {"good"}
+
+
+def _ds_config(folder: Path, **block: object) -> Path:
+    path = folder / "ds_config.json"
+    zero = {"stage": 3, "hzero": {"preset": "topo", **block}}
+    path.write_text(json.dumps({"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": zero}))
+    return path
+
+
+def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}
+    source = str(trees.frontier(tmp_path / "node"))
+    _, found = _run(capsys, str(_ds_config(tmp_path, topology=grid)), "--topology", source)
+    shown = found["configuration"]
+    assert shown["place"] == "zero_optimization.hzero"
+    assert shown["in_effect"] == (
+        "topo on 2 nodes x 2 GPUs x 1 GCD; weights over the node, gradients over the node; int8 / int4"
+    )
+    assert shown["auto"] == ["bf16.enabled", "train_batch_size"]
+    assert any("weights are sharded over the node" in remark for remark in found["remarks"])
+    _, found = _run(capsys, str(_ds_config(tmp_path)), "--topology", source)
+    assert found["configuration"]["in_effect"] == "topo, on the grid of the ranks that are started"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        (lambda c: c["zero_optimization"].update(stage=2), UNUSABLE, "needs zero_optimization.stage 3, found 2"),
+        (lambda c: c["zero_optimization"].update(stge=3), UNUSABLE, "DeepSpeed refuses it"),
+        (lambda c: c["zero_optimization"].update(zero_hpz_partition_size=2), UNUSABLE, "zero_hpz_partition_size: found 2"),
+        (lambda c: c["zero_optimization"].pop("hzero"), DEGRADED, 'no "hzero" block'),
+        (lambda c: c.update(hzero=c["zero_optimization"].pop("hzero")), GOOD, "is at the top level"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_configuration_is_named(
+    change: Callable[[dict], None], status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hzero.doctor.configuration.autoload_state", lambda environ: "on")
+    path = _ds_config(tmp_path)
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    findings = Findings()
+    examine_configuration(path, None, 1, findings, {})
+    assert findings.status == status and any(says in remark for remark in findings.remarks), findings.remarks
+
+
+def test_what_keeps_a_configuration_from_taking_effect_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = metadata.EntryPoint("hzero", "hzero.autoload:autoload", "torch.backends")
+    monkeypatch.setattr("hzero.doctor.configuration.entry_points", lambda group: [entry])
+    for environ, status, says in (
+        ({}, GOOD, "on"),
+        ({"HZERO_AUTOLOAD": "0"}, DEGRADED, "off by HZERO_AUTOLOAD=0"),
+        ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, DEGRADED, "off by TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+        ({"ACCELERATE_USE_CPU": "true"}, UNUSABLE, "on"),
+    ):
+        findings = Findings()
+        found = examine_configuration(_ds_config(tmp_path), None, 1, findings, environ)
+        assert (findings.status, found["autoload"]) == (status, says)
+
+
+def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hzero.zero import overridden
+
+    findings = Findings()
+    assert examine_deepspeed(findings) == "25 of 25 functions are as the stage expects" and findings.status == GOOD
+    monkeypatch.setattr(overridden.DeepSpeedZeroOptimizer_Stage3, "partition_grads", lambda self, others: None)
+    assert examine_deepspeed(findings).startswith("24 of 25") and findings.status == UNUSABLE
+    assert "deepspeed has another DeepSpeedZeroOptimizer_Stage3.partition_grads" in findings.remarks[0]

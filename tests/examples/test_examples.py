@@ -5,19 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import math
-import os
 import re
-import runpy
 import shlex
-import subprocess
-import sys
-import traceback
 from pathlib import Path
 
 import pytest
 
-from hzero.launcher import local_ranks
-from tests.forks import fork, join
+from tests.forks import fork, join, torchrun
 from tests.ranks import ROOT
 
 FOLDER = ROOT / "examples"
@@ -30,46 +24,20 @@ def _command(name: str) -> list[str]:
     return shlex.split(command.group(1))
 
 
-def _by_torchrun(name: str) -> str:
-    """Output of the command in the example's docstring."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *_command(name)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def _by_forks(name: str, folder: Path) -> str:
-    """Output of as many ranks as the command starts, forked after one import."""
-    (ranks,) = (int(word.partition("=")[2]) for word in _command(name) if word.startswith("--nproc-per-node="))
+def _output(name: str, folder: Path) -> str:
+    """Of the command in the example's docstring, whose ranks torchrun forks after one import."""
     out, err = folder / "out", folder / "err"
-    env = {"PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
-    process = fork(_rank_processes, FOLDER / name, ranks, folder=ROOT, env=env, out=out, err=err)
+    env = {"PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    process = fork(_run, _command(name), folder=ROOT, env=env, out=out, err=err)
     join(process, 300)
     assert process.exitcode == 0, out.read_text() + err.read_text()
     return out.read_text()
 
 
-def _rank_processes(script: Path, ranks: int) -> int:
-    importlib.import_module("transformers.trainer")
-    for environment in local_ranks(ranks):
-        if os.fork() == 0:
-            os.environ.update(environment)
-            try:
-                runpy.run_path(str(script), run_name="__main__")
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            sys.stdout.flush()
-            os._exit(0)
-    return int(any(os.wait()[1] for _ in range(ranks)))
+def _run(command: list[str]) -> int:
+    if "trainer" in command[-1]:
+        importlib.import_module("transformers.trainer")
+    return torchrun("--standalone", *command)
 
 
 def _check(output: str, losses: list[float]) -> None:
@@ -88,13 +56,13 @@ def _check(output: str, losses: list[float]) -> None:
     assert 0 < received["gradients", "node"] < received["gradients", "gcd"]
 
 
-def test_training_script() -> None:
-    output = _by_torchrun("train.py")
+def test_training_script(tmp_path: Path) -> None:
+    output = _output("train.py", tmp_path)
     _check(output, [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", output, flags=re.MULTILINE)])
 
 
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
     pytest.importorskip("accelerate", minversion="1.1", reason="Trainer needs accelerate, which is not installed")
-    output = _by_forks("trainer.py", tmp_path)
+    output = _output("trainer.py", tmp_path)
     _check(output, [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)])

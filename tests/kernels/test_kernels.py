@@ -85,8 +85,12 @@ def test_random_buckets(target: tuple[Any, torch.device], seed: int) -> None:
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str) -> None:
+    """Emulated, which takes long, a wave size has one half of the combinations of a kind and the other one the other half."""
     hows = itertools.product(FLOATS, (("bf16", False), ("fp32", True)))
+    wave = getattr(target[0].launcher, "wave", None)
     for seed, (dtype, (scale, stochastic)) in enumerate(hows):
+        if wave is not None and (seed + KINDS.index(kind)) % 2 == (wave == 32):
+            continue
         fmt = RecordFormat.of(codec, 64, scale)
         assert_agrees(target, Case((130, 64, 7), (2,), (1,), 2, fmt, dtype, kind, stochastic, 3 * seed))
 
@@ -100,6 +104,8 @@ def test_block_sizes(target: tuple[Any, torch.device], block_size: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 1_000_003])
 def test_lengths_up_to_millions(target: tuple[Any, torch.device], count: int) -> None:
+    if hasattr(target[0].launcher, "wave"):
+        count = min(count, 60_003)  # 15 workgroups, the last one with a block of 99 elements
     for codec, unaligned in (("int8", False), ("int4", True)):
         fmt = RecordFormat.of(codec, 128, "bf16")
         assert_agrees(target, Case((count,), (1,), (1,), 1, fmt, torch.bfloat16, unaligned=unaligned))
@@ -122,6 +128,8 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
 def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str) -> None:
     """All mantissas of an extreme, with all smaller numbers of the 13 binades below it, of both signs."""
     backend, device = target
+    if getattr(backend.launcher, "wave", None) == 32:
+        pytest.skip("the quotients are those of wave 64: a wave's size is in its exchanges alone")
     bits = torch.arange(127 - 12 << 7, 128 << 7, dtype=torch.int32).to(torch.int16)
     magnitudes = bits.view(torch.bfloat16)
     blocks = []
@@ -170,8 +178,10 @@ def test_threads_share_the_work(name: str) -> None:
     if isinstance(backend, str):
         pytest.skip(backend)
     backend.launcher.instruction_set = name
-    case = Case((700_001, 0, 33, 500_000), (2, 2), (1, 2), 2, RecordFormat.of("int4", 128, "bf16"), torch.float32)
-    for threads in (2, 3, 7):
+    fmt = RecordFormat.of("int4", 128, "bf16")
+    # 256 Ki elements are worth a thread: the two rows of sums have 4 of them, the four rows to encode 9.
+    case = Case((350_001, 0, 33, 250_000), (2, 2), (1, 2), 2, fmt, torch.float32)
+    for threads in (2, 3, 7) if name == "baseline" else (3,):  # they are split before an instruction set is chosen
         torch.set_num_threads(threads)
         assert_agrees((backend, CPU), case)
 

@@ -21,6 +21,7 @@ from hzero.topology.bootstrap import Bootstrap
 from hzero.topology.exchange import MAX_REPORT_BYTES, AloneExchange, Exchange, StoreExchange
 from hzero.topology.rendezvous import open_exchange
 from hzero.validation import ConfigError
+from tests.forks import fork, join, run_script, torchrun
 from tests.ranks import ROOT
 
 torch = pytest.importorskip("torch")
@@ -233,43 +234,50 @@ def free_port() -> str:
     return str(free_port())
 
 
-def test_before_and_after_process_groups_without_a_launcher() -> None:
-    port = free_port()
-    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port}
+def _script(tmp_path: Path, code: str) -> str:
+    path = tmp_path / "ranks.py"
+    path.write_text(code)
+    return str(path)
+
+
+@pytest.fixture
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked processes inherit our environment: none of a launcher's."""
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("_no_launcher")
+def test_before_and_after_process_groups_without_a_launcher(tmp_path: Path) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": free_port()}
+    script, said = _script(tmp_path, ROUNDS), [tmp_path / f"rank{rank}" for rank in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", ROUNDS],
-            env=environment(**step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        fork(
+            run_script,
+            script,
+            folder=tmp_path,
+            env={**environment(**step), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            out=out,
+            err=out,
         )
-        for rank in range(2)
+        for rank, out in enumerate(said)
     ]
-    for rank, process in enumerate(processes):
-        try:
-            out, err = process.communicate(timeout=90)
-        finally:
-            process.kill()
-        assert process.returncode == 0, err
-        assert json.loads(out.splitlines()[-1]) == ["slurm", rank, ["a0 a1", "b0 b1", "c0 c1", "d0 d1"]]
+    for rank, (process, out) in enumerate(zip(processes, said)):
+        join(process, 90)
+        assert process.exitcode == 0, out.read_text()
+        assert json.loads(out.read_text().splitlines()[-1]) == ["slurm", rank, ["a0 a1", "b0 b1", "c0 c1", "d0 d1"]]
 
 
+@pytest.mark.usefixtures("_no_launcher")
 def test_a_restart_of_torchrun_starts_anew(tmp_path: Path) -> None:
     """A rank dies in the first attempt; the store of torchrun's agent outlives it."""
-    script = tmp_path / "ranks.py"
-    script.write_text(ROUNDS)
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    out, err = tmp_path / "out", tmp_path / "err"
+    arguments = (*options, _script(tmp_path, ROUNDS))
+    process = fork(torchrun, *arguments, folder=tmp_path, env=environment(), out=out, err=err)
+    join(process, 120)
+    assert process.exitcode == 0, err.read_text()
+    found = sorted(json.loads(line) for line in out.read_text().splitlines() if line.startswith("["))
     assert found == [["torchrun", rank, ["a0 a1", "b0 b1", "c0 c1"]] for rank in range(2)]
 
 
@@ -288,12 +296,14 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
-def test_what_listens_but_is_no_store_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MUTE], env=environment(), capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "rank 1 has not reached rank 0 within 1 s at 127.0.0.1, port" in done.stdout
-    assert "what listens there does not answer as a store does" in done.stdout
+@pytest.mark.usefixtures("_no_launcher")
+def test_what_listens_but_is_no_store_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = fork(run_script, _script(tmp_path, MUTE), folder=tmp_path, env=environment(), out=out, err=out)
+    join(process, 60)
+    assert process.exitcode == 0
+    assert "rank 1 has not reached rank 0 within 1 s at 127.0.0.1, port" in out.read_text()
+    assert "what listens there does not answer as a store does" in out.read_text()
 
 
 def mpiexec() -> str:

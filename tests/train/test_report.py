@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from rich.console import Console
 from hzero.cli import main
 from hzero.formatting import size_text
 from hzero.plan.command import compute
-from hzero.train.summary import print_summary
+from hzero.train import curves
+from hzero.train.summary import ends, print_summary
 
 
 def _summary() -> dict[str, Any]:
@@ -29,15 +33,21 @@ def _summary() -> dict[str, Any]:
         "tokens_per_s": 1000.0,
         "tflops_per_rank": 0.001, "step_s_median": 0.3, "model": "tiny", "parameters": 1234567, "world_size": 8,
         "preset": "topo", "traffic": traffic, "compressed_share": 1.0, "ratio": 4.0, "memory": {"optimizer": 12345},
+        "traced": {"node": {"wire_s": 0.5, "behind_compute": 0.25, "behind_tiers": 0.5}},
         "transient": {"transient gather": 99}, "zero3": {"traffic": stock, "memory": [{"name": "optimizer", "bytes": 5}]},
         "eval": {"loss_decoded": 4.1, "loss_exact": 4.05}, "versions": {"torch": "2"},
     }  # fmt: skip
 
 
-def _run(path: Path, steps: int, summary: bool = True, torn: bool = False) -> Path:
+def _run(
+    path: Path, losses: list[float | None], summary: bool = True, torn: bool = False, figures: bool = True
+) -> Path:
     path.mkdir(parents=True)
-    rows = [{"kind": "step", "step": s, "loss": 6 - s / 10} for s in range(1, steps + 1)]
-    rows.append({"kind": "eval", "step": steps, "loss_decoded": 4.0, "loss_exact": 3.9})
+    more = {"grad_norm": 1.5, "tokens_per_s": 1000.0, "tflops_per_rank": 0.5, "step_s": 0.5} if figures else {}
+    rows: list[dict[str, Any]] = [
+        {"kind": "step", "step": step, "loss": loss, **more} for step, loss in enumerate(losses, 1)
+    ]
+    rows.append({"kind": "eval", "step": len(losses), "loss_decoded": 4.0, "loss_exact": 3.9})
     text = "\n".join(json.dumps(row) for row in rows)
     (path / "metrics.jsonl").write_text(text + ('\n{"kind": "st' if torn else "\n"))
     (path / "config.yaml").write_text("a: <b>\n")
@@ -46,24 +56,111 @@ def _run(path: Path, steps: int, summary: bool = True, torn: bool = False) -> Pa
     return path
 
 
+class _Page(HTMLParser):
+    """The page's figures by title, cells of tables, addresses, and tags left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: dict[str, dict[str, int]] = {}
+        self.cells: list[str] = []
+        self.addresses: list[str] = []
+        self._open: list[str] = []
+        self._figure: dict[str, int] = {}
+        self.feed(text)
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self._open.append(tag)
+        self._figure[tag] = self._figure.get(tag, 0) + 1
+        if tag == "figure":
+            self._figure = {}
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if "figure" in self._open and self._open[-1] == "h2":
+            self.figures[data] = self._figure
+        if self._open and self._open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+    def row(self, name: str, columns: int) -> list[str]:
+        place = self.cells.index(name) + 1
+        return self.cells[place : place + columns]
+
+
 def test_report_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [_run(tmp_path / "whole", 20), _run(tmp_path / "torn", 7, summary=False, torn=True)]
+    falling = [6 - step / 10 for step in range(1, 21)]
+    runs = [
+        _run(tmp_path / "whole", falling),
+        _run(tmp_path / "torn & <cut>", [*falling[:7], None], summary=False, torn=True),
+    ]
     assert main(["report", *map(str, runs), "-o", str(tmp_path / "out")]) == 0
     assert "report.html" in capsys.readouterr().out
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
-    assert "1 lines of its metrics could not be read" in page
-    assert "has no summary" in page
-    assert "a: &lt;b&gt;" in page
-    for name in ("loss.png", "bytes.png"):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "out" / "report.html").read_text()
+    page = _Page(text)
+    titles = ("Training loss", "Gradient norm", "tokens/s", "TFLOPS", "Bytes received", "Memory", "Hidden share")
+    assert len(page.figures) == len(titles) and all(title in " ".join(page.figures) for title in titles)
+    assert all(figure["svg"] >= 2 for figure in page.figures.values())  # the picture, and keys of its legend
+    assert all(address.startswith("#") for address in page.addresses)  # so the page works offline
+    assert not set(re.findall(r"#[0-9a-f]{6}", text[text.index("<figure") :])), "a colour that no ground changes"
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids)) and set(re.findall(r"url\(#(\w+)\)", text)) <= set(ids)
+    assert page.row("first loss", 2) == ["5.4500", "5.7500"] and page.row("last loss", 2) == ["4.4500", "not finite"]
+    assert page.row("tokens/s", 2) == ["1,000", "1,000"]
+    assert "The loss was not finite in 1 of 8 steps, gaps in its curve: 8." in text
+    assert "1 lines of its metrics could not be read" in text
+    assert "has no summary (unknown)" in text
+    assert "a: &lt;b&gt;" in text and "<cut>" not in text
+    for name in ("loss", "gradient_norm", "throughput", "tflops", "bytes", "memory", "hidden"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_report_of_one_run_goes_into_its_folder(tmp_path: Path) -> None:
-    run = _run(tmp_path / "one", 3, summary=False)
+    run = _run(tmp_path / "one", [3.0, 2.5, 2.0], summary=False, figures=False)
     assert main(["report", str(run)]) == 0
-    assert (run / "report" / "loss.png").exists()
-    assert not (run / "report" / "bytes.png").exists()
+    assert sorted(path.name for path in (run / "report").iterdir()) == ["loss.png", "report.html"]
+
+
+def test_the_page_of_a_long_run_is_small_and_says_what_is_drawn(tmp_path: Path) -> None:
+    losses: list[float | None] = [3 + math.sin(step * step) for step in range(100_000)]
+    losses[70_000] = None
+    run = _run(tmp_path / "long", losses, summary=False, figures=False)
+    assert main(["report", str(run)]) == 0
+    page = run / "report" / "report.html"
+    assert page.stat().st_size < 100_000
+    text = page.read_text()
+    assert re.search(r"Of 100,000 steps \d{3} are drawn: both ends and the extremes of 400 stretches", text)
+    assert "gaps in its curve: 70,001." in text
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 25, 1000, 30_000])
+def test_the_smooth_curve_begins_and_ends_in_the_summary(steps: int) -> None:
+    losses = [5 / (1 + step / 40) + math.sin(7 * step) / 3 for step in range(steps)]
+    first, last, window = ends(losses)
+    curve = curves.smooth(losses, window)
+    assert len(curve) == steps - window + 1
+    assert [curve[0], curve[-1]] == pytest.approx([first, last], rel=1e-12)
+    if steps == 30_000:  # away from the ends the waves are gone
+        assert curve[15_000] == pytest.approx(5 / (1 + 15_000 / 40), abs=0.005)
+
+
+def test_gaps_stay_and_extremes_are_drawn() -> None:
+    values = [1.0] * 50_000
+    values[30_001], values[40_002], values[45_003] = 9.0, -9.0, math.nan
+    assert {0, 49_999, 30_001, 40_002, 45_003} <= set(curves.drawn(values))
+    assert len(curves.drawn(values)) <= 3 * curves.STRETCHES + 2
+    assert curves.drawn(values[:1000]) == list(range(1000))
+    smoothed = curves.smooth(values[44_000:46_000], 10)
+    assert [place for place, mean in enumerate(smoothed) if math.isnan(mean)] == list(range(994, 1004))
+    assert curves.spans([3, 7, 8, 9, 1200]) == "3, 7 to 9, 1,200"
+    assert curves.spans(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
 def test_report_says_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from tests.zero.training import (
     train_ddp,
 )
 
-STEPS = {1: 8, 4: 4}  # optimizer steps, by micro-steps per step
+STEPS = {1: 4, 4: 3}  # optimizer steps, by micro-steps per step
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LAYOUTS = {8: (2, 2, 2), 6: (3, 1, 2)}
 

@@ -195,7 +195,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
         again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
         assert node == again, "a skipped step must leave the resident payloads valid"
-        losses = train(engine, 25, first=2)
+        losses = train(engine, 16, first=2)
         assert not engine.optimizer.overflow and losses[-1] < losses[0]
         engine.destroy()
 
@@ -216,11 +216,11 @@ def check_cpu_offload_optimizer() -> None:
 def check_activation_checkpointing() -> None:
     """Both kinds give the losses of none."""
     plain = engine_of(ds_config(block_of("lossless"), 2))
-    want = train(plain, 4, 2)
+    want = train(plain, 3, 2)
     plain.destroy()
     for kind in ("reentrant", "non-reentrant"):
         engine = engine_of(ds_config(block_of("lossless"), 2), AwkwardNet(checkpointing=kind))
-        assert_losses(train(engine, 4, 2), want)
+        assert_losses(train(engine, 3, 2), want)
         engine.destroy()
 
 

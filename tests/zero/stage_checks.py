@@ -19,10 +19,12 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.codecs import backends
 from hzero.collectives import Transport
+from hzero.collectives.transport import order_of_ranks
 from hzero.config import ALGORITHMS
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
-from hzero.zero.block import check_deepspeed, check_group
+from hzero.zero.overridden import check_deepspeed
+from hzero.zero.refusals import check_group
 from tests.zero.training import (
     TOPOLOGY,
     AwkwardNet,
@@ -215,7 +217,8 @@ def check_parameters_kept_whole_can_be_read_after_a_step() -> None:
 
 def check_a_world_in_another_order_is_refused() -> None:
     """A permuted group has the right size, and would give every rank another one's shard."""
-    permuted = dist.new_group([1, 0, *range(2, dist.get_world_size())], sort_ranks=False)
+    with order_of_ranks() as in_order:
+        permuted = dist.new_group([1, 0, *range(2, dist.get_world_size())], **in_order)
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
         check_group(permuted, "the data-parallel group")
 

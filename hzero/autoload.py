@@ -1,0 +1,179 @@
+"""Installs the stage as soon as DeepSpeed reads a configuration that holds the ``"hzero"`` block.
+
+torch calls `autoload` at the end of its own import (entry point ``torch.backends``, torch 2.5 and later), and
+``import hzero`` calls `register`. Either only asks Python to tell when DeepSpeed and Accelerate have been imported: this
+module imports nothing that takes time. Then the code of one function of DeepSpeed is replaced,
+``DeepSpeedConfig._initialize_params``, which all configurations go through, those of ``zero.Init`` too. The function itself
+stays, and so does every attribute of every module and class of DeepSpeed, until a configuration has the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hzero import block
+
+#: ``0`` leaves it to ``import hzero``, `hzero.enable` or ``hzero run`` to install the stage.
+VARIABLE = "HZERO_AUTOLOAD"
+
+
+def autoload() -> None:
+    """What torch calls. Never raises."""
+    if not turned_off(os.environ):
+        register()
+    elif imported_by_torch():
+        # A later `import hzero` has to find no module here, or it would not register either.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hzero"]:
+            del sys.modules[name]
+
+
+def turned_off(environ: Mapping[str, str]) -> bool:
+    """Whether the environment turns `autoload` off."""
+    return environ.get(VARIABLE, "1").strip().lower() in ("0", "false", "no", "off")
+
+
+def imported_by_torch() -> bool:
+    """Whether torch is being imported right now."""
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
+
+
+def register() -> None:
+    """Watches DeepSpeed's configurations and Accelerate's choice, now or as soon as they have been imported.
+
+    Raises:
+        ConfigError: An engine with a block has been built before, so that it trains plain ZeRO-3.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name, (owner, watch) in _WATCHED.items():
+        found = getattr(sys.modules.get(name), owner, None)
+        if found is not None and watch(found):
+            _refuse_engines_without_stage()
+
+
+class _Finder:
+    """Finds the watched modules as the other finders do, and calls back once they have been executed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _WATCHED:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader:
+    """A module's loader, which watches the module's class once it is there."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        owner, watch = _WATCHED[module.__name__]
+        try:
+            watch(getattr(module, owner))
+        except Exception as error:  # whoever imports DeepSpeed may not want hzero at all
+            print(f"hzero: cannot watch {module.__name__}.{owner}, so it is off: {error}", file=sys.stderr)
+
+
+def _watch_configurations(watched: Any) -> bool:
+    function = watched._initialize_params
+    if function.__code__ is _initialize_params.__code__:
+        return False
+    _stock.append(types.FunctionType(function.__code__, function.__globals__, function.__name__))
+    function.__code__ = _initialize_params.__code__
+    return True
+
+
+#: ``DeepSpeedConfig._initialize_params`` as DeepSpeed has it.
+_stock: list[Callable[[Any, dict[str, Any]], None]] = []
+
+
+def _initialize_params(self: Any, param_dict: dict[str, Any]) -> None:
+    from hzero.autoload import read_configuration  # this code runs in DeepSpeed's namespace
+
+    read_configuration(self, param_dict)
+
+
+def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
+    """``DeepSpeedConfig._initialize_params``, which first installs the stage where the configuration has a block.
+
+    DeepSpeed then sees the block at the top level, where it ignores unknown keys.
+    """
+    if block.find(param_dict) is not None:
+        from hzero import zero
+
+        zero.enable()
+        config._param_dict = param_dict = block.lifted(param_dict)
+    _stock[0](config, param_dict)
+
+
+def _watch_accelerate(watched: Any) -> bool:
+    stock = watched.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        _refuse_unused_plugin(self, kwargs.get("deepspeed_plugins") or kwargs.get("deepspeed_plugin"))
+
+    if not hasattr(stock, "__wrapped__"):
+        watched.__init__ = init
+    return False
+
+
+def _refuse_unused_plugin(accelerator: Any, plugins: Any) -> None:
+    """Refuses an ``Accelerator`` that trains DDP on processors although its DeepSpeed configuration has the block."""
+    if "DEEPSPEED" in str(accelerator.distributed_type):
+        return
+    configs = [
+        getattr(one, "deepspeed_config", None) for one in (plugins.values() if isinstance(plugins, dict) else [plugins])
+    ]
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        configs.append(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
+    if any(block.find(config) is not None for config in configs):
+        from hzero.validation import ConfigError
+
+        raise ConfigError(
+            f"{block.KEY}: the block is asked for, but Accelerate does not use DeepSpeed (found "
+            f"{accelerator.distributed_type}); cpu=True and ACCELERATE_USE_CPU turn it off: leave them out, or remove the block"
+        )
+
+
+#: Module: the class to watch, and what watches it; that tells whether engines may have been built unwatched.
+_WATCHED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "deepspeed.runtime.config": ("DeepSpeedConfig", _watch_configurations),
+    "accelerate.accelerator": ("Accelerator", _watch_accelerate),
+}
+
+
+def _refuse_engines_without_stage() -> None:
+    """Refuses engines that were built before anything watched: their block has been ignored in silence."""
+    import gc
+
+    module = sys.modules.get("deepspeed.runtime.engine")
+    engine = getattr(module, "DeepSpeedEngine", None)
+    if engine is None:
+        return
+    for thing in gc.get_objects():
+        if issubclass(type(thing), engine) and block.find(getattr(thing, "config", None)) is not None:
+            from hzero.validation import ConfigError
+
+            raise ConfigError(
+                f"{block.KEY}: an engine with the block was built before hzero was there, and trains plain ZeRO-3; import "
+                f"hzero before deepspeed.initialize is called, or leave {VARIABLE} at 1"
+            )

@@ -1,0 +1,88 @@
+"""Finds the ``"hzero"`` block of a DeepSpeed configuration. Imports neither DeepSpeed nor pydantic: see `hzero.autoload`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+#: The block's key.
+KEY = "hzero"
+#: The block of DeepSpeed's that holds it; the top level of the configuration may hold it too.
+PARENT = "zero_optimization"
+
+
+def load(ds_config: Any) -> Mapping[str, Any] | None:
+    """A DeepSpeed configuration as a mapping; None for what DeepSpeed could not read either, and will report.
+
+    Args:
+        ds_config: What DeepSpeed takes: a dictionary, the path of a JSON file, or a JSON text in base64.
+    """
+    if ds_config is None or isinstance(ds_config, Mapping):
+        return ds_config
+    import base64
+
+    import hjson  # a dependency of DeepSpeed, which reads its configurations with it
+
+    try:
+        if os.path.exists(ds_config):
+            with open(ds_config, encoding="utf-8") as file:
+                text = file.read()
+        else:
+            text = base64.urlsafe_b64decode(ds_config).decode("utf-8")
+        found = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except (OSError, TypeError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, Mapping) else None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("duplicate keys")
+    return found
+
+
+def find(ds_config: Any) -> Mapping[str, Any] | None:
+    """The block of a DeepSpeed configuration, as written; None where it has none.
+
+    Args:
+        ds_config: As for `load`.
+
+    Raises:
+        ConfigError: The block is not a mapping, its key is misspelt, or both places have one.
+    """
+    config = load(ds_config)
+    if config is None:
+        return None
+    parent = config.get(PARENT)
+    places = {KEY: config, f"{PARENT}.{KEY}": parent if isinstance(parent, Mapping) else {}}
+    for where, place in places.items():
+        for name in place:
+            if name != KEY and str(name).lower().replace("_", "").replace("-", "") == KEY:
+                raise _error(f"{where.removesuffix(KEY)}{name}: unknown key; did you mean {KEY!r}?")
+    found = {where: place[KEY] for where, place in places.items() if KEY in place}
+    if len(found) == 2:
+        raise _error(f"{KEY}: found at the top level and in {PARENT}; keep the one in {PARENT}")
+    for where, block in found.items():
+        if not isinstance(block, Mapping):
+            raise _error(f"{where}: found {block!r}, expected a block of keys")
+        return block
+    return None
+
+
+def lifted(ds_config: Any) -> Any:
+    """The configuration with its block at the top level, where DeepSpeed ignores unknown keys; the argument stays as it is."""
+    block, config = find(ds_config), load(ds_config)
+    if block is None or config is None:
+        return ds_config
+    parent = config.get(PARENT)
+    if isinstance(parent, Mapping):
+        config = {**config, PARENT: {key: value for key, value in parent.items() if key != KEY}}
+    return {**config, KEY: block}
+
+
+def _error(message: str) -> Exception:
+    from hzero.validation import ConfigError
+
+    return ConfigError(message)

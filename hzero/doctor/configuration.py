@@ -1,0 +1,172 @@
+"""A DeepSpeed configuration, as hzero and DeepSpeed will read it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from hzero import autoload
+from hzero.block import KEY, PARENT, find
+from hzero.config import HZeroConfig, TopologyConfig, parse_config
+from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
+from hzero.sharding.plan import ShardPlan
+from hzero.topology import Grid, resolve_grid
+from hzero.topology.resolve import declared_grid
+from hzero.validation import ConfigError
+
+#: What Trainer and Accelerate fill in.
+AUTO = "auto"
+
+
+def examine_deepspeed(findings: Findings) -> str:
+    """How many functions of DeepSpeed are as the stage expects; every other one is a finding."""
+    try:
+        with _quiet():
+            from hzero.zero import overridden
+    except ImportError as error:
+        findings.add(UNUSABLE, f"deepspeed cannot be used: {error}")
+        return str(error)
+    other = list(overridden.differences())
+    try:
+        overridden.check_deepspeed()
+    except ConfigError as error:
+        findings.add(UNUSABLE, *([] if other else [str(error)]), *(f"deepspeed has another {one}" for one in other))
+    return f"{overridden.COUNT - len(other)} of {overridden.COUNT} functions are as the stage expects"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, DeepSpeed is imported without a search for absent accelerators, and logs errors alone, to stderr."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """A DeepSpeed configuration file.
+
+    Raises:
+        ConfigError: It cannot be read; the message names the file and the place.
+    """
+    import hjson  # DeepSpeed reads its configurations with it
+
+    try:
+        found = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(f"{path}: {why}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a DeepSpeed configuration, a JSON object")
+    return found
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for key in found:
+        if [other for other, _ in pairs].count(key) > 1:
+            raise ValueError(f"the key {key!r} is given twice")
+    return found
+
+
+def examine_configuration(
+    path: Path, grid: Grid | None, world_size: int, findings: Findings, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Where the block stands, what it will do, and what keeps it from taking effect.
+
+    Args:
+        path: The file.
+        grid: Where the ranks sit, if that has been discovered.
+        world_size: Ranks that a launcher has started; 1 for none.
+        findings: Takes what is wrong.
+        environ: The environment.
+
+    Raises:
+        ConfigError: The file or the block cannot be read.
+    """
+    config = read_configuration(path)
+    result: dict[str, Any] = {"file": str(path), "place": None, "in_effect": None, "autoload": autoload_state(environ)}
+    block = find(config)
+    if block is None:
+        findings.add(DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
+        return result
+    parent = config.get(PARENT)
+    inside = isinstance(parent, Mapping) and KEY in parent
+    result["place"] = f"{PARENT}.{KEY}" if inside else KEY
+    if not inside:
+        findings.add(
+            GOOD,
+            f"{path}: {KEY} is at the top level, which DeepSpeed ignores where hzero is missing; inside {PARENT} "
+            "DeepSpeed would refuse it then",
+        )
+    parsed = parse_config(block)
+    try:
+        with _quiet():
+            from hzero.zero.refusals import check_file
+
+            check_file(config)
+    except ConfigError as error:
+        findings.add(UNUSABLE, f"{path}: {error}")
+    result["auto"] = sorted(_auto_keys(config))
+    if f"{result['place']}.topology" in result["auto"]:
+        findings.add(
+            GOOD, f'{path}: "topology": "auto" is the default; Accelerate refuses an "auto" that it cannot fill'
+        )
+    if not result["autoload"].startswith("on"):
+        findings.add(
+            DEGRADED, f"autoload is {result['autoload']}: start the script with `hzero run`, or import hzero in it"
+        )
+    if environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+        findings.add(UNUSABLE, "ACCELERATE_USE_CPU is set: Accelerate trains DDP then, without DeepSpeed")
+    result["in_effect"] = f"{parsed.preset}, on the grid of the ranks that are started"
+    try:
+        grid = _grid(parsed, grid, world_size)
+    except ConfigError as error:
+        findings.add(UNUSABLE, f"{path}: {error}")
+        return result
+    if grid is not None:
+        plan = ShardPlan.from_config(parsed, grid, 0)
+        result["in_effect"] = f"{parsed.preset} on {plan}"
+        findings.add(GOOD, *(f"{path}: {remark}" for remark in (*plan.adaptations, *plan.notes)))
+    return result
+
+
+def _grid(parsed: HZeroConfig, discovered: Grid | None, world_size: int) -> Grid | None:
+    """The grid of the run; None where nothing says how many ranks there will be."""
+    topology = parsed.topology
+    declared = topology if isinstance(topology, TopologyConfig) else declared_grid(topology, f"{KEY}.topology")
+    if declared is None:
+        return discovered
+    if world_size == 1:
+        if declared.nodes is None:
+            return None
+        world_size = declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
+    return resolve_grid(declared, world_size)
+
+
+def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _auto_keys(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            yield f"{prefix}{key}"
+
+
+def autoload_state(environ: Mapping[str, str] = os.environ) -> str:
+    """``on``, or ``off`` with the reason: whether torch loads hzero by itself."""
+    if not any(entry.value.startswith("hzero.") for entry in entry_points(group="torch.backends")):
+        return "off, since hzero is not installed as a package"
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return f"off by TORCH_DEVICE_BACKEND_AUTOLOAD={environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}"
+    if autoload.turned_off(environ):
+        return f"off by {autoload.VARIABLE}={environ[autoload.VARIABLE]}"
+    return "on"

@@ -1,0 +1,56 @@
+"""``hzero run SCRIPT``, ``torchrun -m hzero.run SCRIPT``: runs a script with hzero, whether or not torch loads it by itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hzero.validation import ConfigError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="hzero run",
+        description='Runs a Python script in which DeepSpeed configurations with an "hzero" block are served by hzero, '
+        "without a change of the script. With hzero installed this is so anyway; this command also works where torch does "
+        "not load it (HZERO_AUTOLOAD=0, TORCH_DEVICE_BACKEND_AUTOLOAD=0, a checkout), and says if no block was found.",
+        epilog="examples:\n"
+        "  hzero run train.py --deepspeed ds_config.json\n"
+        "  torchrun --nproc-per-node=8 -m hzero.run train.py --deepspeed ds_config.json\n"
+        "  accelerate launch -m hzero.run train.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    made.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
+    made.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return made
+
+
+def run_script(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for a script that is not there."""
+    parsed = parser().parse_args(list(arguments))
+    if not parsed.module and not Path(parsed.script).is_file():
+        raise ConfigError(f"SCRIPT: no file {parsed.script!r}")
+    sys.argv = [parsed.script, *parsed.rest]
+    # As python does: the script's own folder, or with -m the current one, comes first.
+    sys.path.insert(0, os.getcwd() if parsed.module else str(Path(parsed.script).resolve().parent))
+    if parsed.module:
+        runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(parsed.script, run_name="__main__")
+    if "hzero.zero" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        print('hzero: no DeepSpeed configuration with an "hzero" block was read', file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(run_script(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"hzero: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

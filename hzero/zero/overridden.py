@@ -1,0 +1,112 @@
+"""What the stage overrides or calls in DeepSpeed: the one list that a new release is checked against.
+
+`hzero.enable` checks it, and ``hzero doctor`` names every difference, also in versions that the stage does not support.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from hzero.validation import ConfigError
+
+#: The versions supported: the first, and the first that is not.
+VERSIONS = ((0, 19, 8), (0, 20))
+SUPPORTED = "hzero supports deepspeed >=0.19.8,<0.20"
+
+#: Methods that the stage overrides, wraps or calls, with the arguments that it relies on. Taken from DeepSpeed 0.19.8.
+EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (DeepSpeedConfig, "_initialize_params", ("self", "param_dict")),
+    (DeepSpeedEngine, "_do_sanity_check", ("self",)),
+    (DeepSpeedZeRoOffload, "__init__", ("self", "module", "timers", "ds_config")),
+    (DeepSpeedZeRoOffload, "partition_all_parameters", ("self",)),
+    (DeepSpeedZeRoOffload, "destroy", ("self",)),
+    (
+        DeepSpeedZeroOptimizer_Stage3,
+        "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+        ("self", "params_to_reduce", "communication_data_type"),
+    ),
+    (DeepSpeedZeroOptimizer_Stage3, "partition_grads", ("self", "params_to_release", "grad_partitions")),
+    (DeepSpeedZeroOptimizer_Stage3, "backward_prologue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "backward_epilogue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "independent_gradient_partition_epilogue", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),
+    (DeepSpeedZeroOptimizer_Stage3, "step", ("self", "closure")),
+    (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
+    (DeepSpeedZeroOptimizer_Stage3, "_restore_from_bit16_weights", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "load_state_dict", ("self", "state_dict_list")),
+    (DeepSpeedZeroOptimizer_Stage3, "offload_states", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "get_fp32_grad_partitions", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "_finalize_offload_gradient_accumulation", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
+    (DeepSpeedZeroOptimizer_Stage3, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
+    (DeepSpeedZeroOptimizer_Stage3, "reload_states", ("self", "non_blocking")),
+)
+#: Functions that DeepSpeed makes for every parameter inside this method, which the stage replaces on the parameter.
+MAKER = (Init, "_convert_to_deepspeed_param")
+ON_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("param_list", "async_op", "hierarchy"),
+    "all_gather_coalesced": ("params", "safe_mode", "quantize"),
+    "partition": ("param_list", "hierarchy", "has_been_updated", "free_data"),
+}
+
+
+#: How many functions `differences` looks at.
+COUNT = len(EXPECTED) + len(ON_PARAMETERS)
+
+
+def differences() -> Iterator[str]:
+    """Whatever the stage relies on and this DeepSpeed lacks or has otherwise, one line each."""
+    for owner, name, arguments in EXPECTED:
+        method = getattr(owner, name, None)
+        yield from _compared(f"{owner.__name__}.{name}", _arguments(method) if method is not None else None, arguments)
+    owner, name = MAKER
+    made = {
+        code.co_name: code.co_varnames[: code.co_argcount]
+        for code in _function(getattr(owner, name)).__code__.co_consts
+        if inspect.iscode(code)
+    }
+    for inner, arguments in ON_PARAMETERS.items():
+        yield from _compared(f"{owner.__name__}.{name} -> {inner}", made.get(inner), arguments)
+
+
+def check_deepspeed() -> None:
+    """Checks that the stage supports this DeepSpeed.
+
+    Raises:
+        ConfigError: The version is outside ``>=0.19.8,<0.20``, or something of `differences`.
+    """
+    numbers = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3] if part.isdigit())
+    if not VERSIONS[0] <= numbers < VERSIONS[1]:
+        raise ConfigError(f"deepspeed {deepspeed.__version__} found; {SUPPORTED}")
+    for difference in differences():
+        raise ConfigError(f"deepspeed {deepspeed.__version__} has another {difference}; {SUPPORTED}")
+
+
+def _compared(what: str, found: tuple[str, ...] | None, expected: tuple[str, ...]) -> Iterator[str]:
+    if found is None:
+        yield f"{what} than the stage expects (it is missing, expected arguments {expected})"
+    elif found[: len(expected)] != expected:
+        yield f"{what} than the stage expects (arguments {found}, expected {expected})"
+
+
+def _arguments(method: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(_function(method)).parameters)
+
+
+def _function(method: Any) -> Any:
+    """The function of a method, also where DeepSpeed's profiling decorator hides it behind (*args, **kwargs)."""
+    if tuple(inspect.signature(method).parameters) == ("args", "kwargs"):
+        for cell in method.__closure__ or ():
+            if inspect.isfunction(cell.cell_contents):
+                return _function(cell.cell_contents)
+    return method

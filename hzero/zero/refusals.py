@@ -1,0 +1,155 @@
+"""DeepSpeed features that the stage does not support, each refused by name; and the block, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from hzero.block import KEY, PARENT, find, lifted, load
+from hzero.config import HZeroConfig, parse_config
+from hzero.validation import ConfigError
+
+#: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
+ZeroParameter: TypeAlias = Any
+
+
+def read_block(ds_config: Any) -> HZeroConfig | None:
+    """The block of a DeepSpeed configuration, parsed; None where it has none. Raises as `hzero.block.find` and `parse_config`."""
+    block = find(ds_config)
+    return None if block is None else parse_config(block)
+
+
+def sets_persistence_threshold(ds_config: Any) -> bool:
+    """Whether the user set a persistence threshold; hzero's default is 0."""
+    zero = (load(ds_config) or {}).get(PARENT, {})
+    return any(key in zero for key in ("stage3_param_persistence_threshold", "param_persistence_threshold"))
+
+
+def check_config(config: DeepSpeedConfig, optimizer: str | None) -> None:
+    """Refuses, by name, DeepSpeed features that the stage does not support.
+
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        optimizer: Name of the optimizer.
+
+    Raises:
+        ConfigError: Naming the key, what was found and what is possible.
+    """
+    zero = config.zero_config
+    if zero.stage != 3:
+        raise ConfigError(
+            f"{KEY} needs zero_optimization.stage 3, found {int(zero.stage)}; set it to 3 or remove the {KEY} block"
+        )
+    autotp_size = config.tensor_parallel_config.autotp_size
+    offload_param = getattr(zero.offload_param, "device", "none")
+    offload_optimizer = getattr(zero.offload_optimizer, "device", "none")
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("compile.deepcompile", True, bool(getattr(config.compile_config, "deepcompile", False)), "false"),
+        ("hybrid_engine.enabled", True, bool(config.hybrid_engine.enabled), "false"),
+        ("zero_optimization.zenflow", "a block", zero.zenflow is not None, "no such key"),
+        (
+            "expert_parallel (AutoEP)",
+            "enabled",
+            bool(getattr(config.expert_parallel_config, "enabled", False)),
+            "disabled",
+        ),
+        (
+            "zero_optimization.offload_optimizer.super_offload",
+            True,
+            bool(getattr(zero.offload_optimizer, "super_offload", False)),
+            "false",
+        ),
+        (
+            "optimizer.type",
+            optimizer,
+            str(optimizer).lower() == "muon",
+            "another optimizer",
+        ),
+        ("zero_optimization.offload_param.device", str(offload_param), _is_set(offload_param), "none"),
+        (
+            "zero_optimization.offload_optimizer.device",
+            str(offload_optimizer),
+            _is_set(offload_optimizer, "cpu"),
+            "none or cpu",
+        ),
+        ("zero_optimization.reduce_scatter", False, not zero.reduce_scatter, "true"),
+        (
+            "zero_optimization.zero_hpz_partition_size",
+            zero.zero_hpz_partition_size,
+            zero.zero_hpz_partition_size > 1,
+            f'1; {KEY} has "shard": {{"weights": "node"}} for it',
+        ),
+        ("zero_optimization.zero_quantized_weights", True, zero.zero_quantized_weights, f"false; {KEY} has codecs"),
+        (
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            True,
+            zero.zero_quantized_nontrainable_weights,
+            f"false; {KEY} has codecs",
+        ),
+        ("zero_optimization.zero_quantized_gradients", True, zero.zero_quantized_gradients, f"false; {KEY} has codecs"),
+        ("tensor_parallel.autotp_size", autotp_size, autotp_size > 1, "1"),
+        ("torch_autocast.enabled", True, config.torch_autocast_enabled, "false; use bf16 or fp16"),
+        (
+            "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+            True,
+            zero.use_all_reduce_for_fetch_params,
+            "false",
+        ),
+        ("zero_optimization.stage3_allgather_sequential", True, zero.allgather_sequential, "false"),
+    ]
+    for key, found, is_refused, possible in refused:
+        if is_refused:
+            raise ConfigError(f"{key}: found {found}, which {KEY} does not support; possible: {possible}")
+
+
+def check_file(config: Mapping[str, Any]) -> None:
+    """`check_config` of a configuration as it is written, before there are ranks.
+
+    Values "auto" are left out, since a client will fill them in, and batch sizes, which depend on the number of ranks.
+
+    Raises:
+        ConfigError: As `check_config`, or in DeepSpeed's words where DeepSpeed refuses the configuration.
+    """
+    without = {key: value for key, value in _filled_in(lifted(config)).items() if "batch_size" not in key}
+    without.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    try:
+        read = DeepSpeedConfig(without)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"DeepSpeed refuses it: {' '.join(str(error).split())}") from None
+    check_config(read, read.optimizer_name)
+
+
+def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _filled_in(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+def _is_set(device: Any, *allowed: str) -> bool:
+    name = str(getattr(device, "value", device))
+    return name not in ("none", "None", *allowed)
+
+
+def check_group(group: Any, what: str) -> None:
+    """Refuses a partition group that is not the whole world in the world's order.
+
+    Raises:
+        ConfigError: The group is smaller, as under AutoTP, expert parallelism or an mpu, or its ranks are permuted, so
+            that rank r does not own shard r.
+    """
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    if len(ranks) != dist.get_world_size():
+        raise ConfigError(
+            f"{what}: partitioned over {len(ranks)} of {dist.get_world_size()} ranks; {KEY} needs the whole world "
+            "(no tensor, expert or model parallelism)"
+        )
+    place = next((place for place, rank in enumerate(ranks) if place != rank), None)
+    if place is not None:
+        raise ConfigError(
+            f"{what}: its rank {place} is rank {ranks[place]} of the world; {KEY} needs the world's own order"
+        )
