@@ -39,20 +39,25 @@ def describe(run_dir: Path, model: dict[str, Any], tokenizer: Any) -> None:
     tokenizer.save_pretrained(target)
 
 
-def run_export(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
         prog="hzero export",
         description="Writes the newest complete checkpoint of a run as a Hugging Face folder: safetensors, config.json and "
         "tokenizer, from the exact float32 weights.",
         epilog="example: hzero export runs/default -o my-model --dtype bf16",
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("run", metavar="RUN", type=Path, help="folder of a run, such as runs/default")
     add("-o", "--output", metavar="DIR", type=Path, help="folder to write (default RUN/export)")
     add("--dtype", choices=sorted(DTYPES), help="type of the weights (default: that of the training)")
     add("--overwrite", action="store_true", help="replace an export that is there")
-    parsed = parser.parse_args(list(arguments))
+    return made
+
+
+def run_export(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parsed = parser().parse_args(list(arguments))
     output = (parsed.output or parsed.run / "export").expanduser()
     found = _checkpoint(parsed.run)
     _check_output(output, parsed.overwrite)
