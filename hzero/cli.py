@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("hzero.train.application:run", "train a GPT-NeoX on text with the stage (a Hydra application)"),
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
     "report": ("hzero.train.report:run_report", "draw loss curves and bytes by tier of one or more runs (PNG, HTML)"),
+    "export": ("hzero.train.export:run_export", "write a run's model as a Hugging Face folder"),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
     "doctor": (
         "hzero.doctor.command:run_doctor",

@@ -21,8 +21,15 @@ Name = Annotated[str, Field(min_length=1)]
 Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 
 
-class ModelGroup(Frozen):
-    """A GPT-NeoX. ``zero_init`` says whether it is built under ``deepspeed.zero.Init``."""
+class AnyModel(Frozen):
+    """What all models have. ``zero_init`` says whether it is built under ``deepspeed.zero.Init``."""
+
+    seq_length: int = Field(ge=2)
+    zero_init: Literal["auto", True, False]
+
+
+class ModelGroup(AnyModel):
+    """A GPT-NeoX."""
 
     name: str
     hidden_size: Positive
@@ -30,8 +37,6 @@ class ModelGroup(Frozen):
     num_heads: Positive
     intermediate_size: Positive
     vocab_size: int = Field(ge=257)
-    seq_length: int = Field(ge=2)
-    zero_init: Literal["auto", True, False]
 
     @field_validator("num_heads")
     @classmethod
@@ -42,13 +47,24 @@ class ModelGroup(Frozen):
         return value
 
 
+class HFModel(AnyModel):
+    """Any causal language model of transformers (`hzero.settings.architecture`)."""
+
+    name: Name | None
+    path: Name | None
+    config: dict[str, Any] | None
+
+
 class DataGroup(Frozen):
-    """The text. ``path`` null is Python's standard library, ``max_bytes`` 0 takes all of it."""
+    """The text. ``path`` null is Python's standard library; ``max_bytes`` 0 takes all, null all of ``path``."""
 
     path: Name | None
-    max_bytes: Count
+    max_bytes: Count | None
     eval_share: FiniteFloat = Field(gt=0, lt=1)
     cache_dir: Name | None
+    format: Literal["auto", "text", "jsonl"]
+    packing: bool
+    chat_template: Name | None
 
 
 class Bandwidth(Frozen):
@@ -103,6 +119,7 @@ class TrainBlock(Frozen):
     activation_checkpointing: bool
     eval_every: Count
     eval_batches: Positive
+    monitor: Literal["tensorboard", "wandb", "csv"] | None
     timeout_s: Timeout
 
 
@@ -113,8 +130,19 @@ class CheckpointBlock(Frozen):
     keep: Positive
 
 
-class TraceBlock(Frozen):
-    """The first and the last step that rank 0 traces; null for none."""
+class SampleBlock(Frozen):
+    """Text that the model writes: every so many steps (0: never) and at the end."""
+
+    every: Count
+    at_end: bool
+    prompt: Name | None
+    tokens: Positive
+    temperature: Rate
+    max_s: Timeout
+
+
+class WindowBlock(Frozen):
+    """The first and the last step that rank 0 traces or profiles; null for none."""
 
     steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None
 
@@ -138,7 +166,9 @@ class Configuration(Frozen):
     run: RunBlock
     train: TrainBlock
     checkpoint: CheckpointBlock
-    trace: TraceBlock
+    sample: SampleBlock
+    trace: WindowBlock
+    profile: WindowBlock
     deepspeed: dict[str, Any]
 
     @field_validator("resume")
@@ -149,10 +179,16 @@ class Configuration(Frozen):
         return value
 
 
+class HFConfiguration(Configuration):
+    """The same with ``model=hf``."""
+
+    model: HFModel  # type: ignore[assignment]
+
+
 def known_keys() -> list[str]:
     """Dotted names of all keys, groups among them."""
     zero = (f"zero.{key}" for key in _dotted(HZeroConfig) if not key.startswith(("topology", "preset_")))
-    return [*_dotted(Configuration), *zero]
+    return [*_dotted(Configuration), *_dotted(HFModel, "model."), *zero]
 
 
 def _dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

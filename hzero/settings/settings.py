@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hzero.config import TopologyConfig, parse_config, parse_topology
-from hzero.settings.groups import Configuration
+from hzero.settings import architecture
+from hzero.settings.groups import Configuration, HFConfiguration
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
 from hzero.topology import Grid, foreseen_grid, resolve_grid
@@ -39,13 +40,22 @@ def without_nulls(value: Any) -> Any:
 
 
 def model_numels(model: dict[str, Any]) -> list[int]:
-    """Elements of every parameter of the ``model`` group's model."""
+    """Elements of every parameter of the ``model`` group's model. Needs torch for ``model=hf`` alone."""
+    if architecture.is_general(model):
+        return list(architecture.architecture(model).numels)
     return gpt_neox_numels(
         hidden=model["hidden_size"],
         layers=model["num_layers"],
         vocab=model["vocab_size"],
         intermediate=model["intermediate_size"],
     )
+
+
+def model_vocab(model: dict[str, Any]) -> int:
+    """Ids of tokens of the ``model`` group's model."""
+    if architecture.is_general(model):
+        return architecture.architecture(model).vocab_size
+    return int(model["vocab_size"])
 
 
 class Settings:
@@ -67,8 +77,10 @@ class Settings:
     """
 
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
-        validated(Configuration, config, "")
-        self.config = config
+        model = config.get("model")
+        general = isinstance(model, dict) and architecture.is_general(model)
+        validated(HFConfiguration if general else Configuration, config, "")
+        self.config = {**config, "model": architecture.resolved(config["model"])} if general else config
         _check_deepspeed(config["deepspeed"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
@@ -79,7 +91,7 @@ class Settings:
             self.grid = resolve_grid(declared, self.world_size, where=where)
         self.block = self._block(declared)
         self.plan = ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0) if self.block else None
-        self._check_trace()
+        self._check_windows()
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
@@ -97,14 +109,14 @@ class Settings:
             )
         return str(source)
 
-    def _check_trace(self) -> None:
-        steps, last = self.config["trace"]["steps"], self.config["train"]["steps"]
-        if steps is None:
-            return
-        if self.plan is None:
+    def _check_windows(self) -> None:
+        if self.config["trace"]["steps"] is not None and self.plan is None:
             raise ConfigError("trace.steps: given without zero.preset, and stock ZeRO-3 has no hops to trace")
-        if steps[1] > last:
-            raise ConfigError(f"trace.steps: found {steps}, and the run ends with step {last} (train.steps)")
+        last = self.config["train"]["steps"]
+        for block in ("trace", "profile"):
+            steps = self.config[block]["steps"]
+            if steps is not None and steps[1] > last:
+                raise ConfigError(f"{block}.steps: found {steps}, and the run ends with step {last} (train.steps)")
 
     @property
     def preset(self) -> str:

@@ -1,1 +1,1 @@
-"""The reference trainer: a Hydra application that trains a GPT-NeoX on text with the stage."""
+"""The trainer: a Hydra application that trains or fine-tunes a language model with the stage."""

@@ -22,7 +22,7 @@ from hzero.settings.conf import check_options, conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
-from hzero.train import checkpoint, data, folder
+from hzero.train import checkpoint, corpus, data, export, folder, monitor
 from hzero.train.worker import RANK_IMPORTS, prepare_process, train_rank, write_job
 from hzero.validation import ConfigError
 
@@ -113,11 +113,9 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     if claimed:
         claims.enter_context(folder.lock(run_dir))
     prepare_process(settings["launcher"]["threads"])
+    monitor.check(settings["train"]["monitor"])
     _check_machine(settings)
-    sequences = settings.world_size * settings["train"]["micro_batch"]
-    tokens = data.prepare(
-        settings["data"], settings["model"]["vocab_size"], settings["model"]["seq_length"], sequences, _say
-    )
+    tokens, tokenizer = corpus.prepare(settings, _say)
     found = checkpoint.find(resume, run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
     steps = settings["train"]["steps"]
     # A run that was stopped between its last step and its summary has an evaluation left to do.
@@ -133,7 +131,8 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
-    write_job(run_dir, data.folder_of(settings["data"], tokens), tokens.source, found.folder if found else None)
+    export.describe(run_dir, settings["model"], tokenizer)
+    write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
     return run_dir

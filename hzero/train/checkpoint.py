@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.files import replacing
+from hzero.settings import architecture
 from hzero.settings.settings import Settings
 from hzero.validation import ConfigError
 
@@ -24,7 +25,7 @@ class Identity:
 
     Attributes:
         model: Hash of the model's shape.
-        data: Hash of the tokenised text, and the share of it that is kept for evaluation.
+        data: Hash of the tokenised text, the share of it that is kept for evaluation, and whether examples are packed.
         seed: Of weights and batches.
         world_size: Ranks; ZeRO-3 writes one file per rank.
         dtype: Type of the weights.
@@ -39,11 +40,16 @@ class Identity:
 
 def identity_of(settings: Settings, data_key: str) -> Identity:
     """The identity of a run's checkpoints."""
-    # The other keys of the group fix the model's shape.
-    shape = {key: value for key, value in sorted(settings["model"].items()) if key not in ("name", "zero_init")}
+    model = settings["model"]
+    # The other keys of the group fix the shape of a GPT-NeoX.
+    shape = (
+        architecture.shape_of(model)
+        if architecture.is_general(model)
+        else {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init")}
+    )
     return Identity(
-        model=hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16],
-        data=f"{data_key} {settings['data']['eval_share']}",
+        model=hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
+        data=f"{data_key} {settings['data']['eval_share']}{'' if settings['data']['packing'] else ' unpacked'}",
         seed=settings["train"]["seed"],
         world_size=settings.world_size,
         dtype=settings.dtype,
@@ -183,7 +189,7 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
 def _compare(found: Checkpoint, identity: Identity) -> None:
     said = {
         "model": "was saved by a model of another shape (the model group differs)",
-        "data": "was trained on other text (data.path, data.max_bytes, data.eval_share or the vocabulary differ)",
+        "data": "was trained on other text (data.path, data.max_bytes, data.eval_share, data.packing or the tokenizer differ)",
         "seed": f"was trained with train.seed={found.identity.seed}, not {identity.seed}",
         "world_size": f"was saved by {found.identity.world_size} ranks, and this run has {identity.world_size}",
         "dtype": f"was trained in {found.identity.dtype}, not {identity.dtype}",

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hzero.train.tokenizer import fingerprint, train_tokenizer, with_end
 from hzero.validation import ConfigError
 
 #: Folders that are not the standard library itself, or not everywhere part of it.
@@ -23,6 +24,8 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__",
 _FORMAT = 1
 #: Age of a half-built corpus that nobody is building any more, in seconds.
 _ABANDONED_S = 86_400
+#: Of the standard library, unless ``data.max_bytes`` says otherwise.
+_STDLIB_BYTES = 8_000_000
 
 
 def stdlib_files() -> list[Path]:
@@ -124,6 +127,7 @@ def prepare(
     length: int,
     batch_sequences: int,
     say: Callable[[str], None] = lambda message: None,
+    tokenizer: Any = None,
 ) -> Tokens:
     """The tokenised corpus that the settings name, from the cache if it is there.
 
@@ -133,6 +137,7 @@ def prepare(
         length: Tokens of a sequence.
         batch_sequences: Sequences of one micro-step of all ranks; the minimum for the text.
         say: Takes a line on the progress.
+        tokenizer: That of a checkpoint; None trains one on the text.
 
     Raises:
         ConfigError: The path is missing, unreadable, empty or too short, or the cache cannot be written.
@@ -141,7 +146,8 @@ def prepare(
     files = stdlib_files() if path is None else text_files(Path(path).expanduser())
     if not files:
         raise ConfigError("data.path: this Python has no sources of its standard library; give a text file or folder")
-    texts = list(read_texts(files, data["max_bytes"]))
+    limit = data["max_bytes"]
+    texts = list(read_texts(files, (_STDLIB_BYTES if path is None else 0) if limit is None else limit))
     source = "Python standard library" if path is None else str(path)
     if not any(text.strip() for text in texts):
         raise ConfigError(f"data.path: {source!r} is empty")
@@ -155,11 +161,23 @@ def prepare(
                 "model.seq_length set these)"
             )
 
-    key = _key(texts, vocab_size)
-    folder = cache_root(data) / f"tokens-{key[:24]}"
-    if not _complete(folder):
+    key = _key(texts, str(vocab_size) if tokenizer is None else fingerprint(tokenizer))
+    folder = entry(data, key)
+    if not complete(folder):
         say(f"tokenising {sum(map(len, texts)) / 1e6:.1f} million characters of {source} (once; kept in {folder})")
-        _build(texts, vocab_size, folder, key, check_length)
+
+        def fill(work: Path) -> dict[str, Any]:
+            encoded = _encoded(texts, tokenizer) if tokenizer is not None else _trained(texts, vocab_size, work)
+            dtype = id_type(vocab_size)
+            count = 0
+            with open(work / "tokens.bin", "wb") as file:
+                for ids in encoded:
+                    np.asarray(ids, dtype=dtype).tofile(file)
+                    count += len(ids)
+            check_length(count)  # text that is refused leaves nothing behind
+            return {"tokens": count, "dtype": dtype.name, "vocab_size": vocab_size, "key": key}
+
+        keep(folder, fill)
     tokens = load(folder, data["eval_share"], source)
     check_length(len(tokens.train) + len(tokens.evaluation))
     return tokens
@@ -175,11 +193,16 @@ def load(folder: Path, eval_share: float, source: str) -> Tokens:
 
 def folder_of(data: dict[str, Any], tokens: Tokens) -> Path:
     """The cache folder of a corpus."""
-    return cache_root(data) / f"tokens-{tokens.key[:24]}"
+    return entry(data, tokens.key)
 
 
-def _key(texts: list[str], vocab_size: int) -> str:
-    digest = hashlib.sha256(f"{_FORMAT} {vocab_size}".encode())
+def entry(data: dict[str, Any], key: str) -> Path:
+    """The cache folder of a key."""
+    return cache_root(data) / f"tokens-{key[:24]}"
+
+
+def _key(texts: list[str], tokenizer: str) -> str:
+    digest = hashlib.sha256(f"{_FORMAT} {tokenizer}".encode())
     for text in texts:
         encoded = text.encode()
         digest.update(len(encoded).to_bytes(8, "little"))
@@ -187,19 +210,50 @@ def _key(texts: list[str], vocab_size: int) -> str:
     return digest.hexdigest()
 
 
-def _complete(folder: Path) -> bool:
+def complete(folder: Path) -> bool:
+    """Whether an entry of the cache is whole."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        expected = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
-        tokenizer = (folder / "tokenizer.json").stat().st_size == meta["tokenizer_bytes"]
-        return tokenizer and (folder / "tokens.bin").stat().st_size == expected
+        sizes = meta.get("files") or {  # the latter in entries of earlier releases
+            "tokens.bin": meta["tokens"] * np.dtype(meta["dtype"]).itemsize,
+            "tokenizer.json": meta["tokenizer_bytes"],
+        }
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _build(texts: list[str], vocab_size: int, folder: Path, key: str, check: Callable[[int], None]) -> None:
-    from tokenizers import ByteLevelBPETokenizer
+def id_type(vocab_size: int) -> np.dtype[Any]:
+    """Type in which ids are kept."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
+
+def _encoded(texts: list[str], tokenizer: Any) -> Iterator[list[int]]:
+    """Ids of texts by a checkpoint's tokenizer, each text with the tokens that it puts around one, and an end."""
+    for start in range(0, len(texts), 64):
+        for ids in tokenizer(texts[start : start + 64])["input_ids"]:
+            yield with_end(ids, tokenizer)
+
+
+def _trained(texts: list[str], vocab_size: int, work: Path) -> Iterator[list[int]]:
+    """Ids of texts by a tokenizer that is trained on them and saved."""
+    tokenizer = train_tokenizer(texts, vocab_size)
+    tokenizer.save(str(work / "tokenizer.json"))
+    for start in range(0, len(texts), 64):
+        for encoding in tokenizer.encode_batch(texts[start : start + 64]):
+            yield encoding.ids
+
+
+def keep(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
+    """Makes an entry of the cache, whole or not at all.
+
+    Args:
+        folder: The entry.
+        fill: Writes its files into the folder that it is given, and returns what its ``meta.json`` says.
+
+    Raises:
+        ConfigError: The cache cannot be written.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(".building-*"):  # by a process that was killed
@@ -209,31 +263,15 @@ def _build(texts: list[str], vocab_size: int, folder: Path, key: str, check: Cal
     except OSError as error:
         raise ConfigError(f"data.cache_dir: cannot write below {str(folder.parent)!r}: {error.strerror}") from None
     try:
-        tokenizer = ByteLevelBPETokenizer()
-        tokenizer.train_from_iterator(texts, vocab_size=vocab_size, min_frequency=2, show_progress=False)
-        dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        count = 0
-        with open(work / "tokens.bin", "wb") as file:
-            for start in range(0, len(texts), 64):
-                for encoding in tokenizer.encode_batch(texts[start : start + 64]):
-                    np.asarray(encoding.ids, dtype=dtype).tofile(file)
-                    count += len(encoding.ids)
-        check(count)  # text that is refused leaves nothing behind
-        tokenizer.save(str(work / "tokenizer.json"))
-        meta = {
-            "tokens": count,
-            "dtype": np.dtype(dtype).name,
-            "tokenizer_bytes": (work / "tokenizer.json").stat().st_size,
-            "vocab_size": tokenizer.get_vocab_size(),
-            "key": key,
-        }
+        meta = fill(work)
+        meta["files"] = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
         (work / "meta.json").write_text(json.dumps(meta))
-        if folder.exists() and not _complete(folder):
+        if folder.exists() and not complete(folder):
             shutil.rmtree(folder)  # torn: whoever wrote it was interrupted
         try:
             work.rename(folder)
         except OSError:
-            if not _complete(folder):  # else another run was faster, with the same content
+            if not complete(folder):  # else another run was faster, with the same content
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

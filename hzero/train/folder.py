@@ -19,9 +19,11 @@ from hzero.launcher import STARTED
 from hzero.validation import ConfigError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
-TRACE = "trace-rank0.json.gz"
+TRACE, PROFILE = "trace-rank0.json.gz", "profile-rank0.json.gz"
+#: Texts that the model wrote; event files; configuration and tokenizer.
+SAMPLES, MONITOR, MODEL = "samples.jsonl", "monitor", "model"
 #: Everything that a run writes, and that replacing a run removes.
-OWN = (CONFIG, METRICS, SUMMARY, TRACE, LOGS, CHECKPOINTS)
+OWN = (CONFIG, METRICS, SUMMARY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, CHECKPOINTS)
 #: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
@@ -129,7 +131,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
                     (path / name).rename(path / _REPLACED / name)
         elif holds_run(path):
             (path / _CONTINUED).mkdir()
-            for name in (CONFIG, METRICS, SUMMARY):
+            for name in (CONFIG, METRICS, SUMMARY, SAMPLES):
                 if (path / name).exists():
                     shutil.copy2(path / name, path / _CONTINUED / name)
         (path / LOGS).mkdir(exist_ok=True)
@@ -143,10 +145,19 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
         kept = [row for row in rows if last_step is not None and row["step"] <= last_step]
         with replacing(path / METRICS) as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
+        if (path / SAMPLES).exists():
+            _cut_samples(path / SAMPLES, last_step or 0)
     except OSError as error:
         with contextlib.suppress(OSError):
             undo(path)
         raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def _cut_samples(path: Path, last_step: int) -> None:
+    """Removes samples of steps that will be done again, and a line that was not finished."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    with replacing(path) as file, contextlib.suppress(ValueError):
+        file.writelines(line for line in lines if json.loads(line)["step"] <= last_step)
 
 
 def begun(path: Path) -> None:

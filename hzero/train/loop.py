@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import math
 import signal
@@ -13,19 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from omegaconf import OmegaConf
 
 import hzero
-from hzero.collectives import Trace
 from hzero.launcher import STARTED
 from hzero.progress import Progress
-from hzero.settings.settings import Settings
+from hzero.settings.settings import Settings, model_vocab
 from hzero.train import checkpoint, folder, model
+from hzero.train.batches import Batch, batches_of
 from hzero.train.data import Tokens
+from hzero.train.examples import Examples
+from hzero.train.monitor import Monitor
+from hzero.train.packing import check_packing
+from hzero.train.recordings import Recordings
+from hzero.train.sample import Sampler
 from hzero.train.summary import build_summary, print_summary
+
+#: Figures of a step that the monitor writes.
+MONITORED = ("loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_rank", "step_s")
 
 
 def deepspeed_config(settings: Settings) -> dict[str, Any]:
@@ -73,16 +80,19 @@ class Loop:
     Args:
         settings: The checked settings.
         run_dir: The run's folder, which exists.
-        tokens: The tokenised text.
+        corpus: The tokenised text or examples.
         resume_from: Checkpoint to resume from.
     """
 
     def __init__(
-        self, settings: Settings, run_dir: Path, tokens: Tokens, resume_from: checkpoint.Checkpoint | None
+        self, settings: Settings, run_dir: Path, corpus: Tokens | Examples, resume_from: checkpoint.Checkpoint | None
     ) -> None:
-        self._settings, self._run_dir, self._tokens = settings, run_dir, tokens
+        self._settings, self._run_dir = settings, run_dir
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._identity = checkpoint.identity_of(settings, tokens.key)
+        self._batches = batches_of(corpus, settings, self._rank)
+        self._sampler = Sampler(settings, run_dir, self._batches, corpus)
+        self._identity = checkpoint.identity_of(settings, corpus.key)
+        self._flops_per_token = model.flops_per_token(settings["model"])
         self._device = torch.device(get_accelerator().current_device_name())
         config = deepspeed_config(settings)
         train = settings["train"]
@@ -103,11 +113,14 @@ class Loop:
     def run(self) -> None:
         """Trains to the last step or until asked to stop; evaluates, saves and writes the summary."""
         train, every = self._settings["train"], self._settings["checkpoint"]["every"]
-        first = self._rank == 0
+        sample, first = self._settings["sample"], self._rank == 0
         metrics = folder.Metrics(self._run_dir) if first else None
         stopped = False
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
+        if self._batches.packs:
+            shape = self._settings["model"]
+            check_packing(self._engine, model_vocab(shape), shape["seq_length"], self._device)
         if own is not None:
             own.weights.refresh()  # this one belongs to no step
             own.settle()
@@ -115,28 +128,24 @@ class Loop:
         if first:
             (self._run_dir / folder.LOGS / STARTED).touch()
             folder.begun(self._run_dir)
-        asked = self._settings["trace"]["steps"] if first else None
-        traced = range(asked[0], asked[1] + 1) if asked else range(0)
-        trace: Trace | None = None
-        with Progress(train["steps"], start=self._done, enabled=first) as progress, contextlib.ExitStack() as tracing:
+        monitor = Monitor(train["monitor"] if first else None, self._run_dir, self._settings["run"]["name"])
+        with (
+            Progress(train["steps"], start=self._done, enabled=first) as progress,
+            Recordings(self._settings, self._run_dir, own, metrics) as recordings,
+        ):
             if self._done:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
-                if step in traced and trace is None and own is not None:
-                    trace = tracing.enter_context(own.trace(self._run_dir / folder.TRACE))
+                recordings.before(step)
                 row, stopped = self._step(step)
                 self._done = step
                 if metrics is not None:
                     metrics.add(row)
+                    monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
                     if not math.isfinite(row["loss"]) and not self._warned:
                         self._warned = True
                         progress.message(f"warning: the loss of step {step} is {row['loss']}")
-                if metrics is not None and trace is not None and (stopped or step == traced[-1]):
-                    tracing.close()  # writes it
-                    for at, tiers in enumerate(trace.shares(), max(traced[0], step + 1 - len(self._rows))):
-                        shares = {tier: dataclasses.asdict(found) for tier, found in tiers.items()}
-                        metrics.add({"kind": "trace", "step": at, "tiers": shares})
-                    trace, traced = None, range(0)
+                recordings.after(step, stopped)
                 last = step == train["steps"]
                 progress.update(
                     step,
@@ -145,7 +154,9 @@ class Loop:
                     always=last or len(self._rows) == 1,
                 )
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
-                    evaluation = self._evaluate(step, metrics)
+                    evaluation = self._evaluate(step, metrics, monitor)
+                if not last and not stopped and sample["every"] and step % sample["every"] == 0:
+                    self._write_sample(step, progress)
                 if (every and (last or step % every == 0)) or stopped:
                     self._save(step)
                 if stopped:
@@ -157,25 +168,27 @@ class Loop:
             own.settle()
         traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
-            evaluation = self._evaluate(self._done, metrics)
+            evaluation = self._evaluate(self._done, metrics, monitor)
+            if sample["every"] or sample["at_end"]:
+                self._write_sample(self._done, progress)
         if metrics is not None:
             metrics.close()
+        monitor.close()
         self._sum_up(evaluation, traffic, interrupted=stopped)
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One optimizer step. Returns its metrics, the same on all ranks, and whether any rank was asked to stop."""
-        train, length = self._settings["train"], self._settings["model"]["seq_length"]
+        train = self._settings["train"]
         started = time.perf_counter()
         rate = learning_rate(train, step)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        torch.manual_seed(
+            np.random.SeedSequence([train["seed"], step, self._rank]).generate_state(1).item()
+        )  # of dropout
         total = torch.zeros((), device=self._device)
         for micro in range(train["grad_accumulation"]):
-            batch = self._tokens.batch(
-                seed=train["seed"], step=step, rank=self._rank, micro=micro, size=train["micro_batch"], length=length
-            )
-            ids = torch.from_numpy(batch).to(self._device)
-            loss = self._engine(input_ids=ids, labels=ids).loss
+            loss = self._loss(self._batches.training(step, micro))
             total += loss.detach().float()
             self._engine.backward(loss)
             self._engine.step()
@@ -184,8 +197,8 @@ class Loop:
         dist.all_reduce(shared)
         loss_mean, stops = shared.tolist()
         seconds = time.perf_counter() - started
-        tokens = self._world * train["micro_batch"] * train["grad_accumulation"] * length
-        per_second = tokens / seconds
+        tokens = self._batches.tokens(step)
+        per_second = (tokens - self._batches.tokens(step - 1)) / seconds
         norm = self._engine.get_global_grad_norm()
         row = {
             "kind": "step",
@@ -193,34 +206,43 @@ class Loop:
             "loss": loss_mean / self._world,
             "lr": rate,
             "grad_norm": float(norm) if norm is not None else None,
-            "tokens": step * tokens,
+            "tokens": tokens,
             "tokens_per_s": per_second,
-            "tflops_per_rank": per_second * model.flops_per_token(self._settings["model"]) / self._world / 1e12,
+            "tflops_per_rank": per_second * self._flops_per_token / self._world / 1e12,
             "step_s": seconds,
             "skipped": bool(getattr(self._engine.optimizer, "overflow", False)),
         }
         self._rows.append(row)
         return row, stops > 0
 
-    def _evaluate(self, step: int, metrics: folder.Metrics | None) -> dict[str, float]:
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        """The mean loss of a batch, weighted by its share of the tokens that the loss counts."""
+        inputs = {name: torch.from_numpy(array).to(self._device) for name, array in batch.inputs.items()}
+        loss: torch.Tensor = self._engine(**inputs).loss
+        return loss if batch.share == 1 else loss * batch.share
+
+    def _write_sample(self, step: int, progress: Progress) -> None:
+        row = self._sampler.write(self._engine, step)
+        if self._rank == 0:
+            self._sampler.keep(row)
+            progress.message(f"sample after step {step}: {row['prompt']!r} → {row['text']!r}")
+
+    def _evaluate(self, step: int, metrics: folder.Metrics | None, monitor: Monitor) -> dict[str, float]:
         losses = {"loss_decoded": self._evaluation_loss()}
         with hzero.exact_weights(self._engine):
             losses["loss_exact"] = self._evaluation_loss()
         if metrics is not None:
             metrics.add({"kind": "eval", "step": step, **losses})
+        monitor.write(step, {f"eval/{name}": loss for name, loss in losses.items()})
         return losses
 
     @torch.no_grad()
     def _evaluation_loss(self) -> float:
-        train, length = self._settings["train"], self._settings["model"]["seq_length"]
+        train = self._settings["train"]
         self._engine.eval()
         total = torch.zeros((), device=self._device)
         for index in range(train["eval_batches"]):
-            batch = self._tokens.evaluation_batch(
-                index=index * self._world + self._rank, size=train["micro_batch"], length=length
-            )
-            ids = torch.from_numpy(batch).to(self._device)
-            total += self._engine(input_ids=ids, labels=ids).loss.float()
+            total += self._loss(self._batches.evaluation(index)).float()
         self._engine.train()
         dist.all_reduce(total)
         return float(total) / self._world / train["eval_batches"]

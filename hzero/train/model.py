@@ -1,4 +1,4 @@
-"""The model: GPT-NeoX from a configuration, with random weights."""
+"""The model: an architecture of transformers with random weights, or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from typing import Any
 
 import deepspeed
 import torch
+import transformers
 from deepspeed.utils import set_z3_leaf_modules
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
+from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM
 
+import hzero
+from hzero.settings import architecture
 from hzero.settings.settings import model_numels
+from hzero.validation import ConfigError
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
 ZERO_INIT_FROM = 500_000_000
 
 
 def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpointing: bool) -> torch.nn.Module:
-    """A model whose weights depend on the configuration and the seed alone; without dropout.
+    """A model whose weights depend on the configuration, the seed and the checkpoint alone.
+
+    A GPT-NeoX has no dropout; of ``model=hf`` the configuration says so.
 
     Args:
         model: The ``model`` group.
@@ -26,40 +31,62 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
         ds_config: DeepSpeed's configuration, for ``deepspeed.zero.Init``.
         checkpointing: Whether activations are recomputed in backward.
     """
-    config = GPTNeoXConfig(
-        vocab_size=model["vocab_size"],
-        hidden_size=model["hidden_size"],
-        num_hidden_layers=model["num_layers"],
-        num_attention_heads=model["num_heads"],
-        intermediate_size=model["intermediate_size"],
-        max_position_embeddings=model["seq_length"],
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cache=False,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(seed)
     partition = model["zero_init"]
     if partition == "auto":
         partition = sum(model_numels(model)) >= ZERO_INIT_FROM
     if partition:
-        import hzero
-
         hzero.enable()
-        context: Any = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    if architecture.is_general(model):
+        built = _of_transformers(model, seed, ds_config, partition)
     else:
-        context = contextlib.nullcontext()
-    with context:
-        built = GPTNeoXForCausalLM(config)
-    if partition:
-        _initialise_partitioned(built, seed)
-    # One gather per layer, as in FSDP: hooks and gathers of every linear and norm cost more than a small layer's compute.
-    set_z3_leaf_modules(built, [GPTNeoXLayer])
+        context: Any = deepspeed.zero.Init(config_dict_or_path=ds_config) if partition else contextlib.nullcontext()
+        with context:
+            built = GPTNeoXForCausalLM(architecture.transformers_config(model))
+        if partition:
+            _initialise_partitioned(built, seed)
+    layers = _layers(built)
+    if layers:
+        # One gather per layer, as in FSDP: hooks and gathers of every linear and norm cost more than a small layer's compute.
+        set_z3_leaf_modules(built, layers)
     if checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return built  # type: ignore[no-any-return]
+
+
+def _of_transformers(model: dict[str, Any], seed: int, ds_config: dict[str, Any], partition: bool) -> Any:
+    """A model of ``model=hf``.
+
+    Raises:
+        ConfigError: The checkpoint lacks weights of the architecture.
+    """
+    config, folder = architecture.transformers_config(model), architecture.checkpoint_folder(model)
+    config.use_cache = False
+    enabled = [kind for kind in ("bf16", "fp16") if ds_config.get(kind, {}).get("enabled")]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[enabled[0]] if enabled else torch.float32
+    # While this object lives, transformers builds and loads under zero.Init, parameter by parameter.
+    alive = transformers.integrations.HfDeepSpeedConfig(ds_config) if partition else None
+    if folder is None:
+        built = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+        if partition and not hasattr(transformers.integrations.deepspeed, "initialize_weights_zero3"):
+            _initialise_partitioned(built, seed)  # before transformers 5
+    else:
+        built, loaded = AutoModelForCausalLM.from_pretrained(
+            str(folder), config=config, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        missing = sorted(set(loaded["missing_keys"]) - set(getattr(built, "all_tied_weights_keys", ()) or ()))
+        if missing:
+            raise ConfigError(
+                f"model.path: {str(folder)!r} lacks {len(missing)} weights of the architecture, such as {missing[0]}"
+            )
+    del alive
     return built
+
+
+def _layers(built: Any) -> list[type[torch.nn.Module]]:
+    """Classes of the layers that the model repeats, by transformers' list of modules that stay on one device."""
+    names = set(built._no_split_modules or ())
+    return list(dict.fromkeys(type(module) for module in built.modules() if type(module).__name__ in names))
 
 
 def _initialise_partitioned(built: GPTNeoXForCausalLM, seed: int) -> None:
@@ -86,8 +113,12 @@ def flops_per_token(model: dict[str, Any]) -> float:
     """Floating-point operations of forward and backward per token, with attention, without recomputation.
 
     6 per parameter and 12 x layers x hidden x length for the attention scores (Narayanan et al., arXiv 2104.04473,
-    without their factor for recomputation). The input embedding is a lookup and is not counted.
+    without their factor for recomputation). The input embedding is a lookup and is not counted, unless it is the output's
+    too; of experts those count that a token visits.
     """
+    if architecture.is_general(model):
+        found = architecture.architecture(model)
+        return 6.0 * found.multiplied + 12 * found.attention * model["seq_length"]
     sizes = model_numels(model)
     attention = 12 * model["num_layers"] * model["hidden_size"] * model["seq_length"]
     return 6.0 * (sum(sizes) - sizes[0]) + attention

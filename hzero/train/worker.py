@@ -31,14 +31,14 @@ def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None)
 def train_rank(run_dir: Path) -> None:
     """Runs this rank's share of the run; the process group is up."""
     from hzero.settings.settings import Settings
-    from hzero.train import checkpoint, data
+    from hzero.train import checkpoint, corpus
     from hzero.train.loop import Loop
 
     job = json.loads((run_dir / LOGS / JOB).read_text())
     settings = Settings(_config(run_dir), world_size=int(os.environ["WORLD_SIZE"]))
-    tokens = data.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
+    found = corpus.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
     resume_from = checkpoint.read(Path(job["resume_from"])) if job["resume_from"] else None
-    Loop(settings, run_dir, tokens, resume_from).run()
+    Loop(settings, run_dir, found, resume_from).run()
 
 
 def prepare_process(threads: int) -> None:

@@ -89,6 +89,16 @@ def test_starting_anew_keeps_metrics_of_steps_without_a_checkpoint(run: Path) ->
             (run / "metrics.jsonl").write_text(ROW)
 
 
+def test_samples_of_steps_that_are_done_again_go(run: Path) -> None:
+    first, later = (json.dumps({"step": step, "text": "é"}, ensure_ascii=False) + "\n" for step in (1, 2))
+    (run / "samples.jsonl").write_text(first + later + first[:9], encoding="utf-8")
+    with folder.lock(run):
+        folder.create(run, "new", False, 1)
+        assert (run / "samples.jsonl").read_text(encoding="utf-8") == first
+        folder.undo(run)
+    assert (run / "samples.jsonl").read_text(encoding="utf-8") == first + later + first[:9]
+
+
 def test_a_folder_has_one_run_at_a_time(run: Path) -> None:
     with folder.lock(run), pytest.raises(ConfigError, match="a run is under way"):
         folder.lock(run)

@@ -1,0 +1,178 @@
+"""The run as a Hugging Face folder: configuration and tokenizer at its start, weights by ``hzero export``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hzero.progress import Progress
+from hzero.settings import architecture
+from hzero.train import checkpoint, folder
+from hzero.validation import ConfigError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHARD = "5GB"
+
+
+def describe(run_dir: Path, model: dict[str, Any], tokenizer: Any) -> None:
+    """Writes what makes weights a model into a run's folder: configuration, generation's configuration and tokenizer."""
+    from transformers import GenerationConfig
+
+    target, source = run_dir / folder.MODEL, architecture.checkpoint_folder(model)
+    config = architecture.transformers_config(model)
+    if source is not None and (source / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(str(source))
+    else:
+        generation = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    target.mkdir(exist_ok=True)
+    config.use_cache = True
+    config.save_pretrained(target)
+    generation.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="hzero export",
+        description="Writes the newest complete checkpoint of a run as a Hugging Face folder: safetensors, config.json and "
+        "tokenizer, from the exact float32 weights.",
+        epilog="example: hzero export runs/default -o my-model --dtype bf16",
+    )
+    add = made.add_argument
+    add("run", metavar="RUN", type=Path, help="folder of a run, such as runs/default")
+    add("-o", "--output", metavar="DIR", type=Path, help="folder to write (default RUN/export)")
+    add("--dtype", choices=sorted(DTYPES), help="type of the weights (default: that of the training)")
+    add("--overwrite", action="store_true", help="replace an export that is there")
+    return made
+
+
+def run_export(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parsed = parser().parse_args(list(arguments))
+    output = (parsed.output or parsed.run / "export").expanduser()
+    found = _checkpoint(parsed.run)
+    _check_output(output, parsed.overwrite)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
+    try:
+        dtype = parsed.dtype or found.identity.dtype
+        export(parsed.run / folder.MODEL, found, work, dtype)
+        work.chmod(0o777 & ~_umask())  # only their owner may read mkdtemp's folders
+        _replace(work, output)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"written: {output} (step {found.step}, {dtype})")
+    return 0
+
+
+def _checkpoint(run: Path) -> checkpoint.Checkpoint:
+    if not run.is_dir():
+        raise ConfigError(f"RUN: no folder {str(run)!r}")
+    if not (run / folder.MODEL / "config.json").is_file():
+        raise ConfigError(f"RUN: {str(run)!r} holds no {folder.MODEL}/config.json; it is not the folder of a run")
+
+    def warn(message: str) -> None:
+        print(f"hzero: warning: {message}", file=sys.stderr)
+
+    found = checkpoint.newest(run / folder.CHECKPOINTS, warn)
+    if found is None:
+        raise ConfigError(f"RUN: {str(run)!r} has no complete checkpoint (checkpoint.every sets when they are written)")
+    return found
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError(f"--output: {str(output)!r} is a file")
+    if not any(output.iterdir()):
+        return
+    if not (output / "config.json").is_file() or not any(output.glob("*.safetensors")):
+        raise ConfigError(f"--output: {str(output)!r} holds other files than an export; choose another folder")
+    if not overwrite:
+        raise ConfigError(f"--output: {str(output)!r} holds an export; --overwrite replaces it")
+
+
+def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: str) -> None:
+    """Writes a checkpoint into a folder.
+
+    The host needs memory for the weights in ``dtype``; the float32 weights are read from the mapped files one by one.
+
+    Args:
+        described: The run's folder of configuration and tokenizer.
+        found: The checkpoint.
+        target: An existing folder.
+        dtype: One of `DTYPES`.
+
+    Raises:
+        ConfigError: The weights are not those of the configuration.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    noise = io.StringIO()
+    with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(found.folder.parent), tag=found.folder.name, lazy_mode=True)
+    kind = getattr(torch, DTYPES[dtype])
+    config = AutoConfig.from_pretrained(described)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config, torch_dtype=kind)
+    weights: dict[str, Any] = {}
+    cast: dict[int, Any] = {}  # tied weights have two names and are one
+    with Progress(len(lazy)) as progress:
+        for number, (name, tensor) in enumerate(lazy.items(), 1):
+            if id(tensor) not in cast:
+                whole = tensor.contiguous()
+                cast[id(tensor)] = whole.to(kind) if whole.is_floating_point() else whole
+            weights[name] = cast[id(tensor)]
+            progress.update(number, f"{number}/{len(lazy)} tensors", always=number == len(lazy))
+    try:
+        # The optimizer's checkpoint holds no buffers that are not saved, and these stay on the meta device.
+        built.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        raise ConfigError(f"RUN: {str(found.folder)!r} is not of {described}: {' '.join(str(error).split())}") from None
+    built.tie_weights()
+    built.generation_config = GenerationConfig.from_pretrained(described)
+    built.save_pretrained(target, max_shard_size=_SHARD)
+    for file in described.iterdir():
+        if file.is_file() and not (target / file.name).exists():
+            shutil.copy(file, target / file.name)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _replace(work: Path, output: Path) -> None:
+    """Moves a folder into place; one that is there is moved aside before and removed after."""
+    aside = work.with_suffix(".replaced")
+    if output.exists():
+        output.rename(aside)
+    try:
+        work.rename(output)
+    except OSError:
+        if aside.exists():
+            aside.rename(output)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
