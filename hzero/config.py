@@ -154,6 +154,7 @@ class _Block(Frozen):
     error_feedback: tuple[Tier, ...] = ()
     refresh_message_bytes: int = Field(0, ge=0)
     node_all_gather: NodeAllGather = NodeAllGather()
+    exact_evaluation: bool = False
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
@@ -186,6 +187,7 @@ class HZeroConfig(_Block):
         error_feedback: Tiers whose gradient encoding keeps its residual, innermost first.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
+        exact_evaluation: Whether a forward in evaluation mode reads exact weights.
         topology: ``"auto"``, the path of a file, or a declared machine.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.
