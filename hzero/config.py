@@ -161,6 +161,7 @@ class _Block(Frozen):
     error_feedback: tuple[Tier, ...] = ()
     refresh_message_bytes: int = Field(0, ge=0)
     node_all_gather: NodeAllGather = NodeAllGather()
+    exact_evaluation: bool = False
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
@@ -196,6 +197,10 @@ class HZeroConfig(_Block):
             `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
             `hzero bench links` prints the size from which latency takes less than a tenth of a hop.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
+        exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints
+            store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
+            otherwise those of the decoded ones. The gathers of an evaluation are then DeepSpeed's own, flat over the
+            world and not in the wire log. All ranks must change the mode alike.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.

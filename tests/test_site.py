@@ -26,7 +26,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. Strict (which --quiet would undo): broken links and anchors, missing files, and pages that the navigation lacks are errors."""
+    """The built site. Strict, which --quiet would undo: broken links, missing files, pages without navigation are errors."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(module, reason="the docs extra is not installed")
     folder = tmp_path_factory.mktemp("site")

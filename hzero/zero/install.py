@@ -162,4 +162,24 @@ def exact_weights(engine: Any) -> Iterator[None]:
         yield
 
 
-__all__ = ["enable", "exact_weights", "initialize", "state"]
+def exact_evaluation() -> Any:
+    """A callback of Hugging Face's Trainer that makes its evaluation read exact weights, as the block's key of this name does.
+
+    The logged ``eval_loss`` and the choice of the best checkpoint are then those of the weights that are saved; otherwise
+    they are those of the decoded weights. It acts from the start of training on; an evaluation before it needs the key.
+
+    Returns:
+        A ``transformers.TrainerCallback``.
+    """
+    from transformers import TrainerCallback
+
+    class ExactEvaluation(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            weights = Weights.of(next(model.parameters()))
+            if weights is not None:
+                weights.follow_mode()
+
+    return ExactEvaluation()
+
+
+__all__ = ["enable", "exact_evaluation", "exact_weights", "initialize", "state"]

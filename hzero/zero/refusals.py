@@ -23,9 +23,14 @@ def read_block(ds_config: Any) -> HZeroConfig | None:
 
 
 def sets_persistence_threshold(ds_config: Any) -> bool:
-    """Whether the user set a persistence threshold; hzero's default is 0."""
+    """Whether the configuration sets a persistence threshold; hzero's default is 0.
+
+    Trainer and Accelerate replace ``"auto"`` by ten times the hidden size before they build an engine. Where nobody did,
+    DeepSpeed takes its own default, so this is as if the key were missing.
+    """
     zero = (load(ds_config) or {}).get(PARENT, {})
-    return any(key in zero for key in ("stage3_param_persistence_threshold", "param_persistence_threshold"))
+    keys = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+    return any(zero.get(key, "auto") != "auto" for key in keys)
 
 
 def check_config(config: DeepSpeedConfig, optimizer: str | None) -> None:

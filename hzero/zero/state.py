@@ -66,6 +66,8 @@ class StageState:
         self._pipeline.mend()
         collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
         self.weights = Weights(module, collectives, bucket_numel)
+        if config.exact_evaluation:
+            self.weights.follow_mode()
         self.gradients = Gradients(collectives, bucket_numel)
         if self.plan.rank == 0:
             self._announce()

@@ -105,6 +105,8 @@ class Weights:
         self._fetch_hops = self._plan.fetch_hops() if self._refresh_hops else self._plan.gather_hops()
         self._lossy = any(hop.codec.codec != "none" for hop in self._plan.gather_hops())
         self._exact = False
+        self._evaluating = False  # see `follow_mode`
+        self._mode_hook: Any = None
         self._version = 0
         self._managed: dict[int, _Managed] = {}
         self._stale: set[int] = set()
@@ -135,6 +137,8 @@ class Weights:
     def close(self) -> None:
         """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
         self.collectives.pipeline.drain()
+        if self._mode_hook is not None:
+            self._mode_hook.remove()
         for managed in list(self._managed.values()):
             self._release(managed)
 
@@ -152,10 +156,16 @@ class Weights:
         """Releases the parameters of a module from an earlier engine that was not destroyed."""
         param: ZeroParameter
         for param in module.parameters():
-            owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
-            if isinstance(owner, Weights):
+            owner = Weights.of(param)
+            if owner is not None:
                 owner.collectives.pipeline.drain()
                 owner._release(owner._managed[param.ds_id])
+
+    @staticmethod
+    def of(param: ZeroParameter) -> Weights | None:
+        """The weights that a parameter belongs to; None for those of a stock engine."""
+        owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
+        return owner if isinstance(owner, Weights) else None
 
     def _all_gather(self, managed: _Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """``param.all_gather``: exact, except for a parameter that a forward reads outside its own module."""
@@ -265,6 +275,22 @@ class Weights:
             self._put_away_all()
             self._exact = before
 
+    def follow_mode(self) -> None:
+        """From now on a forward in evaluation mode, and its backward, read exact weights, as inside `exact`.
+
+        The mode is that of the whole module (``module.training``) when its forward begins. All ranks must call this alike,
+        and set the mode alike. Codec ``none`` is exact anyway.
+        """
+        if self._lossy and self._mode_hook is None:
+            self._mode_hook = self._module.register_forward_pre_hook(self._enter_mode, prepend=True)
+
+    @torch.compiler.disable
+    def _enter_mode(self, module: torch.nn.Module, *_: Any) -> None:
+        """Where the mode has changed, puts away what the other mode has left available. No collective."""
+        if self._evaluating == module.training:
+            self._evaluating = not module.training
+            self._put_away_all()
+
     def _put_away_decoded(self, managed: _Managed) -> None:
         param = managed.param
         if managed.decoded and param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
@@ -296,7 +322,7 @@ class Weights:
             self._manage(param)
         if not params:
             return Handles([])
-        if self._exact or self._plan.grid.world_size == 1:
+        if self._exact or self._evaluating or self._plan.grid.world_size == 1:
             self._await_change()
             stock = self._managed[params[0].ds_id].stock["all_gather_coalesced"]
             return stock(params, safe_mode=safe_mode, quantize=quantize)

@@ -1,0 +1,132 @@
+"""Accelerate against plain ZeRO-3. Run by test_clients.py on 4 ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.utils import DummyOptim
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
+
+from tests.clients.cells import Run, assert_equal, assert_trains, llama, mean, samples, slow
+from tests.clients.config import ACCUMULATION, BATCH, STEPS, config_of
+from tests.zero.training import shared_folder
+
+
+class Loop:
+    """A training loop as Accelerate's users write it, with ``accumulate`` and a prepared loader.
+
+    Args:
+        config: DeepSpeed configuration, or the path of a file with it; None: that of ``accelerate launch``.
+        model: What makes the model, once Accelerate knows the configuration.
+    """
+
+    def __init__(self, config: dict[str, Any] | str | None, model: Any = llama) -> None:
+        PartialState(cpu=True)  # else Accelerate sees no GPU, and one process; cpu=True of Accelerator would train DDP
+        plugin = DeepSpeedPlugin(hf_ds_config=config) if config is not None else None
+        self.accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
+        made = model()
+        rows = [{name: torch.tensor(row[name]) for name in row} for row in samples(STEPS * ACCUMULATION * BATCH * 4)]
+        loader = DataLoader(rows, batch_size=BATCH)
+        self.engine, self.optimizer, self.loader = self.accelerator.prepare(
+            made, DummyOptim([param for param in made.parameters() if param.requires_grad]), loader
+        )
+        assert self.accelerator.num_processes == dist.get_world_size()
+        self.run = Run()
+
+    def train(self, first: int = 0, steps: int = STEPS) -> None:
+        """Optimizer steps ``first`` to ``first + steps``."""
+        losses: list[float] = []
+        for micro, batch in enumerate(self.loader):
+            if not first * ACCUMULATION <= micro < (first + steps) * ACCUMULATION:
+                continue
+            with self.accelerator.accumulate(self.engine):
+                loss = self.engine(**batch).loss
+                losses.append(mean(loss))
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.run.norms.append(float(self.accelerator.clip_grad_norm_(self.engine.parameters(), 1.0)))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        for step in range(steps):
+            window = losses[step * ACCUMULATION : (step + 1) * ACCUMULATION]
+            self.run.losses.append(sum(window) / ACCUMULATION)
+
+    def end(self) -> Run:
+        """What the loop has shown."""
+        return self.run.end(self.engine)
+
+
+def trained(config: dict[str, Any] | str, model: Any = llama) -> Run:
+    """One training."""
+    loop = Loop(config, model)
+    loop.train()
+    return loop.end()
+
+
+@functools.cache
+def stock() -> Run:
+    """Plain ZeRO-3."""
+    return trained(config_of(None))
+
+
+def check_accelerate_plugin_and_accumulate() -> None:
+    """A DeepSpeedPlugin with the configuration as a dictionary."""
+    assert_equal(trained(config_of("lossless")), stock())
+    assert_trains(trained(config_of("topo")), stock())
+
+
+def check_accelerate_configuration_file() -> None:
+    """A DeepSpeedPlugin with the path of a file, which has ``"auto"`` values."""
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    file = shared_folder() / "ds_config.json"
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(config_of("topo", **auto, zero_optimization=dict.fromkeys(sizes, "auto"))))
+    dist.barrier()
+    assert_trains(trained(str(file)), stock())
+
+
+@slow
+def check_accelerate_saves_and_loads_states() -> None:
+    """``save_state`` under hzero, ``load_state`` under plain ZeRO-3, and the reverse."""
+    for writer, reader in (("lossless", None), (None, "lossless"), ("topo", "topo")):
+        folder = str(shared_folder())
+        first = Loop(config_of(writer))
+        first.train(steps=STEPS // 2)
+        first.accelerator.save_state(folder)
+        first.end()
+        second = Loop(config_of(reader), functools.partial(llama, seed=1))
+        second.accelerator.load_state(folder)
+        second.train(STEPS // 2, STEPS // 2)
+        second.run.losses = first.run.losses + second.run.losses
+        second.run.norms = first.run.norms + second.run.norms
+        run = second.end()
+        if reader == "topo":
+            assert_trains(run, stock())
+        else:
+            run.codecs, expected = first.run.codecs or run.codecs, stock()
+            assert_equal(run, expected)
+
+
+@slow
+def check_accelerate_from_pretrained_under_zero_init() -> None:
+    """``from_pretrained`` partitions the model while it loads, before hzero sees it."""
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folder)
+    dist.barrier()
+
+    def loaded(folder: Path = folder) -> LlamaForCausalLM:
+        model = LlamaForCausalLM.from_pretrained(folder)
+        assert all(hasattr(param, "ds_id") for param in model.parameters()), "zero.Init was not in effect"
+        return model
+
+    assert_equal(trained(config_of("lossless"), loaded), stock())
+    assert_trains(trained(config_of("topo"), loaded), stock())

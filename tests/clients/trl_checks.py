@@ -1,0 +1,68 @@
+"""TRL's SFTTrainer against plain ZeRO-3. Run by test_clients.py on 4 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.clients.cells import VOCAB, Run, assert_equal, assert_trains, llama, samples
+from tests.clients.config import ACCUMULATION, BATCH, CLIP, LR, STEPS, config_of
+from tests.clients.trainer_checks import logged
+from tests.zero.training import shared_folder
+
+try:
+    import datasets
+    import trl
+except ImportError:
+    trl = None
+
+
+def tokenizer() -> Any:
+    """A tokenizer of `VOCAB` words: the numbers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2")
+
+
+def trained(preset: str | None, **changes: Any) -> Run:
+    """A supervised fine-tuning on texts, which SFTTrainer tokenises; ``changes`` are arguments of SFTConfig."""
+    count = STEPS * ACCUMULATION * BATCH * 4
+    texts = [" ".join(map(str, row["input_ids"])) for row in samples(count)]
+    arguments = trl.SFTConfig(
+        output_dir=str(shared_folder()),
+        deepspeed=config_of(preset),
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATION,
+        max_grad_norm=CLIP,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_steps=STEPS,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        **changes,
+    )
+    trainer = trl.SFTTrainer(
+        llama(),
+        arguments,
+        train_dataset=datasets.Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    return Run(logged(trainer, "loss"), logged(trainer, "grad_norm")).end(trainer.model_wrapped)
+
+
+def check_trl_sft_trainer() -> None:
+    """SFTTrainer, whose default is gradient checkpointing."""
+    if trl is None:
+        pytest.skip("trl is not installed; the extra `clients` has it")
+    want = trained(None)
+    assert_equal(trained("lossless"), want)
+    assert_trains(trained("topo"), want)
