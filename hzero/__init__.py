@@ -32,5 +32,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'hzero' has no attribute {name!r}")
 
 
-if not _autoload.imported_by_torch():  # whose entry point asks the environment first
+if not _autoload.BY_TORCH:  # whose entry point asks the environment first
     _autoload.register()

@@ -20,13 +20,15 @@ from hzero import block
 
 #: ``0`` leaves it to ``import hzero``, `hzero.enable` or ``hzero run`` to install the stage.
 VARIABLE = "HZERO_AUTOLOAD"
+#: Whether this module is imported by torch's own import, rather than by someone who wants hzero.
+BY_TORCH = bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def autoload() -> None:
     """What torch calls. Never raises."""
     if not turned_off(os.environ):
         register()
-    elif imported_by_torch():
+    elif BY_TORCH:
         # A later `import hzero` has to find no module here, or it would not register either.
         for name in [name for name in sys.modules if name.partition(".")[0] == "hzero"]:
             del sys.modules[name]
@@ -35,11 +37,6 @@ def autoload() -> None:
 def turned_off(environ: Mapping[str, str]) -> bool:
     """Whether the environment turns `autoload` off."""
     return environ.get(VARIABLE, "1").strip().lower() in ("0", "false", "no", "off")
-
-
-def imported_by_torch() -> bool:
-    """Whether torch is being imported right now."""
-    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def register() -> None:

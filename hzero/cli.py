@@ -13,26 +13,32 @@ from hzero.validation import ConfigError, one_of
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
-    "train": ("hzero.train.application:run", "train a GPT-NeoX on text with the stage (a Hydra application)"),
-    "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
-    "report": ("hzero.train.report:run_report", "draw loss curves and bytes by tier of one or more runs (PNG, HTML)"),
-    "export": ("hzero.train.export:run_export", "write a run's model as a Hugging Face folder"),
-    "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
-    "doctor": (
-        "hzero.doctor.command:run_doctor",
-        "check this machine, its ranks, and a DeepSpeed configuration (CONFIG.json)",
+    "train": (
+        "hzero.train.application:run",
+        "train or fine-tune a language model with the stage (a Hydra application)",
     ),
     "runs": ("hzero.train.runs:run_runs", "list runs with their state, loss and speed"),
+    "report": ("hzero.train.report:run_report", "draw curves, speed, memory and bytes of one or more runs (PNG, HTML)"),
+    "export": ("hzero.train.export:run_export", "write a run's model as a Hugging Face folder"),
+    "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
+    "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
+    "doctor": (
+        "hzero.doctor.command:run_doctor",
+        "check this machine, its ranks, and a DeepSpeed configuration (JSON)",
+    ),
     "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
-    "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
     "bench": ("hzero.bench:run_bench", "measure bandwidth and latency of every tier (bench links)"),
+    "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
 }
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild      another preset
+  hzero train model=hf model.path=CHECKPOINT data=chat data.path=chat.jsonl     fine-tune on conversations
+  hzero export runs/default -o my-model                   a folder for from_pretrained
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero bench links --topology 2x2x2                      rates of every tier, for hzero plan --links links.json
   hzero report runs/default runs/mild
+  hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
 
 `hzero COMMAND --help` shows the options of a command."""
 
@@ -48,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="hzero",
         description="A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.",
         epilog="commands:\n"
-        + "".join(f"  {name:10}{text}\n" for name, (_, text) in COMMANDS.items())
+        + "".join(f"  {name:12}{text}\n" for name, (_, text) in COMMANDS.items())
         + "\n"
         + _EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -24,10 +24,11 @@ def clock(seconds: float) -> str:
 
 
 def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table; columns whose name begins with * are aligned to the right."""
+    """A table; columns whose name begins with * hold figures, which are aligned to the right and never broken."""
     table = Table(title=title)
     for name in head:
-        table.add_column(name.lstrip("*"), justify="right" if name.startswith("*") else "left")
+        figures = name.startswith("*")
+        table.add_column(name.lstrip("*"), justify="right" if figures else "left", no_wrap=figures)
     for row in rows:
         table.add_row(*row)
     return table

@@ -6,6 +6,8 @@ from hypothesis import settings
 #: Files that take longest, which begin first: at the end no process should have a long one alone. make test keeps the order.
 LONGEST = (
     "zero/test_stage.py",
+    "clients/test_clients.py",
+    "zero/test_adoption.py",
     "test_packaging.py",
     "kernels/test_kernels.py",
     "train/test_main_job.py",

@@ -314,13 +314,16 @@ def test_linters_have_the_same_versions_before_a_commit() -> None:
 
 def test_the_oldest_versions_tested_are_those_that_are_stated() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    stated = dict(re.findall(r'"([\w-]+)>=([\d.]+)[^"]*"', text.partition("\ndependencies")[2]))
+    text, clients_extra, after = text.partition("\nclients = ")[0], *text.partition("\nclients = ")[2].split("\n]\n", 1)
+    clients = set(re.findall(r'"([\w-]+)>=', clients_extra))
+    stated = dict(re.findall(r'"([\w-]+)>=([\d.]+)[^"]*"', text.partition("\ndependencies")[2] + after))
     found = {}
     for which in ("oldest", "newest", "cpu"):
         lines = (ROOT / "constraints" / f"{which}.txt").read_text()
         found[which] = dict(re.findall(r"^([\w-]+)==([\d.]+)$", lines, flags=re.MULTILINE))
     oldest, newest = found["oldest"], {**found["newest"], **found["cpu"]}
-    needed = text.partition("\ndependencies")[2].partition("\nmpi = ")[0]
-    assert oldest.keys() == newest.keys() >= set(re.findall(r'"([\w-]+)>=', needed)) | {"accelerate"}
+    needed = text.partition("\ndependencies")[2]
+    assert oldest.keys() | clients == newest.keys()  # these need newer packages than the oldest
+    assert oldest.keys() >= set(re.findall(r'"([\w-]+)>=', needed)) | {"accelerate"}
     for name in oldest:
         assert Version(stated[name]) == Version(oldest[name]) <= Version(newest[name]), name

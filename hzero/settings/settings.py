@@ -28,6 +28,7 @@ _OWNED = {
     "bf16.enabled": "use train.dtype",
     "fp16.enabled": "use train.dtype",
     "zero_optimization.stage": "the trainer runs stage 3",
+    "zero_optimization.hzero": "choose zero=...",
 }
 
 

@@ -54,7 +54,7 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
         config[settings.dtype] = {"enabled": True}
     config = OmegaConf.to_container(OmegaConf.merge(config, settings["deepspeed"]))  # type: ignore[assignment]
     if settings.block is not None:
-        config["hzero"] = settings.block
+        config["zero_optimization"]["hzero"] = settings.block
     return config
 
 

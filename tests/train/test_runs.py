@@ -36,7 +36,10 @@ def _listed(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-def test_runs_in_every_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_in_every_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     _run(tmp_path / "whole", 20, 300, status="finished", tokens_per_s=1500.0)
     _run(tmp_path / "stopped", 8, 200, status="interrupted", tokens_per_s=900.0)
     _run(tmp_path / "killed", 5, 400)

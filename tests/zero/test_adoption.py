@@ -71,13 +71,13 @@ def test_an_import_of_hzero_suffices(installed: Path) -> None:
     assert found == {"before": False, "inside": STAGE}
 
 
-def test_hzero_run_serves_a_script_without_a_change(tmp_path: Path) -> None:
+def test_hzero_run_serves_a_script_without_a_change(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom tests.zero import adoption\n"
         "assert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1']\nadoption.by_script()\n"
     )
-    found, errors = _run("-m", "hzero.run", str(script), "--lr", "1", HZERO_AUTOLOAD="0")
+    found, errors = _run("-m", "hzero.run", str(script), "--lr", "1", site=str(installed), HZERO_AUTOLOAD="0")
     assert found == {"inside": STAGE} and "no DeepSpeed configuration" not in errors
     script.write_text("print('{}')")
     assert 'no DeepSpeed configuration with an "hzero" block was read' in _run("-m", "hzero.run", str(script))[1]
