@@ -8,6 +8,7 @@ Every sample is a fresh process. CPU time, since only the process' own work is a
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -118,6 +119,7 @@ def main() -> None:
         env |= {"PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
         samples = [_in_new_process(env) for _ in range(parsed.samples + 1)][1:]
     names = ("hzero", "torch", "deepspeed")
+    print(f"# Import cost of hzero, {datetime.date.today()}\n\nWritten by `python benchmarks/autoload.py`. ", end="")
     print(f"{platform.machine()}, Python {platform.python_version()}, " + ", ".join(f"{n} {version(n)}" for n in names))
     print(f"\n| CPU time, {parsed.samples} processes | median, ms | least, ms |\n|---|---|---|")
     for key, what in ROWS.items():

@@ -16,8 +16,6 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hzero import block
-
 #: ``0`` leaves it to ``import hzero``, `hzero.enable` or ``hzero run`` to install the stage.
 VARIABLE = "HZERO_AUTOLOAD"
 #: Whether this module is imported by torch's own import, rather than by someone who wants hzero.
@@ -112,6 +110,8 @@ def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
 
     DeepSpeed then sees the block at the top level, where it ignores unknown keys.
     """
+    from hzero import block
+
     if block.find(param_dict) is not None:
         from hzero import zero
 
@@ -137,6 +137,8 @@ def _refuse_unused_plugin(accelerator: Any, plugins: Any) -> None:
     """Refuses an ``Accelerator`` that trains DDP on processors although its DeepSpeed configuration has the block."""
     if "DEEPSPEED" in str(accelerator.distributed_type):
         return
+    from hzero import block
+
     configs = [
         getattr(one, "deepspeed_config", None) for one in (plugins.values() if isinstance(plugins, dict) else [plugins])
     ]
@@ -161,6 +163,8 @@ _WATCHED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _refuse_engines_without_stage() -> None:
     """Refuses engines that were built before anything watched: their block has been ignored in silence."""
     import gc
+
+    from hzero import block
 
     module = sys.modules.get("deepspeed.runtime.engine")
     engine = getattr(module, "DeepSpeedEngine", None)

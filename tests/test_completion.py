@@ -42,7 +42,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _bash(folder: Path, script: str, *arguments: str) -> str:
-    environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}  # as installed
+    environ = {**os.environ, **compiled, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["bash", "--norc", "-c", script, "bash", *arguments],
         cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=True,
