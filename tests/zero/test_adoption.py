@@ -101,7 +101,7 @@ def test_torch_loads_one_small_module(installed: Path) -> None:
 
 
 def test_accelerate_without_deepspeed_is_refused(installed: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    pytest.importorskip("accelerate", minversion="1.12", reason="accelerate is not installed, or fails by itself here")
     found, _ = _run("-m", "tests.zero.adoption", "accelerate", site=str(installed))
     assert "CPU" in found["without"]
     for name in ("plugin", "environment"):
