@@ -45,10 +45,10 @@ def register() -> None:
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name, (owner, watch) in _WATCHED.items():
-        found = getattr(sys.modules.get(name), owner, None)
-        if found is not None and watch(found):
-            _refuse_engines_without_stage()
+    for name, (owner, _) in _WATCHED.items():
+        if hasattr(sys.modules.get(name), owner):
+            _watch(sys.modules[name])
+    _refuse_engines_without_stage()
 
 
 class _Finder:
@@ -79,22 +79,30 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        owner, watch = _WATCHED[module.__name__]
-        try:
-            watch(getattr(module, owner))
-        except Exception as error:  # whoever imports DeepSpeed may not want hzero at all
-            print(f"hzero: cannot watch {module.__name__}.{owner}, so it is off: {error}", file=sys.stderr)
+        _watch(module)
 
 
-def _watch_configurations(watched: Any) -> bool:
+def _watch(module: Any) -> None:
+    owner, watch = _WATCHED[module.__name__]
+    try:
+        watch(getattr(module, owner))
+    except Exception as error:  # whoever imports DeepSpeed may not want hzero at all
+        print(f"hzero: cannot watch {module.__name__}.{owner}, so it is off: {error}", file=sys.stderr)
+
+
+def _watch_configurations(watched: Any) -> None:
     function = watched._initialize_params
-    if function.__code__ is _initialize_params.__code__:
-        return False
-    _stock.append(types.FunctionType(function.__code__, function.__globals__, function.__name__))
-    function.__code__ = _initialize_params.__code__
-    return True
+    code, own = function.__code__, _initialize_params.__code__
+    if code is own:
+        return
+    if code.co_varnames[: code.co_argcount] != own.co_varnames[: own.co_argcount]:
+        raise TypeError(f"_initialize_params takes {code.co_varnames[: code.co_argcount]} in this DeepSpeed")
+    _stock.append(types.FunctionType(code, function.__globals__, function.__name__))
+    function.__code__ = own
 
 
+#: One entry for each configuration with a block that DeepSpeed has read in this process.
+blocks_read: list[bool] = []
 #: ``DeepSpeedConfig._initialize_params`` as DeepSpeed has it.
 _stock: list[Callable[[Any, dict[str, Any]], None]] = []
 
@@ -113,6 +121,7 @@ def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
     from hzero import block
 
     if block.find(param_dict) is not None:
+        blocks_read.append(True)
         from hzero import zero
 
         zero.enable()
@@ -120,17 +129,21 @@ def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
     _stock[0](config, param_dict)
 
 
-def _watch_accelerate(watched: Any) -> bool:
+def _watch_accelerate(watched: Any) -> None:
     stock = watched.__init__
+    if getattr(stock, "watched_by_hzero", False):
+        return
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        _refuse_unused_plugin(self, kwargs.get("deepspeed_plugins") or kwargs.get("deepspeed_plugin"))
+        import inspect
 
-    if not hasattr(stock, "__wrapped__"):
-        watched.__init__ = init
-    return False
+        stock(self, *args, **kwargs)
+        given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+        _refuse_unused_plugin(self, given.get("deepspeed_plugins") or given.get("deepspeed_plugin"))
+
+    init.watched_by_hzero = True  # type: ignore[attr-defined]
+    watched.__init__ = init
 
 
 def _refuse_unused_plugin(accelerator: Any, plugins: Any) -> None:
@@ -153,8 +166,8 @@ def _refuse_unused_plugin(accelerator: Any, plugins: Any) -> None:
         )
 
 
-#: Module: the class to watch, and what watches it; that tells whether engines may have been built unwatched.
-_WATCHED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+#: Module: the class to watch, and what watches it.
+_WATCHED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", _watch_configurations),
     "accelerate.accelerator": ("Accelerator", _watch_accelerate),
 }
@@ -162,16 +175,18 @@ _WATCHED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def _refuse_engines_without_stage() -> None:
     """Refuses engines that were built before anything watched: their block has been ignored in silence."""
-    import gc
-
-    from hzero import block
-
     module = sys.modules.get("deepspeed.runtime.engine")
     engine = getattr(module, "DeepSpeedEngine", None)
     if engine is None:
         return
+    import gc
+
+    from hzero import block
+
     for thing in gc.get_objects():
-        if issubclass(type(thing), engine) and block.find(getattr(thing, "config", None)) is not None:
+        if not issubclass(type(thing), engine) or hasattr(getattr(thing, "optimizer", None), "hzero"):
+            continue
+        if block.find(getattr(thing, "config", None)) is not None:
             from hzero.validation import ConfigError
 
             raise ConfigError(

@@ -22,24 +22,31 @@ def load(ds_config: Any) -> Mapping[str, Any] | None:
         return ds_config
     import base64
 
-    import hjson  # a dependency of DeepSpeed, which reads its configurations with it
-
     try:
         if os.path.exists(ds_config):
             with open(ds_config, encoding="utf-8") as file:
                 text = file.read()
         else:
             text = base64.urlsafe_b64decode(ds_config).decode("utf-8")
-        found = hjson.loads(text, object_pairs_hook=_without_duplicates)
+        found = read_text(text)
     except (OSError, TypeError, ValueError, AttributeError):
         return None
     return found if isinstance(found, Mapping) else None
 
 
+def read_text(text: str) -> Any:
+    """A configuration's text, read as DeepSpeed reads it. Raises ValueError, with the place, or the key that is given twice."""
+    import hjson  # a dependency of DeepSpeed
+
+    return hjson.loads(text, object_pairs_hook=_without_duplicates)
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("duplicate keys")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice")
+        found[key] = value
     return found
 
 

@@ -66,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command is None:
         parser.print_help()
         return 2
+    if parsed.command == "run":
+        from hzero.run import run_script
+
+        return run_script(parsed.rest)  # what a user's script raises is not of this command
     try:
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")

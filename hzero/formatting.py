@@ -24,11 +24,10 @@ def clock(seconds: float) -> str:
 
 
 def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table; columns whose name begins with * hold figures, which are aligned to the right and never broken."""
+    """A table; columns whose name begins with * are aligned to the right."""
     table = Table(title=title)
     for name in head:
-        figures = name.startswith("*")
-        table.add_column(name.lstrip("*"), justify="right" if figures else "left", no_wrap=figures)
+        table.add_column(name.lstrip("*"), justify="right" if name.startswith("*") else "left")
     for row in rows:
         table.add_row(*row)
     return table

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hzero.validation import ConfigError
+from hzero import autoload
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,25 +32,34 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_script(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for a script that is not there."""
+    """Runs the command on its arguments. What the script raises passes through untouched.
+
+    Returns:
+        0, or 2 for a script that is not there, after one line on stderr.
+    """
     parsed = parser().parse_args(list(arguments))
     if not parsed.module and not Path(parsed.script).is_file():
-        raise ConfigError(f"SCRIPT: no file {parsed.script!r}")
+        print(f"hzero: error: SCRIPT: no file {parsed.script!r}", file=sys.stderr)
+        return 2
     sys.argv = [parsed.script, *parsed.rest]
     # As python does: the script's own folder, or with -m the current one, comes first.
     sys.path.insert(0, os.getcwd() if parsed.module else str(Path(parsed.script).resolve().parent))
-    if parsed.module:
-        runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(parsed.script, run_name="__main__")
-    if "hzero.zero" not in sys.modules and os.environ.get("RANK", "0") == "0":
-        print('hzero: no DeepSpeed configuration with an "hzero" block was read', file=sys.stderr)
+    try:
+        if parsed.module:
+            runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(parsed.script, run_name="__main__")
+    except SystemExit:
+        _say_if_unused()
+        raise
+    _say_if_unused()
     return 0
 
 
+def _say_if_unused() -> None:
+    if not autoload.blocks_read and os.environ.get("RANK", "0") == "0":
+        print('hzero: no DeepSpeed configuration with an "hzero" block was read', file=sys.stderr)
+
+
 if __name__ == "__main__":
-    try:
-        raise SystemExit(run_script(sys.argv[1:]))
-    except ConfigError as error:
-        print(f"hzero: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    raise SystemExit(run_script(sys.argv[1:]))

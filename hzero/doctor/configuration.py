@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero import autoload
-from hzero.block import KEY, PARENT, find
+from hzero.block import KEY, PARENT, find, read_text
 from hzero.config import HZeroConfig, TopologyConfig, parse_config
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.sharding.plan import ShardPlan
@@ -58,23 +58,13 @@ def read_configuration(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: It cannot be read; the message names the file and the place.
     """
-    import hjson  # DeepSpeed reads its configurations with it
-
     try:
-        found = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
-    except (OSError, ValueError) as error:
+        found = read_text(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(f"{path}: {why}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected a DeepSpeed configuration, a JSON object")
-    return found
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    for key in found:
-        if [other for other, _ in pairs].count(key) > 1:
-            raise ValueError(f"the key {key!r} is given twice")
     return found
 
 
@@ -95,6 +85,13 @@ def examine_configuration(
     """
     config = read_configuration(path)
     result: dict[str, Any] = {"file": str(path), "place": None, "in_effect": None, "autoload": autoload_state(environ)}
+    try:
+        with _quiet():
+            from hzero.zero.refusals import check_file
+
+            check_file(config)
+    except ConfigError as error:
+        findings.add(UNUSABLE, f"{path}: {error}")
     block = find(config)
     if block is None:
         findings.add(DEGRADED, f'{path}: no "{KEY}" block: DeepSpeed runs without hzero')
@@ -109,13 +106,6 @@ def examine_configuration(
             "DeepSpeed would refuse it then",
         )
     parsed = parse_config(block)
-    try:
-        with _quiet():
-            from hzero.zero.refusals import check_file
-
-            check_file(config)
-    except ConfigError as error:
-        findings.add(UNUSABLE, f"{path}: {error}")
     result["auto"] = sorted(_auto_keys(config))
     if f"{result['place']}.topology" in result["auto"]:
         findings.add(

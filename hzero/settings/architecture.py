@@ -99,7 +99,7 @@ def written(model: dict[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = found.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"model.config.model_type: found {kind!r}, no causal language model of transformers{hint}")

@@ -9,12 +9,12 @@ import numpy as np
 
 #: Stretches into which a long curve is divided; of each its least and greatest value are drawn.
 STRETCHES = 400
-#: The mean that makes a curve smooth reaches over at most this share of the steps, away from the ends.
+#: Away from the ends the mean that makes a curve smooth reaches over this share of the steps more.
 SHARE = 0.01
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Means over ``window`` values and, away from the ends, over up to a hundredth of all values.
+    """Means over ``window`` values and, away from the ends, over more, by up to a hundredth of all values.
 
     The first and the last mean are those of exactly the first and the last ``window`` values, as in a summary. The window
     of every other one grows to both sides by a value per step from the nearer end. A mean is NaN where one of its

@@ -142,7 +142,9 @@ def _lines(files: Iterable[Path], limit: int) -> Iterator[tuple[str, bytes]]:
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:  # UnicodeDecodeError is one
+        if b"\\u" in line:  # JSON can hold half of a surrogate pair, which is no text
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise ConfigError(f"data.path: {where}: not JSON ({error})") from None
     if not isinstance(found, dict):
         raise ConfigError(f"data.path: {where}: found {type(found).__name__}; possible: {_KINDS}")
@@ -156,11 +158,24 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise ConfigError(f"data.path: {where}: messages.{index}: expected role and content")
+            message["content"] = _content(message, f"{where}: messages.{index}")
         return found
     for key in kinds[0]:
         if not isinstance(found[key], str):
             raise ConfigError(f"data.path: {where}: {key}: found {type(found[key]).__name__}, expected text")
     return found
+
+
+def _content(message: dict[str, Any], where: str) -> str:
+    """The text of a message, also where it is given in parts; a message of tool calls may have none."""
+    content = message["content"]
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise ConfigError(f"data.path: {where}.content: found {type(content).__name__}, expected text or parts of text")
+    return content
 
 
 def _texts(example: dict[str, Any], where: str) -> Iterator[str]:
@@ -176,6 +191,7 @@ def _write(work: Path, files: list[Path], limit: int, tokenizer: Any, vocab_size
         for where, line in _lines(files, limit):
             example = _parse(line, where)
             ids, counted = _encode(example, tokenizer, where)
+            assert len(ids) == len(counted), where
             np.asarray(ids, dtype=dtype).tofile(tokens)
             np.asarray(counted, dtype=np.uint8).tofile(marks)
             chat = chat or "messages" in example
@@ -198,7 +214,8 @@ def _encode(example: dict[str, Any], tokenizer: Any, where: str) -> tuple[list[i
     # A token that holds characters of both sides belongs to what is learnt.
     counted = [end > len(prompt) for _, end in out["offset_mapping"]]
     counted += [True] * (len(ids) - len(counted))
-    counted[-1:] = [True]  # the end is learnt, whoever has put it there
+    if counted:
+        counted[-1] = True  # the end is learnt, whoever has put it there
     return ids, counted
 
 

@@ -20,6 +20,8 @@ from hzero.validation import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SHARD = "5GB"
+#: Marks a folder that `hzero export` has written, and may replace.
+_MARK = ".hzero-export"
 
 
 def describe(run_dir: Path, model: dict[str, Any], tokenizer: Any) -> None:
@@ -58,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 def run_export(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
     parsed = parser().parse_args(list(arguments))
-    output = (parsed.output or parsed.run / "export").expanduser()
+    output = (parsed.output or parsed.run / "export").expanduser().resolve()
     found = _checkpoint(parsed.run)
     _check_output(output, parsed.overwrite)
     try:
@@ -68,7 +70,12 @@ def run_export(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
     try:
         dtype = parsed.dtype or found.identity.dtype
-        export(parsed.run / folder.MODEL, found, work, dtype)
+        try:
+            export(parsed.run / folder.MODEL, found, work, dtype)
+        except (OSError, RuntimeError, ValueError) as error:
+            gone = not found.folder.is_dir()
+            why = "the run has removed it since; try again" if gone else " ".join(str(error).split())[:300]
+            raise ConfigError(f"RUN: {str(found.folder)!r} cannot be exported: {why}") from None
         work.chmod(0o777 & ~_umask())  # only their owner may read mkdtemp's folders
         _replace(work, output)
     except OSError as error:
@@ -86,7 +93,7 @@ def _checkpoint(run: Path) -> checkpoint.Checkpoint:
         raise ConfigError(f"RUN: {str(run)!r} holds no {folder.MODEL}/config.json; it is not the folder of a run")
 
     def warn(message: str) -> None:
-        print(f"hzero: warning: {message}", file=sys.stderr)
+        print(f"hzero: warning: {message.removeprefix('resume: ')}", file=sys.stderr)
 
     found = checkpoint.newest(run / folder.CHECKPOINTS, warn)
     if found is None:
@@ -101,7 +108,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(f"--output: {str(output)!r} is a file")
     if not any(output.iterdir()):
         return
-    if not (output / "config.json").is_file() or not any(output.glob("*.safetensors")):
+    if not (output / _MARK).is_file():
         raise ConfigError(f"--output: {str(output)!r} holds other files than an export; choose another folder")
     if not overwrite:
         raise ConfigError(f"--output: {str(output)!r} holds an export; --overwrite replaces it")
@@ -156,6 +163,7 @@ def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: s
     for file in described.iterdir():
         if file.is_file() and not (target / file.name).exists():
             shutil.copy(file, target / file.name)
+    (target / _MARK).write_text(f"{found.folder.resolve()}\n")
 
 
 def _umask() -> int:

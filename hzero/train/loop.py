@@ -155,10 +155,10 @@ class Loop:
                 )
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
-                if not last and not stopped and sample["every"] and step % sample["every"] == 0:
-                    self._write_sample(step, progress)
                 if (every and (last or step % every == 0)) or stopped:
                     self._save(step)
+                if not last and not stopped and sample["every"] and step % sample["every"] == 0:
+                    self._write_sample(step, progress)
                 if stopped:
                     again = f"resume=auto run.dir={self._run_dir}"
                     progress.message(f"stopped after step {step}; the same command with {again} goes on from there")

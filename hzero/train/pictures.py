@@ -180,7 +180,7 @@ def _curve(runs: Sequence[Run], name: str, key: str, title: str, evaluations: bo
     note = f"Faint: every step. Bold: mean over {' or '.join(map(str, windows))} steps"
     note += ", which ends in the table's value." if key == "loss" else "."
     if len(longest) * curves.SHARE > 2:
-        note += " Away from the ends of a run it reaches over a hundredth of it."
+        note += " Away from the ends of a run it reaches further, by a hundredth of the run."
     if (points := len(curves.drawn(longest))) < len(longest):
         note += f" Of {len(longest):,} steps {points:,} are drawn: both ends and the extremes of {curves.STRETCHES} stretches."
     if evaluations and any(run.evaluations for run in runs):

@@ -151,7 +151,10 @@ def run_runs(arguments: Sequence[str]) -> int:
     out = console()
     if runs:
         head = ("run", "state", "*step", "*loss", "*tokens/s", "preset", "model", "changed")
-        out.print(table_of("", head, map(_cells, runs)))
+        table = table_of("", head, map(_cells, runs))
+        for column in table.columns[1:5]:  # names may be broken where the window is narrow, figures not
+            column.no_wrap = True
+        out.print(table)
     else:
         out.print(f"no runs in {parsed.folder}")
     for remark in skipped:

@@ -75,6 +75,7 @@ class Sampler:
                 pad_token_id=0,
                 use_cache=True,
                 synced_gpus=True,
+                remove_invalid_values=True,  # of weights that are not finite any more: a sample ends no run
                 **({"do_sample": False} | choice),
             )
         engine.train(training)

@@ -11,10 +11,12 @@ from hzero.validation import ConfigError
 
 #: Ends a text, and a turn, where the tokenizer is trained here.
 END = "<|endoftext|>"
-#: How conversations are written for a tokenizer without a template: Zephyr's form, which needs no token but the end.
+#: How conversations are written for a tokenizer without a template: Zephyr's form, which needs no token but the end, and
+#: ends a turn with a line break where the tokenizer has none.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + (eos_token or '\n') }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )

@@ -203,6 +203,9 @@ def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pyt
     [
         (lambda c: c["zero_optimization"].update(stage=2), UNUSABLE, "needs zero_optimization.stage 3, found 2"),
         (lambda c: c["zero_optimization"].update(stge=3), UNUSABLE, "DeepSpeed refuses it"),
+        (lambda c: c.update(optimizer="AdamW"), UNUSABLE, "DeepSpeed refuses it"),
+        (lambda c: c.update(train_micro_batch_size_per_gpu=-3), UNUSABLE, "DeepSpeed refuses it"),
+        (lambda c: c.update(zero_optimization={"stage": 3, "hzer": {}}), UNUSABLE, "DeepSpeed refuses it"),
         (lambda c: c["zero_optimization"].update(zero_hpz_partition_size=2), UNUSABLE, "zero_hpz_partition_size: found 2"),
         (lambda c: c["zero_optimization"].pop("hzero"), DEGRADED, 'no "hzero" block'),
         (lambda c: c.update(hzero=c["zero_optimization"].pop("hzero")), GOOD, "is at the top level"),

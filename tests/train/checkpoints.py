@@ -172,13 +172,17 @@ def check_examples(folder: Path) -> int:
         },
         {"prompt": "five and", "completion": " six"},
         {"text": "it is " * 50},
+        {"prompt": "", "completion": ""},
     ]
+    lines[0]["messages"][0]["content"] = [{"type": "text", "text": "what"}, {"type": "text", "text": "?"}]  # type: ignore[index]
     folder = folder / "examples"
     folder.mkdir()
     (folder / "a.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     group = {"path": str(folder), "max_bytes": None, "eval_share": 0.2, "cache_dir": str(folder / "cache")}
     (folder / "bad.jinja").write_text("{% for m in messages %}{{ m.content }}{{ loop.length }}{% endfor %}")
-    for words, ends, vocab in ((tokenizer(), "</s>", 300), (None, "<|endoftext|>", 280)):
+    endless = tokenizer()  # as one that has been trained on text
+    endless.eos_token = endless.chat_template = None
+    for words, ends, vocab in ((tokenizer(), "</s>", 300), (None, "<|endoftext|>", 280), (endless, "", 300)):
         found = prepare({**group, "chat_template": None}, vocab, words, lambda message: None)
         if words is None:
             from hzero.train.tokenizer import of_file
@@ -186,7 +190,8 @@ def check_examples(folder: Path) -> int:
             words = of_file(data.entry(group, found.key) / "tokenizer.json")
         starts = np.cumsum([0, *found.table[:, 0]])
         learnt = [words.decode(found.ids[a:b][found.counted[a:b] == 1]) for a, b in pairwise(starts)]
-        assert learnt == [f"one é{ends}", f"b{ends}d{ends}", f" six{ends}", lines[3]["text"] + ends], learnt
+        turn = ends or "\n"
+        assert learnt == [f"one é{turn}", f"b{turn}d{turn}", f" six{ends}", lines[3]["text"] + ends, ends], learnt
         assert words.decode(found.ids[starts[2] : starts[3]]) == f"five and six{ends}"
         packed, alone = sequences(found, 110, packing=True), sequences(found, 110, packing=False)
         assert max(packed.lengths) <= 110 and len(packed.pieces) < len(alone.pieces)

@@ -161,7 +161,9 @@ def test_what_does_not_fit_is_one_line_before_anything_runs(folder: Path) -> Non
     (small / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
     (folder / "empty").mkdir()
     lines = (folder / "chat.jsonl").read_text().splitlines(keepends=True)
-    for name, line in (("torn", '{"messages": ['), ("other", '{"question": "?"}'), ("roles", '{"messages": ["hi"]}')):
+    for name, line in (("torn", '{"messages": ['), ("other", '{"question": "?"}'), ("roles", '{"messages": ["hi"]}'),
+        ("half", r'{"text": "a \ud83d b"}'), ("parts", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}'),
+    ):  # fmt: skip
         (folder / f"{name}.jsonl").write_text("".join([*lines[:6], line + "\n", *lines[6:]]))
     (folder / "few.jsonl").write_text("".join(lines[:5]))
     refused = {
@@ -174,6 +176,9 @@ def test_what_does_not_fit_is_one_line_before_anything_runs(folder: Path) -> Non
         "model.path=llama data.path=torn.jsonl": "torn.jsonl:7: not JSON",
         "model.path=llama data.path=other.jsonl": "other.jsonl:7: found keys question; possible: ",
         "model.path=llama data.path=roles.jsonl": "roles.jsonl:7: messages.0: expected role and content",
+        "model.path=llama data.path=half.jsonl": "half.jsonl:7: not JSON",
+        "model.path=llama data.path=parts.jsonl": "messages.0.content: found list, expected text or parts of text",
+        "model.config={model_type:[llama]}": "no causal language model of transformers",
         "model.path=llama data.path=few.jsonl": "is too short: 5 examples make",
         "model.config={model_type:bloom,n_layer:1,n_head:2,hidden_size:32,vocab_size:300}": "data.packing: found true",
         "model.path=llama train.monitor=wandb": "pip install wandb",

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hzero import autoload, cli
 from hzero.launcher import free_port
 from tests.ranks import ROOT
 
@@ -64,7 +66,8 @@ def test_without_autoload_the_block_is_never_ignored_in_silence(installed: Path)
     )
     assert "Extra inputs are not permitted" in found["inside"] and found["loaded"] == []
     assert found["top"] == STOCK  # what nobody could see
-    assert "an engine with the block was built before hzero was there" in found["late"]
+    assert len(found["late"]) == 2
+    assert all("an engine with the block was built before hzero was there" in error for error in found["late"])
 
 
 def test_an_import_of_hzero_suffices(installed: Path) -> None:
@@ -80,8 +83,30 @@ def test_hzero_run_serves_a_script_without_a_change(installed: Path, tmp_path: P
     )
     found, errors = _run("-m", "hzero.run", str(script), "--lr", "1", site=str(installed), HZERO_AUTOLOAD="0")
     assert found == {"inside": STAGE} and "no DeepSpeed configuration" not in errors
-    script.write_text("print('{}')")
+    script.write_text("print('{}')\nraise SystemExit(0)")
     assert 'no DeepSpeed configuration with an "hzero" block was read' in _run("-m", "hzero.run", str(script))[1]
+
+
+@pytest.mark.parametrize("raised", ["BrokenPipeError()", "ModuleNotFoundError(name='tokenizers')", "ConfigError('x')"])
+def test_what_a_script_raises_is_its_own(raised: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from hzero import ConfigError\nraise {raised}")
+    with pytest.raises(Exception) as error:
+        cli.main(["run", str(script)])
+    assert type(error.value).__name__ == raised.partition("(")[0]
+    assert cli.main(["run", "nothing.py"]) == 2 and "SCRIPT: no file 'nothing.py'" in capfd.readouterr().err
+
+
+def test_a_deepspeed_with_another_signature_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    class DeepSpeedConfig:
+        def _initialize_params(self, param_dict: dict, mesh: int) -> tuple:
+            return param_dict, mesh
+
+    module = types.ModuleType("deepspeed.runtime.config")
+    module.DeepSpeedConfig = DeepSpeedConfig  # type: ignore[attr-defined]
+    autoload._watch(module)
+    assert "cannot watch deepspeed.runtime.config.DeepSpeedConfig, so it is off" in capsys.readouterr().err
+    assert DeepSpeedConfig()._initialize_params({}, 1) == ({}, 1)
 
 
 def test_without_a_block_deepspeed_stays_as_it_is(installed: Path) -> None:
