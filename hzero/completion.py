@@ -114,7 +114,7 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, parser: argparse.Ar
 #: What completes an argument, by the name that its help shows.
 _VALUES: dict[str, Callable[..., list[str]]] = {
     "RUN": _runs,
-    "FOLDER": DirectoriesCompleter(),
+    "FOLDER": lambda prefix, **_: list(DirectoriesCompleter()(prefix)),
     "KEY=VALUE": _overrides,
     "show": lambda **_: ["show"],
     "SOURCE": _nodes,

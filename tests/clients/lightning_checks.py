@@ -176,6 +176,7 @@ def fabricated(preset: str | None) -> Run:
     return run.end(fabric.strategy.model)
 
 
+@slow
 @needs_lightning
 def check_lightning_fabric() -> None:
     """Fabric hands DeepSpeed an optimizer of torch."""
