@@ -120,12 +120,13 @@ def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
     """
     from hzero import block
 
-    if block.find(param_dict) is not None:
+    found = block.find(param_dict)
+    if found is not None:
         blocks_read.append(True)
         from hzero import zero
 
         zero.enable()
-        config._param_dict = param_dict = block.lifted(param_dict)
+        config._param_dict = param_dict = block.lifted(param_dict, found)
     _stock[0](config, param_dict)
 
 

@@ -78,11 +78,8 @@ def find(ds_config: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def lifted(ds_config: Any) -> Any:
-    """The configuration with its block at the top level, where DeepSpeed ignores unknown keys; the argument stays as it is."""
-    block, config = find(ds_config), load(ds_config)
-    if block is None or config is None:
-        return ds_config
+def lifted(config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the configuration with its block at the top level, where DeepSpeed ignores unknown keys."""
     parent = config.get(PARENT)
     if isinstance(parent, Mapping):
         config = {**config, PARENT: {key: value for key, value in parent.items() if key != KEY}}

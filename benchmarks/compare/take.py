@@ -43,7 +43,7 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
     job = {
         "config": config.model_dump(),
         "catalog": measurement.catalog,
-        "tokens": str(data.folder_of(config.data, tokens)),
+        "tokens": str(data.entry(config.data, tokens.key)),
         "source": tokens.source,
         "traces": str(store.folder / "traces" / measurement.folder) if traced else None,
         "after_s": after_s,

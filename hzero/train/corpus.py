@@ -50,7 +50,7 @@ def prepare(settings: Settings, say: Callable[[str], None]) -> tuple[data.Tokens
     tokenizer = tokenizers.of_folder(architecture.checkpoint_folder(model), vocab)
     if form(group) == "text":
         text = data.prepare(group, vocab, length, least, say, tokenizer)
-        return text, tokenizer or tokenizers.of_file(data.folder_of(group, text) / "tokenizer.json")
+        return text, tokenizer or tokenizers.of_file(data.entry(group, text.key) / "tokenizer.json")
     if group["packing"] and not architecture.takes_positions(model):
         raise ConfigError(
             "data.packing: found true, and the architecture takes no position_ids, by which packed examples are kept apart; "

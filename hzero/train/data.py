@@ -191,11 +191,6 @@ def load(folder: Path, eval_share: float, source: str) -> Tokens:
     return Tokens(mapped[:cut], mapped[cut:], meta["key"], source)
 
 
-def folder_of(data: dict[str, Any], tokens: Tokens) -> Path:
-    """The cache folder of a corpus."""
-    return entry(data, tokens.key)
-
-
 def entry(data: dict[str, Any], key: str) -> Path:
     """The cache folder of a key."""
     return cache_root(data) / f"tokens-{key[:24]}"

@@ -83,7 +83,7 @@ def prepare(data: dict[str, Any], vocab_size: int, tokenizer: Any, say: Callable
             raise ConfigError(f"data.path: the folder {source!r} holds no .jsonl")
     limit = data["max_bytes"] or 0
     # The template is a part of the fingerprint; without a tokenizer one is trained, which has the plain template.
-    kind = f"{vocab_size} {_template_text(data)}"
+    kind = f"{vocab_size} {tokenizers.template_of(data['chat_template'], None)}"
     if tokenizer is not None:
         kind = tokenizers.fingerprint(tokenizers.with_template(tokenizer, data["chat_template"]))
         if not tokenizer.is_fast:
@@ -116,11 +116,6 @@ def load(folder: Path, eval_share: float, source: str) -> Examples:
     ids = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     counted = np.memmap(folder / "counted.bin", dtype=np.uint8, mode="r")
     return Examples(ids, counted, np.load(folder / "examples.npy"), meta["key"], source, eval_share, meta["chat"])
-
-
-def _template_text(data: dict[str, Any]) -> str:
-    holder = type("Holder", (), {"chat_template": None})()
-    return str(tokenizers.with_template(holder, data["chat_template"]).chat_template)
 
 
 def _lines(files: Iterable[Path], limit: int) -> Iterator[tuple[str, bytes]]:

@@ -76,19 +76,23 @@ def with_end(ids: list[int], tokenizer: Any) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def with_template(tokenizer: Any, file: str | None) -> Any:
-    """The tokenizer with a chat template: that of a file, its own, or `PLAIN_TEMPLATE`.
+def template_of(file: str | None, own: str | None) -> str:
+    """The chat template to use: that of a file, the tokenizer's own, or `PLAIN_TEMPLATE`.
 
     Raises:
         ConfigError: The file cannot be read.
     """
-    if file is not None:
-        try:
-            tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.chat_template: cannot read {file!r}: {_line(error)}") from None
-    elif not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+    if file is None:
+        return own or PLAIN_TEMPLATE
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.chat_template: cannot read {file!r}: {_line(error)}") from None
+
+
+def with_template(tokenizer: Any, file: str | None) -> Any:
+    """The tokenizer with the chat template to use. Raises `ConfigError` as `template_of`."""
+    tokenizer.chat_template = template_of(file, tokenizer.chat_template)
     return tokenizer
 
 

@@ -85,11 +85,20 @@ def check_deepspeed() -> None:
     Raises:
         ConfigError: The version is outside ``>=0.19.8,<0.20``, or something of `differences`.
     """
+    check_version()
+    for difference in differences():
+        raise ConfigError(f"deepspeed {deepspeed.__version__} has another {difference}; {SUPPORTED}")
+
+
+def check_version() -> None:
+    """Checks the version of DeepSpeed alone.
+
+    Raises:
+        ConfigError: It is outside ``>=0.19.8,<0.20``.
+    """
     numbers = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3] if part.isdigit())
     if not VERSIONS[0] <= numbers < VERSIONS[1]:
         raise ConfigError(f"deepspeed {deepspeed.__version__} found; {SUPPORTED}")
-    for difference in differences():
-        raise ConfigError(f"deepspeed {deepspeed.__version__} has another {difference}; {SUPPORTED}")
 
 
 def _compared(what: str, found: tuple[str, ...] | None, expected: tuple[str, ...]) -> Iterator[str]:

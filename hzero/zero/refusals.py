@@ -120,13 +120,14 @@ def check_file(config: Mapping[str, Any]) -> None:
         ConfigError: As `check_config`, or in DeepSpeed's words where DeepSpeed refuses the configuration.
     """
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    without = {**sizes, **_filled_in(lifted(config))}
+    block = find(config)
+    without = {**sizes, **_filled_in(config if block is None else lifted(config, block))}
     without.pop("train_batch_size", None)
     try:
         read = DeepSpeedConfig(without)
     except Exception as error:  # of many kinds, by the key
         raise ConfigError(f"DeepSpeed refuses it: {' '.join(str(error).split())}") from None
-    if find(config) is not None:
+    if block is not None:
         check_config(read, read.optimizer_name)
 
 
