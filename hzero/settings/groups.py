@@ -124,10 +124,12 @@ class TrainBlock(Frozen):
 
 
 class CheckpointBlock(Frozen):
-    """When checkpoints are written, and how many are kept."""
+    """When checkpoints are written, how many are kept, and which are loaded."""
 
     every: Count
     keep: Positive
+    max_failures: Positive
+    trust: bool
 
 
 class SampleBlock(Frozen):

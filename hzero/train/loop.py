@@ -29,6 +29,7 @@ from hzero.train.monitor import Monitor
 from hzero.train.packing import check_packing
 from hzero.train.recordings import Recordings
 from hzero.train.sample import Sampler
+from hzero.train.saver import Saver
 from hzero.train.summary import build_summary, print_summary
 
 #: Figures of a step that the monitor writes.
@@ -91,7 +92,6 @@ class Loop:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._batches = batches_of(corpus, settings, self._rank)
         self._sampler = Sampler(settings, run_dir, self._batches, corpus)
-        self._identity = checkpoint.identity_of(settings, corpus.key)
         self._flops_per_token = model.flops_per_token(settings["model"])
         self._device = torch.device(get_accelerator().current_device_name())
         config = deepspeed_config(settings)
@@ -99,22 +99,38 @@ class Loop:
         built = model.build(settings["model"], train["seed"], config, train["activation_checkpointing"])
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in built.parameters())
         self._engine = hzero.initialize(model=built, model_parameters=built.parameters(), config=config)[0]
+        saves = settings["checkpoint"]
+        self._saver = Saver(
+            self._engine,
+            run_dir / folder.CHECKPOINTS,
+            checkpoint.identity_of(settings, corpus.key),
+            keep=saves["keep"],
+            max_failures=saves["max_failures"],
+            trust=saves["trust"],
+        )
         self._done = 0
         if resume_from is not None:
-            self._engine.load_checkpoint(str(resume_from.folder.parent), tag=resume_from.folder.name)
+            self._saver.load(resume_from)
             self._done = resume_from.step
         self._stop = self._warned = False
         self._rows: list[dict[str, Any]] = []
+        self._said: set[str] = set()
         signal.signal(signal.SIGTERM, self._ask_to_stop)
 
     def _ask_to_stop(self, number: int, frame: object) -> None:
         self._stop = True
 
+    def _warn(self, message: str) -> None:
+        """Says a warning once, on the user's terminal: the logs may be on the disk that is full."""
+        if message not in self._said:
+            self._said.add(message)
+            print(f"warning: {message}", flush=True)
+
     def run(self) -> None:
         """Trains to the last step or until asked to stop; evaluates, saves and writes the summary."""
         train, every = self._settings["train"], self._settings["checkpoint"]["every"]
         sample, first = self._settings["sample"], self._rank == 0
-        metrics = folder.Metrics(self._run_dir) if first else None
+        metrics = folder.Metrics(self._run_dir, self._warn) if first else None
         stopped = False
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
@@ -126,9 +142,10 @@ class Loop:
             own.settle()
             own.wire_log.reset()
         if first:
-            (self._run_dir / folder.LOGS / STARTED).touch()
-            folder.begun(self._run_dir)
-        monitor = Monitor(train["monitor"] if first else None, self._run_dir, self._settings["run"]["name"])
+            with folder.must_write(self._run_dir):
+                (self._run_dir / folder.LOGS / STARTED).touch()
+                folder.begun(self._run_dir)
+        monitor = Monitor(train["monitor"] if first else None, self._run_dir, self._settings["run"]["name"], self._warn)
         with (
             Progress(train["steps"], start=self._done, enabled=first) as progress,
             Recordings(self._settings, self._run_dir, own, metrics) as recordings,
@@ -145,7 +162,8 @@ class Loop:
                     if not math.isfinite(row["loss"]) and not self._warned:
                         self._warned = True
                         progress.message(f"warning: the loss of step {step} is {row['loss']}")
-                recordings.after(step, stopped)
+                with folder.may_write(self._run_dir, self._warn):
+                    recordings.after(step, stopped)
                 last = step == train["steps"]
                 progress.update(
                     step,
@@ -156,7 +174,9 @@ class Loop:
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
                 if (every and (last or step % every == 0)) or stopped:
-                    self._save(step)
+                    failure = self._saver.save(step, last=last or stopped)
+                    if failure is not None and first:
+                        self._warn(f"{failure}; training goes on")
                 if not last and not stopped and sample["every"] and step % sample["every"] == 0:
                     self._write_sample(step, progress)
                 if stopped:
@@ -224,7 +244,8 @@ class Loop:
     def _write_sample(self, step: int, progress: Progress) -> None:
         row = self._sampler.write(self._engine, step)
         if self._rank == 0:
-            self._sampler.keep(row)
+            with folder.may_write(self._run_dir, self._warn):
+                self._sampler.keep(row)
             progress.message(f"sample after step {step}: {row['prompt']!r} → {row['text']!r}")
 
     def _evaluate(self, step: int, metrics: folder.Metrics | None, monitor: Monitor) -> dict[str, float]:
@@ -247,16 +268,6 @@ class Loop:
         dist.all_reduce(total)
         return float(total) / self._world / train["eval_batches"]
 
-    def _save(self, step: int) -> None:
-        path, tag = self._run_dir / folder.CHECKPOINTS, checkpoint.tag_of(step)
-        if self._rank == 0:
-            checkpoint.withdraw(path / tag)  # an earlier life of the run may have left one
-        dist.barrier()
-        self._engine.save_checkpoint(str(path), tag=tag, save_latest=False)
-        dist.barrier()
-        if self._rank == 0:
-            checkpoint.publish(path / tag, step, self._identity, self._settings["checkpoint"]["keep"])
-
     def _sum_up(self, evaluation: dict[str, float], traffic: list[dict[str, Any]], interrupted: bool) -> None:
         own = hzero.state(self._engine)
         mine = {"traffic": traffic, "memory": own.memory(self._engine.optimizer) if own is not None else {}}
@@ -276,8 +287,8 @@ class Loop:
                 interrupted=interrupted,
                 plan=own.plan if own is not None else None,
             )
-            folder.write_summary(self._run_dir, summary)
             print_summary(summary)
+            folder.write_summary(self._run_dir, summary)
             print(f"run folder: {self._run_dir}", flush=True)
 
 
