@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hzero.files import refusing
+from hzero.files import FULL, refusing
 from hzero.progress import Progress
 from hzero.settings import architecture
 from hzero.train import checkpoint, folder, safe_load
@@ -85,6 +85,8 @@ def run_export(arguments: Sequence[str]) -> int:
             with tokenizers.errors_of_disk(work):
                 export(parsed.run / folder.MODEL, found, work, dtype, parsed.trust)
         except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise
             gone = not found.folder.is_dir()
             why = "the run has removed it since; try again" if gone else " ".join(str(error).split())[:300]
             raise ConfigError(f"RUN: {str(found.folder)!r} cannot be exported: {why}") from None
