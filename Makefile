@@ -5,7 +5,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench lint docs
+.PHONY: help setup train test bench soak lint docs
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -21,6 +21,9 @@ test: setup ## run the tests (ARGS="tests/codecs -x")
 
 bench: setup ## compare hzero with other schemes on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
 	@"$(BIN)/python" -m benchmarks.compare $(ARGS)
+
+soak: setup ## train under faults and compare the losses with an undisturbed run (ARGS="--faults 20")
+	@"$(BIN)/python" -m benchmarks.soak $(ARGS)
 
 docs: setup ## build the documentation as a site, strictly, into build/site (ARGS=serve: show it, and follow changes)
 	@"$(BIN)/python" -m mkdocs $(if $(ARGS),$(ARGS),build --strict)
