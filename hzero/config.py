@@ -29,6 +29,7 @@ ROLES: tuple[Role, ...] = typing.get_args(Role)
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
+DEFAULT_GUARD = 10
 
 
 class Preset(NamedTuple):
@@ -162,6 +163,7 @@ class _Block(Frozen):
     refresh_message_bytes: int = Field(0, ge=0)
     node_all_gather: NodeAllGather = NodeAllGather()
     exact_evaluation: bool = False
+    guard: int = Field(DEFAULT_GUARD, ge=0)
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
@@ -201,6 +203,10 @@ class HZeroConfig(_Block):
             store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
             otherwise those of the decoded ones. The gathers of an evaluation are then DeepSpeed's own, flat over the
             world and not in the wire log. All ranks must change the mode alike.
+        guard: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, where loss scaling
+            cannot help. With that many the stage ends training by an error on all ranks (`hzero.DivergenceError`), which
+            names the parameters and gives the signal-to-noise ratio of each lossy tier. 0 goes on for ever, as DeepSpeed
+            does.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.

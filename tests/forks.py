@@ -60,6 +60,10 @@ def _enter(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    if "HZERO_MUTANT" in env:
+        from tests import mutants
+
+        mutants.apply(env[mutants.VARIABLE])
     sys.exit(target(*arguments))
 
 

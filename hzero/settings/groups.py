@@ -120,6 +120,7 @@ class TrainBlock(Frozen):
     eval_every: Count
     eval_batches: Positive
     monitor: Literal["tensorboard", "wandb", "csv"] | None
+    guard: Count
     timeout_s: Timeout
 
 

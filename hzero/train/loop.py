@@ -112,7 +112,8 @@ class Loop:
         if resume_from is not None:
             self._saver.load(resume_from)
             self._done = resume_from.step
-        self._stop = self._warned = False
+        self._stop = False
+        self._not_finite = 0  # steps in a row
         self._rows: list[dict[str, Any]] = []
         self._said: set[str] = set()
         signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -154,14 +155,15 @@ class Loop:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
                 recordings.before(step)
-                row, stopped = self._step(step)
+                try:
+                    row, stopped = self._step(step)
+                except hzero.DivergenceError as error:
+                    raise hzero.DivergenceError(f"step {step}: {error}") from None
                 self._done = step
                 if metrics is not None:
                     metrics.add(row)
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
-                    if not math.isfinite(row["loss"]) and not self._warned:
-                        self._warned = True
-                        progress.message(f"warning: the loss of step {step} is {row['loss']}")
+                self._guard(row, progress)
                 with folder.may_write(self._run_dir, self._warn):
                     recordings.after(step, stopped)
                 last = step == train["steps"]
@@ -174,7 +176,7 @@ class Loop:
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
                 if (every and (last or step % every == 0)) or stopped:
-                    failure = self._saver.save(step, last=last or stopped)
+                    failure = self._saver.save(step, good=not self._not_finite, last=last or stopped)
                     if failure is not None and first:
                         self._warn(f"{failure}; training goes on")
                 if not last and not stopped and sample["every"] and step % sample["every"] == 0:
@@ -234,6 +236,22 @@ class Loop:
         }
         self._rows.append(row)
         return row, stops > 0
+
+    def _guard(self, row: dict[str, Any], progress: Progress) -> None:
+        """Notices a step that is not finite; with too many in a row the run ends, on all ranks, since they share the row.
+
+        The stage has a guard of its own, which says where gradients are not finite and ends the run first; stock ZeRO-3
+        has none, and a loss may be infinite where gradients are not.
+        """
+        finite, limit = math.isfinite(row["loss"]) and not row["skipped"], self._settings["train"]["guard"]
+        self._not_finite = 0 if finite else self._not_finite + 1
+        found = f"the loss is {row['loss']:g} and the optimizer {'discarded' if row['skipped'] else 'did'} the step"
+        if self._not_finite == 1 and self._rank == 0:
+            progress.message(f"warning: step {row['step']}: {found}")
+        if limit and self._not_finite == limit:
+            raise hzero.DivergenceError(
+                f"step {row['step']}: {found}; {limit} steps in a row were not finite, so training ends (train.guard)"
+            )
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch, weighted by its share of the tokens that the loss counts."""
