@@ -28,7 +28,7 @@ coverage: setup ## say which branches of the stage, the collectives and the trai
 	@"$(BIN)/python" -m coverage combine -q && "$(BIN)/python" -m coverage report
 
 mutants: setup ## change the code in one place at a time, and say which changes no test sees (ARGS="hzero/zero/guard.py")
-	@"$(BIN)/python" -m tests.mutants $(ARGS)
+	@"$(BIN)/python" -m tests.mutate $(ARGS)
 
 soak: setup ## train under faults and compare the losses with an undisturbed run (ARGS="--faults 20")
 	@"$(BIN)/python" -m benchmarks.soak $(ARGS)

@@ -89,7 +89,7 @@ def publish(
     keep: int,
     written: Mapping[str, tuple[int, str]],
     *,
-    good: bool = True,
+    good: bool | None = True,
 ) -> int:
     """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
 
@@ -102,7 +102,7 @@ def publish(
         identity: Of the run.
         keep: Complete checkpoints that are kept, and the newest good one beside them.
         written: Size and hash of what the ranks have written, by name. Other files are read to be hashed.
-        good: Whether the weights are worth going back to.
+        good: Whether the weights are worth going back to; None leaves that to `judge`.
 
     Returns:
         Bytes of all files.
@@ -120,14 +120,33 @@ def publish(
     for path, content in ((folder / NOTE, text), (folder.parent / "latest", folder.name)):
         with replacing(path) as file:
             file.write(content)
-    tags = [path for _, path in _tags(folder.parent)]
+    _rotate(folder, keep)
+    return sum(files.values())
+
+
+def judge(folder: Path, good: bool, keep: int) -> None:
+    """Notes whether the steps that came after a checkpoint were finite; with them, older ones beyond ``keep`` may go.
+
+    Raises:
+        OSError: The note cannot be written; it stays as it was.
+    """
+    note = json.loads((folder / NOTE).read_text())
+    if not digests.holds(note):
+        raise OSError(errno.EIO, "the note is not as it was written", str(folder / NOTE))
+    with replacing(folder / NOTE) as file:
+        file.write(json.dumps(digests.sealed({**note, "good": good}), indent=1))
+    _rotate(folder, keep)
+
+
+def _rotate(newest: Path, keep: int) -> None:
+    """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep`` and the newest good one beside them."""
+    tags = [path for _, path in _tags(newest.parent)]
     complete = [path for path in tags if (path / NOTE).exists()]
-    kept = {*complete[-keep:], *[path for path in complete if _is_good(path)][-1:]}
-    for old in tags[: tags.index(folder)]:
+    kept = {*complete[-keep:], *[path for path in complete if _verdict(path)][-1:]}
+    for old in tags[: tags.index(newest)]:
         if old not in kept:
             with contextlib.suppress(OSError):  # one too many is no reason to stop
                 remove(old)
-    return sum(files.values())
 
 
 def remove(folder: Path) -> None:
@@ -141,12 +160,13 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _is_good(folder: Path) -> bool:
-    """Whether a complete checkpoint is good; those of earlier releases say nothing else."""
+def _verdict(folder: Path) -> bool | None:
+    """Whether a complete checkpoint is good; None if no step has come after it. Earlier releases say nothing else than yes."""
     try:
-        return bool(json.loads((folder / NOTE).read_text()).get("good", True))
+        good = json.loads((folder / NOTE).read_text()).get("good", True)
     except (OSError, ValueError, AttributeError):
         return False
+    return good if good is None else bool(good)
 
 
 def _tags(folder: Path) -> list[tuple[int, Path]]:
@@ -188,15 +208,18 @@ def read(folder: Path, *, hashes: bool = True, warn: Any = lambda message: None)
 
 
 def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
-    """The newest complete checkpoint of a ``checkpoints`` folder; newer ones are skipped, with a warning.
+    """The newest complete checkpoint of a ``checkpoints`` folder that did not diverge; newer ones are skipped, with a warning.
 
     Raises:
-        ConfigError: No checkpoint is complete, but some were.
+        ConfigError: None is left, but some were complete.
     """
     torn: ConfigError | None = None
     for _, path in reversed(_tags(folder)):
         try:
-            return read(path, warn=warn)
+            found = read(path, warn=warn)
+            if _verdict(path) is False:
+                raise ConfigError(f"resume: {str(path)!r}: the steps around it were not finite")
+            return found
         except ConfigError as error:
             if (path / NOTE).exists():
                 torn = torn or error

@@ -131,14 +131,15 @@ def first_changed(folder: Path, sizes: Mapping[str, int], hashes: Mapping[str, s
 
 
 def sealed(note: Mapping[str, Any]) -> dict[str, Any]:
-    """A note, which JSON can express, with a hash of itself."""
+    """A note, which JSON can express, with a hash of itself in place of any that it has."""
     return {**note, SEAL: _of_note(note)}
 
 
 def holds(note: Mapping[str, Any]) -> bool:
     """Whether a note is as `sealed` left it, or was written before notes were sealed."""
-    return SEAL not in note or note[SEAL] == _of_note({key: value for key, value in note.items() if key != SEAL})
+    return SEAL not in note or note[SEAL] == _of_note(note)
 
 
 def _of_note(note: Mapping[str, Any]) -> str:
-    return str(xxhash.xxh3_128_hexdigest(json.dumps(note, sort_keys=True).encode()))
+    content = {key: value for key, value in note.items() if key != SEAL}
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))

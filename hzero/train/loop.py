@@ -158,6 +158,7 @@ class Loop:
                 try:
                     row, stopped = self._step(step)
                 except hzero.DivergenceError as error:
+                    self._saver.judge(False)
                     raise hzero.DivergenceError(f"step {step}: {error}") from None
                 self._done = step
                 if metrics is not None:
@@ -176,7 +177,7 @@ class Loop:
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
                 if (every and (last or step % every == 0)) or stopped:
-                    failure = self._saver.save(step, good=not self._not_finite, last=last or stopped)
+                    failure = self._saver.save(step, good=False if self._not_finite else None, last=last or stopped)
                     if failure is not None and first:
                         self._warn(f"{failure}; training goes on")
                 if not last and not stopped and sample["every"] and step % sample["every"] == 0:
@@ -191,6 +192,7 @@ class Loop:
         traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics, monitor)
+            self._saver.judge(math.isfinite(evaluation["loss_exact"]))
             if sample["every"] or sample["at_end"]:
                 self._write_sample(self._done, progress)
         if metrics is not None:
@@ -248,7 +250,10 @@ class Loop:
         found = f"the loss is {row['loss']:g} and the optimizer {'discarded' if row['skipped'] else 'did'} the step"
         if self._not_finite == 1 and self._rank == 0:
             progress.message(f"warning: step {row['step']}: {found}")
+        if finite:
+            self._saver.judge(True)
         if limit and self._not_finite == limit:
+            self._saver.judge(False)
             raise hzero.DivergenceError(
                 f"step {row['step']}: {found}; {limit} steps in a row were not finite, so training ends (train.guard)"
             )

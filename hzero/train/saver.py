@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Saver:
         self._keep, self._max_failures = keep, max_failures
         self._files = TrainerCheckpointEngine(engine, trust)
         self._failures = 0
+        self._unjudged: list[Path] = []
         self._bytes: int | None = None
 
     def load(self, found: checkpoint.Checkpoint) -> None:
@@ -49,12 +51,13 @@ class Saver:
         self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
         self._bytes = found.bytes
 
-    def save(self, step: int, *, good: bool = True, last: bool = False) -> str | None:
+    def save(self, step: int, *, good: bool | None = None, last: bool = False) -> str | None:
         """Saves a checkpoint. Collective.
 
         Args:
             step: Optimizer steps done.
-            good: Whether the weights are worth going back to; the newest good checkpoint is never removed.
+            good: Whether the weights are worth going back to; None until `judge` says so. The newest good checkpoint is
+                never removed.
             last: Whether the run ends with it, so that nothing is saved if this is not.
 
         Returns:
@@ -87,6 +90,13 @@ class Saver:
         error.elsewhere = dist.get_rank() != 0
         raise error
 
+    def judge(self, good: bool) -> None:
+        """Notes whether checkpoints have proved good: whether a step or an evaluation that came after them was finite."""
+        for folder in self._unjudged:  # on rank 0 alone
+            with contextlib.suppress(OSError):  # it is gone, or the disk is full: then it stays as it is
+                checkpoint.judge(folder, good, self._keep)
+        self._unjudged.clear()
+
     def _prepare(self, target: Path) -> str | None:
         """On rank 0: makes room for a checkpoint, and finds out whether there is enough."""
         try:
@@ -106,13 +116,15 @@ class Saver:
         tensors = [*zero.fp32_partitioned_groups_flat, *(v for s in zero.optimizer.state.values() for v in s.values())]
         return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
-    def _conclude(self, target: Path, step: int, everyones: list[Any], good: bool) -> str | None:
+    def _conclude(self, target: Path, step: int, everyones: list[Any], good: bool | None) -> str | None:
         """On rank 0: publishes what all ranks have written; removes it where one has not."""
         failures = [f"{failure} (rank {rank})" for rank, (_, failure) in enumerate(everyones) if failure is not None]
         if not failures:
             written = {name: digest for files, _ in everyones for name, digest in files.items()}
             try:
                 self._bytes = checkpoint.publish(target, step, self._identity, self._keep, written, good=good)
+                if good is None:
+                    self._unjudged.append(target)
                 return None
             except OSError as error:
                 failures = [f"{error.filename or target / checkpoint.NOTE}: {error.strerror or error} (rank 0)"]

@@ -29,7 +29,7 @@ def _written(path: Path, content: bytes) -> tuple[int, str]:
     return file.size, file.close()
 
 
-def _save(run: Path, step: int, *, keep: int = 9, good: bool = True) -> Path:
+def _save(run: Path, step: int, *, keep: int = 9, good: bool | None = True) -> Path:
     """A checkpoint of two files that ranks have written, and one that DeepSpeed has copied."""
     target = run / checkpoint.tag_of(step)
     target.mkdir(parents=True)
@@ -95,6 +95,27 @@ def test_the_last_good_checkpoint_is_never_rotated_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step:06d}" for step in (2, 5, 6)]
     _save(tmp_path, 7, keep=2)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000006", "step_000007"]
+
+
+def test_a_checkpoint_is_good_once_a_finite_step_has_come_after_it(tmp_path: Path) -> None:
+    """Until then the one before it stays, however few are kept; and one that led to NaN is not resumed from."""
+    _save(tmp_path, 1, keep=1)
+    second = _save(tmp_path, 2, keep=1, good=None)
+    names = lambda: [path.name for path in sorted(tmp_path.glob("step_*"))]  # noqa: E731
+    assert names() == ["step_000001", "step_000002"]
+    checkpoint.judge(second, True, keep=1)
+    assert names() == ["step_000002"]
+    third = _save(tmp_path, 3, keep=1, good=None)
+    found, said = checkpoint.newest(tmp_path), []
+    assert found is not None and found.step == 3  # a run that was stopped goes on from its last checkpoint
+    checkpoint.judge(third, False, keep=1)
+    found = checkpoint.newest(tmp_path, said.append)
+    assert found is not None and found.step == 2
+    assert said == [f"resume: {str(third)!r}: the steps around it were not finite; skipped"]
+    assert checkpoint.read(third).step == 3, "by name it can be had"
+    checkpoint.judge(second, False, keep=1)
+    with pytest.raises(ConfigError, match=r"step_000003'?: the steps around it were not finite, and there is no other"):
+        checkpoint.newest(tmp_path)
 
 
 class _Command:

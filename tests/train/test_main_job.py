@@ -279,3 +279,17 @@ def test_stock_zero3_gives_the_same_losses_in_a_folder_of_its_own_to_a_reader_wh
     stock = _losses(folder / "runs" / "whole-2")
     assert list(stock) == list(whole) and list(stock.values()) == pytest.approx(list(whole.values()), rel=1e-5)
     assert (folder / "runs" / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_diverges_fails_and_keeps_its_last_good_checkpoint(folder: Path) -> None:
+    run, job = folder / "runs" / "diverging", ("run.name=diverging", "checkpoint.keep=1", *PAIR)
+    code, out, err = _start(folder, *job, "train.steps=4").finish()
+    assert code == 0, out + err
+    hot = ("train.lr=1e30", "train.grad_clip=0", "train.guard=3", "checkpoint.every=1", "resume=auto")
+    code, out, err = _start(folder, *job, *hot).finish()
+    assert code == 1 and "warning: step 6: the loss is nan and the optimizer discarded the step" in out + err
+    assert "step 8: hzero: the norm of the gradients is not finite in 3 steps in a row (guard: 3)" in err
+    assert "Not finite in the gradients of" in err and "gradients int4 on" in err
+    code, out, err = _start(folder, *job, "train.steps=5", "resume=auto").finish()
+    assert code == 0 and "the steps around it were not finite; skipped" in err and "going on after step 4" in out
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
