@@ -17,7 +17,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hzero.formatting import size_text
-from hzero.launcher import INTERRUPTED, REFUSED, STARTED, PatientStream, Ranks, local_ranks, on_rank_0
+from hzero.launcher import (
+    INTERRUPTED,
+    REFUSED,
+    STARTED,
+    PatientStream,
+    PeerError,
+    Ranks,
+    disk_error,
+    end_with_parent,
+    local_ranks,
+    on_rank_0,
+)
 from hzero.settings.conf import check_options, conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
@@ -43,6 +54,11 @@ def run(overrides: Sequence[str]) -> int:
             if not error.elsewhere:
                 print(f"hzero: error: {error}", file=sys.stderr)
             statuses.append(2)
+        except OSError as error:
+            if (line := disk_error(error)) is None:
+                raise
+            print(f"hzero: error: {line}", file=sys.stderr)
+            statuses.append(1)
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
 
@@ -194,6 +210,7 @@ def _train_as_rank(config: DictConfig) -> int:
 
     from hzero.train.loop import start_process_group
 
+    end_with_parent()
     settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
     start_process_group(settings["train"]["timeout_s"])
@@ -210,9 +227,12 @@ def _train_as_rank(config: DictConfig) -> int:
             ) from error
         try:
             train_rank(run_dir)
-        except BaseException:
+        except BaseException as error:
             if dist.get_rank() == 0 and not (run_dir / folder.LOGS / STARTED).exists():
                 folder.undo(run_dir)
+            if isinstance(error, PeerError):
+                print(f"{error}", file=sys.stderr, flush=True)
+                os._exit(1)  # a process group with a dead member can take minutes to be torn down
             raise
         dist.destroy_process_group()
     return 0

@@ -243,8 +243,12 @@ class Metrics:
 
     def add(self, row: dict[str, Any]) -> None:
         """Appends one row."""
-        self._file.write(json.dumps(finite(row)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite(row)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name  # as on a full disk; errors of a write name no file
+            raise
 
     def close(self) -> None:
         """Closes the file."""

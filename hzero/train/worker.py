@@ -69,4 +69,4 @@ def _started_here(run_dir: Path) -> None:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    run_rank(run_dir / LOGS, functools.partial(_started_here, run_dir))
+    run_rank(functools.partial(_started_here, run_dir))
