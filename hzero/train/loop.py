@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from omegaconf import OmegaConf
 
 import hzero
+from hzero.collectives import shared_recorder
 from hzero.launcher import STARTED
 from hzero.progress import Progress
 from hzero.settings.settings import Settings, model_vocab
@@ -137,6 +138,7 @@ class Loop:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
                 recordings.before(step)
+                shared_recorder().step = step - 1
                 row, stopped = self._step(step)
                 self._done = step
                 if metrics is not None:

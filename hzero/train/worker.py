@@ -30,6 +30,7 @@ def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None)
 
 def train_rank(run_dir: Path) -> None:
     """Runs this rank's share of the run; the process group is up."""
+    from hzero.collectives import blaming
     from hzero.settings.settings import Settings
     from hzero.train import checkpoint, corpus
     from hzero.train.loop import Loop
@@ -38,7 +39,8 @@ def train_rank(run_dir: Path) -> None:
     settings = Settings(_config(run_dir), world_size=int(os.environ["WORLD_SIZE"]))
     found = corpus.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
     resume_from = checkpoint.read(Path(job["resume_from"])) if job["resume_from"] else None
-    Loop(settings, run_dir, found, resume_from).run()
+    with blaming():
+        Loop(settings, run_dir, found, resume_from).run()
 
 
 def prepare_process(threads: int) -> None:
