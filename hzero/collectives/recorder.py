@@ -16,119 +16,34 @@ import os
 import queue
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer  # the builtin one from Python 3.11 on
-from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from hzero.config import Role, Tier
-from hzero.launcher import PeerError
+from hzero.collectives.record import HopCount, Lane, Record, where
+from hzero.reasons import PeerError
 
 T = TypeVar("T")
-#: A communicator: the group of one tier, for one role.
-Lane: TypeAlias = tuple[Role, Tier]
-#: The main thread waits in a hop, in another collective of torch.distributed, or runs anything else.
-Doing: TypeAlias = Literal["hop", "collective", "code"]
-
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
 #: Periods without a new record after which a rank counts as frozen or gone.
 _SILENT = 4
 #: How long the store may take to answer, in seconds.
-_ANSWER_S = 5.0
+_ANSWER_S = 3.0
 #: Records that one question may read: at least the first, and at most so many that all ranks together read the second.
 _READ, _READ_BY_ALL = 64, 2**18
-#: Folders of frames that say nothing about where a rank is.
-_TORCH, _DEEPSPEED = (
-    f"{os.path.dirname(spec.origin)}{os.sep}" if (spec := find_spec(name)) and spec.origin else os.devnull
-    for name in ("torch", "deepspeed")
-)
-_COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_DEEPSPEED}comm{os.sep}")
-_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_HOPS = f"{os.path.dirname(__file__)}{os.sep}"
-
-
-class HopCount:
-    """Hops of this rank on one lane, counted on the hot path.
-
-    Attributes:
-        started: Hops that this rank has started; the same on all ranks of the group once all have come.
-        ended: Those that it has waited for. On a device a wait does not block, so this says little there.
-        what: Describes the last one.
-        passed: Whether the device is past the last one.
-        timeout_s: Longest wait for one hop.
-        peers: Ranks of the group of a rank.
-    """
-
-    __slots__ = ("ended", "passed", "peers", "started", "timeout_s", "what")
-
-    def __init__(self, timeout_s: float, peers: Callable[[int], Sequence[int]]) -> None:
-        self.started = self.ended = 0
-        self.what: Callable[[], str] = str
-        self.passed: Callable[[], bool] = lambda: True
-        self.timeout_s, self.peers = timeout_s, peers
-
-    def start(self, what: Callable[[], str], passed: Callable[[], bool]) -> int:
-        """Counts a hop. Returns its number, from 1."""
-        self.what, self.passed = what, passed
-        self.started += 1
-        return self.started
-
-
-@dataclass
-class Record:
-    """Where a rank was when it last wrote to the store.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        pid: Its process.
-        device: Its device.
-        beat: Number of the record.
-        time: Seconds since the epoch, by the clock of its host.
-        step: Optimizer steps that it has finished.
-        micro: Micro-steps that it has begun since.
-        doing: What its main thread does.
-        place: Where: file, line and function of the innermost frame outside torch, DeepSpeed and the standard library.
-        unchanged_s: Seconds for which all of this has been so.
-        lanes: Of each lane hops started, hops ended, the last hop, and seconds since the last start.
-        waits: Lanes on whose last hop it waits; on a device once that has taken half of its timeout.
-        blames: Ranks that it has named because its own wait ran out; None while none has.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    device: str
-    beat: int = 0
-    time: float = 0.0
-    step: int = 0
-    micro: int = 0
-    doing: Doing = "code"
-    place: str = ""
-    unchanged_s: float = 0.0
-    lanes: dict[str, tuple[int, int, str, float]] = field(default_factory=dict)
-    waits: list[str] = field(default_factory=list)
-    blames: list[int] | None = None
-
-    def __str__(self) -> str:
-        """The rank and its process, for messages."""
-        at = f"after step {self.step}" + (f", micro-step {self.micro}" if self.micro else "")
-        return f"rank {self.rank} (host {self.host}, pid {self.pid}, {self.device}, {at})"
 
 
 class Missing(NamedTuple):
@@ -282,7 +197,7 @@ class Recorder:
         own = self._record
         own.beat, own.time, own.step, own.micro = own.beat + 1, time.time(), self.step, self.micro
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        own.doing, own.place = _where(
+        own.doing, own.place = where(
             (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)
         )
         lanes: dict[str, tuple[int, int, str, float]] = {}
@@ -359,7 +274,7 @@ class Recorder:
             self._verdict = found, self._ended
             self._record.blames = list(found.ranks)
             with contextlib.suppress(NoAnswer, RuntimeError):  # before this rank ends
-                self._write(_ANSWER_S)
+                self._write(min(_ANSWER_S, self.period_s))
         return found
 
     def _find(self, lane: Lane | None, number: int) -> Missing:
@@ -402,13 +317,13 @@ class Recorder:
                 elif record.blames is not None:
                     todo.append((peer, None, 0, record.blames))
                 elif is_silent:
-                    silent[peer] = f"{record}, {_silence(record)}{_last_hop(record)}"
+                    silent[peer] = f"{record}, {record.silence()}{record.last_hop()}"
                 elif (record.doing == "collective") if lane is None else (counted >= number):
                     continue  # it has come
                 elif record.doing == "code" and not record.waits:
-                    busy[peer] = f"{record}, in {record.place} for {record.unchanged_s:.0f} s{_last_hop(record)}"
+                    busy[peer] = f"{record}, in {record.place} for {record.unchanged_s:.0f} s{record.last_hop()}"
                 else:
-                    waiting[peer] = f"{record}, which waits itself{_last_hop(record)}"
+                    waiting[peer] = f"{record}, which waits itself{record.last_hop()}"
                     waits = [name for name in record.waits if name in lanes]
                     todo.extend((peer, lanes[name], record.lanes[name][0], None) for name in waits)
                     if not waits and lane is not None:
@@ -464,38 +379,11 @@ def _key(rank: int) -> str:
     return f"hzero recorder {rank}"
 
 
-def _silence(record: Record) -> str:
-    return f"no sign of life for {max(time.time() - record.time, 0):.0f} s: frozen or gone, last in {record.place}"
-
-
-def _last_hop(record: Record) -> str:
-    if not record.lanes:
-        return ""
-    _, _, what, since_s = min(record.lanes.values(), key=lambda counted: counted[3])
-    return f"; its last hop: {what.removeprefix('hzero: ')}, started {since_s:.0f} s before" if what else ""
-
-
 def _passed(count: HopCount) -> bool:
     try:
         return count.passed()
     except RuntimeError:  # of a device that has failed
         return True
-
-
-def _where(frames: Iterable[tuple[str, int, str]]) -> tuple[Doing, str]:
-    """What a thread does and where, from its frames, innermost first."""
-    doing: Doing = "code"
-    innermost = ""
-    for path, line, function in frames:
-        here = f"{path}:{line} {function}"
-        innermost = innermost or here
-        if path.startswith(_HOPS):
-            doing = "hop"
-        elif path.startswith(_COLLECTIVES):
-            doing = "collective" if doing == "code" else doing
-        elif not path.startswith((_TORCH, _DEEPSPEED)) and (not path.startswith(_STANDARD) or "site-packages" in path):
-            return doing, here
-    return doing, innermost
 
 
 # ---- the recorder of this process ----------------------------------------------------------------------------------
@@ -572,7 +460,7 @@ def blaming() -> Iterator[None]:
         if dist.group.WORLD is None or not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
             raise
         recorder = shared_recorder()
-        _, place = _where(reversed(list(_frames(error.__traceback__))))
+        _, place = where(reversed(list(_frames(error.__traceback__))))
         missing = recorder.missing()
         raise PeerError(
             f"hzero: rank {dist.get_rank()}, a collective at {place}: {missing.text} ({_short(error)})", missing.ranks

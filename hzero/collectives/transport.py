@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from hzero.collectives.recorder import HopCount, Lane, shared_recorder, world_timeout
+from hzero.collectives.record import HopCount, Lane
+from hzero.collectives.recorder import shared_recorder, world_timeout
 from hzero.config import ROLES, TIERS, Algorithm, Tier
-from hzero.launcher import PeerError
+from hzero.reasons import PeerError
 from hzero.sharding.plan import ShardPlan
 
 Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange"]

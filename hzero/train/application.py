@@ -22,13 +22,12 @@ from hzero.launcher import (
     REFUSED,
     STARTED,
     PatientStream,
-    PeerError,
     Ranks,
-    disk_error,
     end_with_parent,
     local_ranks,
     on_rank_0,
 )
+from hzero.reasons import PeerError, disk_error
 from hzero.settings.conf import check_options, conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
@@ -147,8 +146,14 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
-    export.describe(run_dir, settings["model"], tokenizer)
-    write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
+    try:
+        export.describe(run_dir, settings["model"], tokenizer)
+        write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
+    except OSError as error:
+        error.filename = error.filename or str(run_dir)  # errors of a write name no file
+        with contextlib.suppress(OSError):
+            folder.undo(run_dir)
+        raise
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
     return run_dir

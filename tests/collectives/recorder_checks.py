@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from hzero.collectives import HopError, Transport, blaming, recorder, shared_recorder
 from hzero.config import Role, Tier, parse_config
-from hzero.launcher import PeerError
+from hzero.reasons import PeerError
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
 
@@ -74,8 +74,11 @@ def check_a_frozen_rank_is_named_also_by_who_waits_for_one_that_waits_for_it() -
     if rank == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        with mock.patch.object(sys, "stderr", io.StringIO()) as said, pytest.raises(HopError) as error:
-            hop("gcd" if rank == 2 else "node")
+        with mock.patch.object(sys, "stderr", io.StringIO()) as said:
+            with pytest.raises(HopError) as error:
+                hop("gcd" if rank == 2 else "node")
+            while "warning" not in said.getvalue():  # of another thread
+                time.sleep(0.01)
         assert time.monotonic() - started < TIMEOUT_S + 5
         _named(error, 3, pids, "all-gather of a test", "no sign of life for", "its last hop")
         warning = said.getvalue()

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from hzero.collectives import recorder
-from hzero.collectives.recorder import Record, Recorder
+from hzero.collectives.record import Record
+from hzero.collectives.recorder import Recorder
 from tests.ranks import Outcome, collect, conclude, launch, selected
 
 CHECKS = ("tests.collectives.recorder_checks",)
@@ -115,7 +116,11 @@ def test_a_store_that_does_not_answer_is_rank_0s_fault(worlds: Any) -> None:
 
     class Frozen:
         def __getattr__(self, name: str) -> Any:
-            return lambda *arguments: answer.wait(30)
+            return self._call
+
+        def _call(self, *arguments: Any) -> None:
+            answer.wait(30)
+            raise RuntimeError("gone")
 
     world = worlds(2, Frozen)
     found = world.recorder.missing(("weights", "node"), 1)

@@ -38,8 +38,9 @@ def test_an_interruption_while_ranks_are_started_ends_them_at_once(tmp_path: Pat
 def _launched(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
     """Status and what the user is told of ranks that do the work ``body``, where ``rank`` is the rank."""
     said: list[str] = []
-    code = f"import os, sys, time, errno\nfrom hzero.launcher import *\nrank = int(os.environ['RANK'])\ndef work():\n{body}"
-    command = [sys.executable, "-c", f"{code}\nrun_rank(work)"]
+    start = "import os, sys, time, errno\nfrom hzero.launcher import *\nfrom hzero.reasons import *\n"
+    code = f"{start}rank = int(os.environ['RANK'])\ndef work():\n{body}\nrun_rank(work)"
+    command = [sys.executable, "-c", code]
     environments = [{**os.environ, "RANK": str(rank), "PYTHONPATH": str(ROOT)} for rank in range(ranks)]
     status = Ranks(command, environments, folder, start_timeout=60, say=said.append).run()
     return status, "\n".join(said)
@@ -70,7 +71,8 @@ def test_who_waited_for_another_rank_is_not_to_blame(tmp_path: Path) -> None:
         ["hzero: waited for rank 2 (host h)", "hzero: rank 2 did not come; all ranks are ended"],
     )
     # Its own error says more, though it comes later. It is cut in the middle, so that no pipe is full.
-    status, said = _launched(tmp_path, waited + " time.sleep(0.3)\n raise ValueError('x' * 200_000)")
+    up = f" up = {str(tmp_path / 'up')!r}\n if rank: open(up, 'w')\n while not os.path.exists(up): time.sleep(0.01)\n"
+    status, said = _launched(tmp_path, f"{up}{waited} time.sleep(0.2)\n raise ValueError('x' * 200_000)")
     assert status == 1 and "rank 1 failed" in said and "Traceback" in said and 10_000 < len(said) < 11_000
 
 
@@ -94,6 +96,12 @@ application._train_as_rank(OmegaConf.create({}))
 """
 
 
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for whoever adopted it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_ranks_end_with_the_agent_that_started_them(tmp_path: Path) -> None:
     """torchrun's agent is killed, so it cannot end its ranks. Each of them notices by itself."""
     (tmp_path / "rank.py").write_text(RANK)
@@ -108,7 +116,7 @@ def test_ranks_end_with_the_agent_that_started_them(tmp_path: Path) -> None:
     os.kill(agent.pid or 0, signal.SIGKILL)
     agent.join()
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank lives on"
         time.sleep(0.02)
     assert log.read_text().count("ends, since the process that started it") == 2, log.read_text()
