@@ -176,12 +176,18 @@ class Recorder:
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        gone = False
         while self._alive():
             self._sample()
-            with contextlib.suppress(NoAnswer, RuntimeError):  # a store that is gone is said when somebody asks
-                self._write(min(_ANSWER_S, self.period_s))
-                if self._server is None and self._store_rank is not None:
+            try:
+                if not gone:
+                    self._write(min(_ANSWER_S, self.period_s))
+                if not gone and self._server is None and self._store_rank is not None:
                     self._server = self._get([self._store_rank])[self._store_rank]
+            except NoAnswer:  # said when somebody asks
+                pass
+            except RuntimeError:  # for good, as where rank 0 has ended; torch prints a page for every attempt
+                gone = True
             self._warn_of_waits()
             if self._stopped.wait(self.period_s):
                 return
@@ -228,7 +234,7 @@ class Recorder:
 
     @property
     def _ended(self) -> int:
-        return sum(count.ended for count in self._hops.values())
+        return sum(count.ended for count in list(self._hops.values()))
 
     # ---- waits ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +243,7 @@ class Recorder:
         own, now = self._record, (self.step, self.micro)
         if self._warned == now:
             return
-        for lane, count in self._hops.items():
+        for lane, count in list(self._hops.items()):
             waited_s = own.lanes[" ".join(lane)][3] if " ".join(lane) in own.waits else 0.0
             if waited_s > count.timeout_s / 2:
                 self._warned = now
