@@ -393,4 +393,4 @@ class TieredCollectives:
                 label=bucket.label,
             )
 
-        return Ends(done, arrived)
+        return Ends(done, arrived, timer.ready)
