@@ -51,7 +51,7 @@ def check_options(overrides: Sequence[str], groups: Sequence[str], lists: str) -
         ConfigError: Names the override.
     """
     for override in overrides:
-        if re.match(r"[+~]*=", override):
+        if re.match(r"[+~]*=", override) or not re.search(r"=|^~", override):
             raise ConfigError(f"{override}: expected KEY=VALUE")
         if re.fullmatch(rf"({'|'.join(groups)})=(null)?", override):
             raise ConfigError(f"{override}: the group needs an option; {lists} lists them")

@@ -18,11 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hzero.formatting import size_text
 from hzero.launcher import INTERRUPTED, REFUSED, STARTED, PatientStream, Ranks, local_ranks, on_rank_0
-from hzero.settings.conf import check_options, conf_dir, one_line, plain
+from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor
+from hzero.train.overrides import check
 from hzero.train.worker import RANK_IMPORTS, prepare_process, train_rank, write_job
 from hzero.validation import ConfigError
 
@@ -46,12 +47,12 @@ def run(overrides: Sequence[str]) -> int:
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
 
-    check_options(overrides, ("model", "data", "topology", "zero", "launcher"), "`hzero train --help`")
     before = signal.signal(signal.SIGTERM, _leave)
     argv = sys.argv
     sys.argv = ["hzero train", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     try:
+        check(overrides)
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None

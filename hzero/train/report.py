@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hzero.arguments import Parser
 from hzero.files import replacing
 from hzero.formatting import size_text
 from hzero.train import curves
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero report",
         description="Draws loss, gradient norm, throughput, bytes by tier, memory and hidden time of runs: a PNG each, and "
         "report.html with all of them and tables.",

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from hzero.arguments import Parser
 from hzero.formatting import table_of
 from hzero.topology.show import console
 from hzero.train import folder
@@ -129,7 +130,7 @@ def overview(path: Path) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero runs",
         description="Lists runs, the one with the newest metrics first: state, steps, loss (mean over the last steps, as in the "
         "summary), tokens/s, preset and model.",
