@@ -129,7 +129,10 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         run_dir = folder.choose(directory, resume, overwrite)  # another run may have come while text was tokenised
         claims.enter_context(folder.lock(run_dir))
     if run_dir != Path(directory).expanduser():
-        _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
+        why = (
+            "the newest run with a checkpoint" if resume == "auto" else f"run.overwrite=true would replace {directory}"
+        )
+        _say(f"run folder {run_dir} ({why})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
     export.describe(run_dir, settings["model"], tokenizer)
@@ -193,10 +196,10 @@ def _train_as_rank(config: DictConfig) -> int:
     """Trains as one rank of a launcher: rank 0 prepares, the others wait for it."""
     import torch.distributed as dist
 
-    from hzero.train.loop import start_process_group
-
     settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
+    from hzero.train.loop import start_process_group  # imports DeepSpeed, which looks for an accelerator at once
+
     start_process_group(settings["train"]["timeout_s"])
     # Tokenising a large text takes longer than any collective may.
     patience = timedelta(seconds=settings["launcher"]["start_timeout_s"])

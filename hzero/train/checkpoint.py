@@ -13,9 +13,9 @@ from typing import Any
 from hzero.files import replacing
 from hzero.settings import architecture
 from hzero.settings.settings import Settings
+from hzero.train.folder import NOTE
 from hzero.validation import ConfigError
 
-NOTE = "complete.json"
 _TAG = re.compile(r"step_(\d+)$")
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import math
 import os
+import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+import yaml
 
 from hzero.files import replacing
 from hzero.launcher import STARTED
 from hzero.validation import ConfigError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
+#: In a checkpoint's folder, once it is complete.
+NOTE = "complete.json"
 TRACE, PROFILE = "trace-rank0.json.gz", "profile-rank0.json.gz"
 #: Texts that the model wrote; event files; configuration and tokenizer.
 SAMPLES, MONITOR, MODEL = "samples.jsonl", "monitor", "model"
@@ -43,6 +50,8 @@ def set_aside(path: Path) -> bool:
 def choose(directory: str, resume: Any, overwrite: bool) -> Path:
     """The folder to use: as named, or with the next free number if it holds a run that must be kept. Writes nothing.
 
+    ``resume=auto`` takes the run that has saved last: that of the named folder, or one that found it taken and has a number.
+
     Raises:
         ConfigError: Files of no run would be overwritten, or the two keys contradict each other.
     """
@@ -58,10 +67,31 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
         raise ConfigError(
             f"run.dir: {str(path)!r} holds {', '.join(in_the_way)} that no run of hzero left; choose another folder"
         )
-    if resume == "auto" or overwrite or not holds_run(path):
+    if resume == "auto":
+        return max([path, *_numbered(path)], key=_saved_at)  # of several without a checkpoint the first
+    if overwrite or not holds_run(path):
         return path
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(other for other in others if not holds_run(other))
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Folders of the runs that were asked to use this one while it held another run."""
+    for other in path.parent.glob(f"{glob.escape(path.name)}-*") if path.name else ():
+        try:
+            asked = yaml.safe_load((other / CONFIG).read_bytes())["run"]["dir"]  # runs/gpt-4 may be no fourth runs/gpt
+        except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+            continue
+        if re.fullmatch(r"-[0-9]{1,9}", other.name[len(path.name) :]) and Path(str(asked)).name == path.name:
+            yield other
+
+
+def _saved_at(path: Path) -> float:
+    """When a run has saved its newest checkpoint, in seconds; 0 for one without."""
+    notes = (path / CHECKPOINTS).glob(f"*/{NOTE}") if holds_run(path) else ()
+    with contextlib.suppress(OSError):
+        return max((note.stat().st_mtime for note in notes), default=0.0)
+    return 0.0
 
 
 def lock(path: Path) -> TextIO:
