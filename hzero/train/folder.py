@@ -103,7 +103,7 @@ def lock(path: Path) -> TextIO:
         ConfigError: Another run is under way in the folder, or it cannot be written.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open(path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the claim
         try:
             try:
