@@ -117,17 +117,20 @@ def read(folder: Path) -> Checkpoint:
     """
     try:
         note = json.loads((folder / NOTE).read_text())
-        identity, files, step = Identity(**note["identity"]), note["files"], int(note["step"])
+        identity, files, step = Identity(**note["identity"]), dict(note["files"]), int(note["step"])
     except FileNotFoundError:
         raise ConfigError(f"resume: {str(folder)!r} is not a complete checkpoint: it has no {NOTE}") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise ConfigError(f"resume: {str(folder)!r} is torn: its {NOTE} cannot be read") from None
     for name, size in files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        try:
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+        except OSError:  # a name that no file can have
+            found = None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ConfigError(f"resume: {str(folder)!r} is torn: {name} {state}")
+            raise ConfigError(f"resume: {str(folder)!r} is torn: {name[:200]} {state}")
     return Checkpoint(folder, step, identity)
 
 

@@ -31,6 +31,8 @@ TRACE, PROFILE = "trace-rank0.json.gz", "profile-rank0.json.gz"
 SAMPLES, MONITOR, MODEL = "samples.jsonl", "monitor", "model"
 #: Everything that a run writes, and that replacing a run removes.
 OWN = (CONFIG, METRICS, SUMMARY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, CHECKPOINTS)
+#: libyaml's loader where PyYAML has it: the one in Python takes 3 ms for the configuration of a run. A SafeLoader either way.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
@@ -79,11 +81,31 @@ def _numbered(path: Path) -> Iterator[Path]:
     """Folders of the runs that were asked to use this one while it held another run."""
     for other in path.parent.glob(f"{glob.escape(path.name)}-*") if path.name else ():
         try:
-            asked = yaml.safe_load((other / CONFIG).read_bytes())["run"]["dir"]  # runs/gpt-4 may be no fourth runs/gpt
-        except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+            asked = read_config(other)["run"]["dir"]  # runs/gpt-4 may be no fourth runs/gpt
+        except (OSError, ValueError, TypeError, LookupError):
             continue
         if re.fullmatch(r"-[0-9]{1,9}", other.name[len(path.name) :]) and Path(str(asked)).name == path.name:
             yield other
+
+
+def read_config(path: Path) -> Any:
+    """The configuration in a run's folder, whoever wrote it.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no YAML, larger than a mebibyte, nested deeply, or has references: a few bytes of either end a
+            process, in libyaml's recursion or by their size written out.
+    """
+    with open(path / CONFIG, "rb") as file:
+        content, depth = file.read((1 << 20) + 1), 0
+    try:
+        for event in yaml.parse(content, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if len(content) > 1 << 20 or depth > 50 or isinstance(event, yaml.AliasEvent):
+                raise ValueError("too large, nested too deeply, or with references")
+        return yaml.load(content, _LOADER)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _saved_at(path: Path) -> float:
@@ -186,7 +208,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
 def _cut_samples(path: Path, last_step: int) -> None:
     """Removes samples of steps that will be done again, and a line that was not finished."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    with replacing(path) as file, contextlib.suppress(ValueError):
+    with replacing(path) as file, contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         file.writelines(line for line in lines if json.loads(line)["step"] <= last_step)
 
 
@@ -248,10 +270,12 @@ def read_metrics(path: Path, last: int | None = None) -> tuple[list[dict[str, An
     for line in lines:
         try:
             row = json.loads(line)
-            int(row["step"])
             _ = row[_KEY_OF[row["kind"]]]
-            rows.append(row)
-        except (ValueError, KeyError, TypeError):
+            if type(row["step"]) is int:
+                rows.append(row)
+            else:
+                torn += 1
+        except (ValueError, KeyError, TypeError, RecursionError):
             torn += 1
     return rows, torn
 
@@ -285,7 +309,7 @@ def finished(path: Path) -> bool:
     """Whether the run in a folder came to its end."""
     try:
         return bool(json.loads((path / SUMMARY).read_text())["status"] == "finished")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

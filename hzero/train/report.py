@@ -55,6 +55,10 @@ def run_report(arguments: Sequence[str]) -> int:
         written = write_report(runs, output)
     except OSError as error:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        names = ", ".join(map(str, parsed.runs))
+        raise ConfigError(f"RUN: {names}: holds files that no run has written ({cause})") from None
     print(f"written: {output / 'report.html'} (with {', '.join(written)})")
     return 0
 
