@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from hzero.arguments import refused
-from hzero.settings.conf import check_options, conf_dir
+from hzero.settings.conf import check_options, check_values, conf_dir
 from hzero.validation import ConfigError
 
 _GROUPS = ("model", "data", "topology", "zero", "launcher")
@@ -43,6 +43,7 @@ def check(arguments: Sequence[str]) -> None:
 
     parser.error = refuse  # type: ignore[assignment, method-assign]
     parsed = parser.parse_args(list(arguments))
+    check_values(parsed.overrides)
     check_options(parsed.overrides, _GROUPS, "`hzero train --help`")
     if parsed.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun: it loads a pickle, which can run any code; give the overrides instead")
