@@ -38,7 +38,12 @@ def read_text(text: str) -> Any:
     """A configuration's text, read as DeepSpeed reads it. Raises ValueError, with the place, or the key that is given twice."""
     import hjson  # a dependency of DeepSpeed
 
-    return hjson.loads(text, object_pairs_hook=_without_duplicates)
+    try:
+        return hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except OverflowError as error:  # hjson takes 1e999 for an integer
+        raise ValueError(str(error)) from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

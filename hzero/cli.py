@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from hzero import __version__
+from hzero.files import narrow
 from hzero.validation import ConfigError, one_of
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")
-        status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
+        # Checkpoints, logs and tokens are this user's alone. What other commands write is to be shown, and not changed.
+        with narrow(0o077 if parsed.command == "train" else 0o022):
+            status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does

@@ -16,6 +16,8 @@ from typing import Any
 import argcomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
+from hzero.arguments import Parser
+
 SHELLS = ("bash", "zsh", "fish")
 _EXAMPLES = """examples:
   hzero completion bash > ~/.local/share/bash-completion/completions/hzero
@@ -26,7 +28,7 @@ _EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero completion",
         description="Prints a script that completes commands, options, keys, presets and run folders of hzero.",
         epilog=_EXAMPLES,

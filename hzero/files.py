@@ -1,4 +1,4 @@
-"""Writes files whole or not at all."""
+"""Writes files whole or not at all, and says which files of others are not taken."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     """Opens a file that replaces ``path`` when the block ends without an exception, and is removed otherwise.
 
     Readers see the old content or the new, never a part. Several processes may write the same path; the last one wins.
-    The content is on disk before the name changes, so a power cut also leaves one of the two.
+    The content is on disk before the name changes, so a power cut also leaves one of the two. Others may read the file as
+    far as the umask lets them, and never write it.
 
     Args:
         path: The file to write or replace. Its folder must exist.
@@ -65,7 +66,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # only their owner may read mkstemp's files
+        os.chmod(name, 0o644 & ~mask)  # only their owner may read mkstemp's files
         os.replace(name, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -73,3 +74,35 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # errors of a write name no file
         raise
+
+
+@contextlib.contextmanager
+def narrow(mask: int) -> Iterator[None]:
+    """Inside, this process and those that it starts make files and folders without the permissions in ``mask``."""
+    before = os.umask(0o077)
+    os.umask(before | mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def distrust(path: Path) -> str:
+    """Why what a file or folder holds is not taken: others than this user and root can change it. Empty if they cannot.
+
+    A folder is judged with the files in it. One that is missing holds nothing, so nobody is distrusted.
+    """
+    try:
+        places = [path, *(place for place in (path.iterdir() if path.is_dir() else ()) if place.exists())]
+        entered = path.stat().st_mode & 0o011  # by others: what lies in a closed folder they cannot reach
+        for place in places:
+            found = place.stat()
+            if found.st_uid not in (os.geteuid(), 0):
+                return f"{str(place)!r} belongs to user {found.st_uid}"
+            if found.st_mode & 0o022 and (place == path or entered):
+                return f"{str(place)!r} can be written by its group or by others (mode {found.st_mode & 0o777:o})"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{str(path)!r} cannot be read: {error.strerror}"
+    return ""

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 class ConfigError(ValueError):
     """Input that cannot be used. The message is one line: the key, file or argument, what was found, what is possible.
 
+    What input brings of line breaks, and of characters that command a terminal, is written as escapes.
+
     Attributes:
         elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
     """
 
     elsewhere = False
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in message))
 
     @classmethod
     def of_rank_0(cls, message: str) -> Self:

@@ -327,3 +327,21 @@ def test_the_oldest_versions_tested_are_those_that_are_stated() -> None:
     assert oldest.keys() >= set(re.findall(r'"([\w-]+)>=', needed)) | {"accelerate"}
     for name in oldest:
         assert Version(stated[name]) == Version(oldest[name]) <= Version(newest[name]), name
+
+
+def test_everything_that_ci_installs_is_pinned_by_hashes() -> None:
+    """Every line of the lock is one version with hashes, and every package of pyproject.toml has one (`scripts/lock`)."""
+    pinned = set()
+    for name in ("ci.txt", "ci-cuda.txt", "tools.txt"):
+        text = (ROOT / "constraints" / name).read_text()
+        for part in re.split(r"^(?=[a-z0-9])", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE):
+            if part.strip():
+                head, *hashes = part.replace("\\\n", "\n").split("\n    ")
+                package = re.fullmatch(r"([a-z0-9-]+)==[^ ;]+( ; .*)? ?", head)
+                assert package, head
+                assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}\s*", each) for each in hashes), part
+                pinned.add(package.group(1))
+    project = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("[project.scripts]")[0]
+    installed = re.sub(r"^(rocm|cuda) = .*\n", "", project, flags=re.MULTILINE)
+    asked = {re.match(r"[\w-]+", name).group().lower() for name in re.findall(r'"([^"]+)"', installed)} - {"hzero"}  # type: ignore[union-attr]
+    assert len(asked) > 30 and asked <= pinned, asked - pinned

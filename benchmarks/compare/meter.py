@@ -49,7 +49,7 @@ def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         plain = path.with_suffix("")
         profiler.export_chrome_trace(str(plain))
         with open(plain, "rb") as source, gzip.open(path, "wb", compresslevel=6) as target:

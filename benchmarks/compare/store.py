@@ -25,7 +25,7 @@ class Store:
         self.folder = folder.expanduser().resolve()
         self.path = self.folder / RESULTS
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self.path, "ab"):
                 pass
         except OSError as error:
@@ -58,7 +58,7 @@ class Store:
     def logs(self, name: str) -> Path:
         """An empty folder for the logs of a measurement."""
         folder = self.folder / "logs" / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in folder.iterdir():
             left.unlink()
         return folder

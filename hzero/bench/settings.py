@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from hzero.arguments import Parser
 from hzero.config import CODECS, CodecName, TopologyConfig, parse_topology
 from hzero.validation import ConfigError, validated
 
@@ -126,7 +127,7 @@ class LinksSettings(BaseModel):
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero bench links",
         description="Measures bandwidth and latency of every tier, and the time of each hop of the stage with and without "
         "codecs. Under srun, torchrun or mpiexec every process is a rank; otherwise the command starts the ranks itself.",

@@ -15,7 +15,7 @@ import torch
 
 from hzero.codecs.descriptor import THREADS
 from hzero.codecs.host import NATIVE
-from hzero.files import replacing
+from hzero.files import distrust, replacing
 
 #: Files of the kernels, one per operator.
 FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
@@ -120,6 +120,8 @@ class DeviceKernels:
         key = hashlib.sha256(repr(built_by).encode()).hexdigest()[:12]
         kept = cache_folder() / f"{family}.{architecture}.{self._id}.{key}"
         try:
+            if why := distrust(kept):
+                raise OSError(why)
             return kept.read_bytes()
         except OSError:
             code = self._compile(source, headers, options)
@@ -155,7 +157,7 @@ def cache_folder() -> Path:
 def _keep(path: Path, code: bytes) -> None:
     """Keeps compiled code for later processes. Where the folder cannot be written they compile again."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replacing(path, "wb") as file:
             file.write(code)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero import __version__
+from hzero.arguments import Parser
 from hzero.doctor.configuration import autoload_state, examine_configuration, examine_deepspeed
 from hzero.doctor.environment import examine_environment
 from hzero.doctor.links import examine_links, examine_peer_access
@@ -45,7 +46,7 @@ presets: {", ".join(PRESETS)}"""
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero doctor",
         description="Checks ranks, links, environment and the backends of the codecs, and names each fault.",
         epilog=_EXAMPLES,
@@ -65,7 +66,12 @@ def parser() -> argparse.ArgumentParser:
         help="a node to check in place of this machine: an RCCL or NCCL topology dump, nvidia-smi's matrix, a declared "
         "machine, a copy of /sys, or a preset",
     )
-    add("--expect", metavar="PRESET|FILE", help="the machine whose devices and links the node should have")
+    add(
+        "--expect",
+        metavar="PRESET|FILE",
+        help="the machine whose devices, links and NICs the node should have; what is missing or not known is named, and the "
+        "verdict is then never good",
+    )
     add("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="longest wait for other ranks (%(default)g)")
     add("--json", action="store_true", help="print JSON in place of tables")
     return made
@@ -171,7 +177,7 @@ def examine(
     if devices and not torch.cuda.is_available():
         why = "it is built without ROCm or CUDA, or may not use them"
         findings.add(DEGRADED, f"torch {torch.__version__} sees no GPU, but {devices} were found: {why}")
-    if "cxi" in fabric:
+    if "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics)):
         hosts = len({row["host"] for row in ranks})
         environment = examine_environment(findings, environ, hosts if start.world_size > 1 else None)
     elif devices:

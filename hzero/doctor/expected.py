@@ -35,6 +35,14 @@ _PRESETS = {
     "H200": ("dgx_h200",),
 }
 
+#: Products that a source may mean which names the architecture only.
+_PRODUCTS_OF = {
+    "gfx908": ("MI100",),
+    "gfx90a": ("MI250X", "MI250", "MI210"),
+    "gfx942": ("MI300X", "MI300A", "MI308X", "MI325X"),
+    "sm_90": ("H200",),
+}
+
 
 @dataclass(frozen=True)
 class PairFinding:
@@ -44,7 +52,8 @@ class PairFinding:
         pair: Numbers of the found devices, the smaller first; empty for a missing device.
         expected: The direct links that should be there, under the found numbers; None where traffic should be routed.
         found: The direct links that are there; None where the pair is routed.
-        state: ``good``, ``degraded``, or ``remark`` for a link that is there though none is expected.
+        state: ``good``, ``degraded``, ``unknown`` where the source does not say whether the link is as expected, or
+            ``remark`` for a link that is there though none is expected.
         text: The same as one line.
     """
 
@@ -89,7 +98,7 @@ def compare(machine: Machine, expected: Machine) -> list[PairFinding]:
     """Every missing device, then every pair of found devices that is linked or expected to be, or is rightly routed.
 
     A pair that is expected to be routed and is routed is good. An expected link that is missing, has fewer parallel
-    links, or less than `ENOUGH` of its bandwidth is degraded. What the source does not state is not held against it.
+    links, or less than `ENOUGH` of its bandwidth is degraded. Where the source states neither, it is unknown.
 
     Raises:
         ConfigError: The node has more devices than expected, or more than `MAX_DEVICES`.
@@ -103,6 +112,42 @@ def compare(machine: Machine, expected: Machine) -> list[PairFinding]:
         link = expected.link(numbers[a], numbers[b])
         findings.append(_pair(a, b, replace(link, a=a, b=b) if link is not None else None, machine.link(a, b)))
     return findings
+
+
+def unmet(machine: Machine, expected: Machine, ranks: bool = False) -> list[str]:
+    """One line for each product and NIC that is expected and that the node does not have, or that its source does not state.
+
+    A NIC is looked for by its name, then by its kind, since sources name one NIC in several ways. Ranks report the names of
+    the NICs that are nearest to their devices, and nothing else of them.
+    """
+    lines = []
+    wanted = {product(device.kind) for device in expected.devices if device.kind}
+    for device in machine.devices:
+        found = product(device.kind)
+        if wanted and not device.hidden and not {found, *_PRODUCTS_OF.get(found, ())} & wanted:
+            lines.append(
+                f"device {device.number}: found {device.kind or 'no kind'}, expected {' or '.join(sorted(wanted))}"
+            )
+    if ranks:
+        near = {device.nic for device in machine.devices}
+        named = [nic.name for nic in expected.nics if nic.name not in near]
+        return lines + [
+            f"NIC {name} of {expected.source}: missing, or nearest to no device of a rank" for name in named
+        ]
+    names = {nic.name for nic in expected.nics}
+    left = list(machine.nics)
+    for nic in expected.nics:
+        same = next((other for other in left if other.name == nic.name), None) or next(
+            (other for other in left if other.kind == nic.kind and other.name not in names), None
+        )
+        if same is None:
+            lines.append(f"missing: NIC {nic.name} ({nic.kind or 'of any kind'}) of {expected.source}")
+            continue
+        left.remove(same)
+        if nic.gb_s is not None and (same.gb_s is None or same.gb_s < ENOUGH * nic.gb_s):
+            rate = "no rate" if same.gb_s is None else f"{same.gb_s:g} GB/s"
+            lines.append(f"NIC {same.name}: found {rate}, expected {nic.gb_s:g} GB/s")
+    return lines
 
 
 def relabelling(machine: Machine, expected: Machine) -> dict[int, int]:
@@ -231,14 +276,23 @@ def _homes(machine: Machine, devices: Sequence[Device]) -> list[object] | None:
 
 
 def _pair(a: int, b: int, expected: Link | None, found: Link | None) -> PairFinding:
-    fewer = more = False
+    fewer = more = unknown = False
     if expected is not None and found is not None:
+        counted = found.count is not None and expected.count is not None
+        rated = found.gb_s is not None and expected.gb_s is not None
+        unknown = not counted and not rated and (expected.count, expected.gb_s) != (None, None)
         if found.count is not None and expected.count is not None:
             fewer, more = found.count < expected.count, found.count > expected.count
         if found.gb_s is not None and expected.gb_s is not None:
             fewer |= found.gb_s < ENOUGH * expected.gb_s
+        fewer |= found.kind == "pcie" != expected.kind
     if fewer or (expected and not found):
         state, text = "degraded", f"expected {link_text(expected)}, found {link_text(found)}"
+    elif unknown:
+        state, text = (
+            "unknown",
+            f"expected {link_text(expected)}, found {link_text(found)}, which the source does not count",
+        )
     elif more or (found and not expected):
         state, text = "remark", f"expected {link_text(expected)}, found more: {link_text(found)}"
     else:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hzero.doctor.expected import compare, expected_for
+from hzero.doctor.expected import compare, expected_for, unmet
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.topology.machine import Machine
 from hzero.topology.tiers import Level, tiers_of
@@ -21,13 +21,17 @@ def examine_links(
     Args:
         node: Its name, for remarks.
         machine: The node as found.
-        expected: What it should be; None takes the preset that describes its devices, if any.
-        findings: Takes devices and links that are missing or slow, and why a node cannot be judged.
-        ranks: Whether ranks reported the node: devices without a rank are then not missing.
+        expected: What it should be, as the user says: whatever of it is missing or not known is a finding. None takes
+            the preset that describes its devices, if any, and holds against the node only what its source states.
+        findings: Takes devices, links and NICs that are missing or slow, and why a node cannot be judged.
+        ranks: Whether ranks reported the node: devices without a rank are then not missing, unless they are expected.
 
     Returns:
         The machine compared with, the pairs, and the tiers if all devices are readable; None for a node without devices.
     """
+    asked = expected is not None
+    if expected is not None:
+        findings.add(DEGRADED, *(f"{node}: {line}" for line in unmet(machine, expected, ranks)))
     if not machine.devices:
         if expected is not None and expected.devices:
             findings.add(UNUSABLE, f"{node}: no devices found, {expected.source} has {len(expected.devices)}")
@@ -62,15 +66,22 @@ def examine_links(
     except ConfigError as error:
         findings.add(DEGRADED, f"{node}: {error}")
         return {**result, "expected": None}
+    unread = 0
     for pair in pairs:
-        if not pair.pair and ranks:
+        if not pair.pair and ranks and not asked:
             continue  # a job may leave devices out
         if pair.pair and hidden.issuperset(pair.pair):
-            continue  # a task's cgroup keeps this process from both: what joins them cannot be read
-        if pair.state != "good":
-            findings.add(DEGRADED if pair.state == "degraded" else GOOD, f"{node}: {pair.text}")
+            unread += 1  # a task's cgroup keeps this process from both: what joins them cannot be read
+            continue
+        state = "good" if pair.state == "unknown" and not asked else pair.state
+        if state != "good":
+            findings.add(GOOD if state == "remark" else DEGRADED, f"{node}: {pair.text}")
         result["pairs"].append(
-            {"pair": list(pair.pair), "state": pair.state, "relied_on": pair.pair in relied, "text": pair.text}
+            {"pair": list(pair.pair), "state": state, "relied_on": pair.pair in relied, "text": pair.text}
+        )
+    if asked and unread:
+        findings.add(
+            DEGRADED, f"{node}: {unread} pairs of devices are hidden by a cgroup, so their links are not known"
         )
     return result
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hzero.arguments import Parser
 from hzero.config import TIERS
 from hzero.plan.links_file import read_links
 from hzero.plan.tables import show
@@ -47,7 +48,7 @@ short names of keys:\n""" + "\n".join(f"  {short:15}{key}" for short, key in SHO
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero plan",
         description="Computes memory per device, bytes per step and tier, and bandwidth-only times of the links.",
         epilog=_EPILOG,

@@ -31,12 +31,20 @@ def compose(overrides: list[str]) -> DictConfig:
     Raises:
         ConfigError: Hydra's complaint, on one line.
     """
+    check_values(overrides)
     check_options(overrides, (), "")
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return hydra_compose("train", overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from None
+
+
+def check_values(overrides: Sequence[str]) -> None:
+    """Refuses overrides without a value, none of which are Hydra's options. Raises `ConfigError` that names the override."""
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"{override}: expected KEY=VALUE")
 
 
 def check_options(overrides: Sequence[str], groups: Sequence[str], lists: str) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hzero.arguments import Parser
 from hzero.topology.local import machine_of
 from hzero.topology.machine import Machine
 from hzero.topology.preset import PRESETS
@@ -29,7 +30,7 @@ Exit status 2 if the packages are ambiguous; all known data is printed first."""
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero topology",
         description="Shows the packages, links and NICs of a node, and the tiers that follow from them.",
         epilog=_EXAMPLES,

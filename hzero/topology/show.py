@@ -47,6 +47,8 @@ def show_machine(machine: Machine, console: Console) -> None:
     nearest = [" ".join(str(device.number) for device in devices if device.nic == nic.name) for nic in machine.nics]
     nics = [(nic.name, nic.bus, nic.kind, nic.gb_s, nic.numa, near) for nic, near in zip(machine.nics, nearest)]
     show_table(console, ("NIC", "bus", "kind", "GB/s", "NUMA", "nearest of devices"), nics)
+    if machine.nics and not any(nearest):
+        console.print("remark: the source does not say which NIC is nearest to which device", soft_wrap=True)
     for remark in machine.remarks:
         console.print(f"remark: {remark}", soft_wrap=True)
 

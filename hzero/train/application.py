@@ -29,11 +29,12 @@ from hzero.launcher import (
     on_rank_0,
 )
 from hzero.reasons import PlainError, disk_error
-from hzero.settings.conf import check_options, conf_dir, one_line, plain
+from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor
+from hzero.train.overrides import check
 from hzero.train.worker import RANK_IMPORTS, prepare_process, train_rank, write_job
 from hzero.validation import ConfigError
 
@@ -62,12 +63,12 @@ def run(overrides: Sequence[str]) -> int:
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
 
-    check_options(overrides, ("model", "data", "topology", "zero", "launcher"), "`hzero train --help`")
     before = signal.signal(signal.SIGTERM, _leave)
     argv = sys.argv
     sys.argv = ["hzero train", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     try:
+        check(overrides)
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None
@@ -152,7 +153,10 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         run_dir = folder.choose(directory, resume, overwrite)  # another run may have come while text was tokenised
         claims.enter_context(folder.lock(run_dir))
     if run_dir != Path(directory).expanduser():
-        _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
+        why = (
+            "the newest run with a checkpoint" if resume == "auto" else f"run.overwrite=true would replace {directory}"
+        )
+        _say(f"run folder {run_dir} ({why})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
     try:
@@ -223,11 +227,11 @@ def _train_as_rank(config: DictConfig) -> int:
     """Trains as one rank of a launcher: rank 0 prepares, the others wait for it."""
     import torch.distributed as dist
 
-    from hzero.train.loop import start_process_group
-
     end_with_parent()
     settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
+    from hzero.train.loop import start_process_group  # imports DeepSpeed, which looks for an accelerator at once
+
     start_process_group(settings["train"]["timeout_s"])
     # Tokenising a large text takes longer than any collective may.
     patience = timedelta(seconds=settings["launcher"]["start_timeout_s"])

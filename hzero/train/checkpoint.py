@@ -17,9 +17,9 @@ from hzero.files import replacing
 from hzero.settings import architecture
 from hzero.settings.settings import Settings
 from hzero.train import digests, safe_load
+from hzero.train.folder import NOTE
 from hzero.validation import ConfigError
 
-NOTE = "complete.json"
 _TAG = re.compile(r"step_(\d+)$")
 
 
@@ -198,7 +198,7 @@ def read(folder: Path, *, hashes: bool = True, warn: Any = lambda message: None)
             raise ValueError("changed")
     except FileNotFoundError:
         raise ConfigError(f"resume: {str(folder)!r} is not a complete checkpoint: it has no {NOTE}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ConfigError(f"resume: {str(folder)!r} is torn: its {NOTE} cannot be read") from None
     if not noted:
         warn(f"{str(folder)!r} was written by an earlier release, without hashes: only sizes of files are compared")

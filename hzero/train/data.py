@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hzero.files import refusing
+from hzero.files import distrust, refusing
 from hzero.train import digests
 from hzero.train.tokenizer import errors_of_disk, fingerprint, train_tokenizer, with_end
 from hzero.validation import ConfigError
@@ -37,21 +38,29 @@ def stdlib_files() -> list[Path]:
     return sorted(p for p in found if p.is_file())
 
 
-def text_files(path: Path) -> list[Path]:
+def text_files(path: Path, left_out: list[str] | None = None) -> list[Path]:
     """The file itself, or every visible text file below a folder, sorted.
+
+    Args:
+        path: The file or folder.
+        left_out: Takes a line on each visible file of a folder that begins with no text or cannot be read.
 
     Raises:
         ConfigError: The path is missing, cannot be read, or holds no text.
     """
     if path.is_file():
-        if path.stat().st_size and os.access(path, os.R_OK) and not _is_text(path):
-            raise ConfigError(f"data.path: {str(path)!r} is not a text file: it contains NUL bytes")
         return [path]
     if not path.is_dir():
         raise ConfigError(f"data.path: no file or folder {str(path)!r}")
+    found = []
     try:
         visible = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        found = sorted(p for p in visible if p.is_file() and _is_text(p))
+        for file in sorted(p for p in visible if p.is_file()):
+            why = _no_text(file)
+            if not why:
+                found.append(file)
+            elif left_out is not None:
+                left_out.append(why)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read the folder {str(path)!r}: {error.strerror}") from None
     if not found:
@@ -59,28 +68,73 @@ def text_files(path: Path) -> list[Path]:
     return found
 
 
-def _is_text(path: Path) -> bool:
+def _no_text(path: Path) -> str:
+    """Why a file is not read, by its first bytes; empty for text."""
     try:
         with open(path, "rb") as file:
-            return b"\0" not in file.read(4096)
-    except OSError:
-        return False
+            place = file.read(4096).find(b"\0")
+    except OSError as error:
+        return f"{path} ({error.strerror})"
+    return f"{path} (a NUL byte at offset {place:,})" if place >= 0 else ""
 
 
-def read_texts(files: Iterable[Path], max_bytes: int) -> Iterator[str]:
-    """Texts of files, decoded as UTF-8 with replacement, up to ``max_bytes`` in all (0: no limit)."""
+def read_texts(files: Iterable[Path], max_bytes: int, left_out: list[str] | None = None) -> Iterator[str]:
+    """Texts of files of UTF-8, up to ``max_bytes`` in all (0: no limit).
+
+    Args:
+        files: The files.
+        max_bytes: Where to stop, if need be inside a file.
+        left_out: Takes a line on each file that is no text; None refuses such a file.
+
+    Raises:
+        ConfigError: A file cannot be read, or is no text; names the first byte that is none, and its offset.
+    """
     left = max_bytes or None
     for file in files:
         try:
-            content = file.read_bytes()
+            with open(file, "rb") as opened:
+                content = opened.read(left)
+                cut = left is not None and len(content) == left
         except OSError as error:
             raise ConfigError(f"data.path: cannot read {str(file)!r}: {error.strerror}") from None
+        try:
+            text = _decoded(content, cut)
+        except ValueError as error:
+            if left_out is None:
+                raise ConfigError(f"data.path: {str(file)!r} is not a text file of UTF-8: {error}") from None
+            left_out.append(f"{file} ({error})")
+            continue
+        yield text
         if left is not None:
-            content = content[:left]
             left -= len(content)
-        yield content.decode("utf-8", errors="replace")
-        if left is not None and left <= 0:
-            return
+            if left <= 0:
+                return
+
+
+def _decoded(content: bytes, cut: bool) -> str:
+    """UTF-8 as text, without half a character at the end if it was cut. Raises ValueError with the first bad offset."""
+    nul = content.find(b"\0")
+    if nul >= 0:
+        raise ValueError(f"a NUL byte at offset {nul:,}")
+    try:
+        return codecs.utf_8_decode(content, "strict", not cut)[0]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte 0x{content[error.start]:02x} at offset {error.start:,}") from None
+
+
+def say_what_is_missing(
+    files: Iterable[Path], limit: int, left_out: list[str], source: str, say: Callable[[str], None]
+) -> None:
+    """Says in one line each which part of the files a limit leaves away, and which files are left out."""
+    total = sum(file.stat().st_size for file in files)
+    if limit and total > limit:
+        say(f"data.max_bytes: taking the first {limit:,} of the {total:,} bytes of {source}")
+    if left_out:
+        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
+        say(
+            f"warning: {len(left_out):,} files of {source} are left out, since they are not text of UTF-8: "
+            f"{', '.join(left_out[:3])}{more}"
+        )
 
 
 @dataclass(frozen=True)
@@ -145,12 +199,17 @@ def prepare(
         ConfigError: The path is missing, unreadable, empty or too short, or the cache cannot be written.
     """
     path = data["path"]
-    files = stdlib_files() if path is None else text_files(Path(path).expanduser())
+    left_out: list[str] = []
+    files = stdlib_files() if path is None else text_files(Path(path).expanduser(), left_out)
     if not files:
         raise ConfigError("data.path: this Python has no sources of its standard library; give a text file or folder")
     limit = data["max_bytes"]
-    texts = list(read_texts(files, (_STDLIB_BYTES if path is None else 0) if limit is None else limit))
+    if limit is None:
+        limit = _STDLIB_BYTES if path is None else 0
+    named = path is not None and Path(path).expanduser().is_file()
+    texts = list(read_texts(files, limit, None if named else left_out))
     source = "Python standard library" if path is None else str(path)
+    say_what_is_missing(files, limit, left_out, source, say)
     if not any(text.strip() for text in texts):
         raise ConfigError(f"data.path: {source!r} is empty")
 
@@ -194,8 +253,15 @@ def load(folder: Path, eval_share: float, source: str) -> Tokens:
 
 
 def entry(data: dict[str, Any], key: str) -> Path:
-    """The cache folder of a key."""
-    return cache_root(data) / f"tokens-{key[:24]}"
+    """The cache folder of a key.
+
+    Raises:
+        ConfigError: It is there, and another user could change what is trained on.
+    """
+    folder = cache_root(data) / f"tokens-{key[:24]}"
+    if why := distrust(folder):
+        raise ConfigError(f"data.cache_dir: not trusted: {why}; remove the entry, or give a folder of your own")
+    return folder
 
 
 def _key(texts: list[str], tokenizer: str) -> str:

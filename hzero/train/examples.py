@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hzero.train import tokenizer as tokenizers
-from hzero.train.data import complete, entry, id_type, keep, text_files
+from hzero.train.data import complete, entry, id_type, keep, say_what_is_missing, text_files
 from hzero.validation import ConfigError
 
 _FORMAT = 1
@@ -77,12 +77,15 @@ def prepare(data: dict[str, Any], vocab_size: int, tokenizer: Any, say: Callable
         ConfigError: Names the file and the line that cannot be used.
     """
     source = str(data["path"])
-    files = text_files(Path(source).expanduser())
+    left_out: list[str] = []
+    files = text_files(Path(source).expanduser(), left_out)
     if Path(source).expanduser().is_dir():
         files = [file for file in files if file.suffix == ".jsonl"]
+        left_out = [line for line in left_out if ".jsonl (" in line]
         if not files:
             raise ConfigError(f"data.path: the folder {source!r} holds no .jsonl")
     limit = data["max_bytes"] or 0
+    say_what_is_missing(files, limit, left_out, source, say)
     # The template is a part of the fingerprint; without a tokenizer one is trained, which has the plain template.
     kind = f"{vocab_size} {tokenizers.template_of(data['chat_template'], None)}"
     if tokenizer is not None:
@@ -138,7 +141,7 @@ def _lines(files: Iterable[Path], limit: int) -> Iterator[tuple[str, bytes]]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode("utf-8-sig"))  # of bytes, json would take UTF-16 and half a surrogate pair
         if b"\\u" in line:  # JSON can hold half of a surrogate pair, which is no text
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
@@ -147,7 +150,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"data.path: {where}: found {type(found).__name__}; possible: {_KINDS}")
     kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if all(k in found for k in kind)]
     if len(kinds) != 1:
-        raise ConfigError(f"data.path: {where}: found keys {', '.join(found) or 'none'}; possible: {_KINDS}")
+        names = ", ".join(key if key.isprintable() else ascii(key) for key in found)[:200]
+        raise ConfigError(f"data.path: {where}: found keys {names or 'none'}; possible: {_KINDS}")
     if "messages" in found:
         messages = found["messages"]
         if not isinstance(messages, list) or not messages:

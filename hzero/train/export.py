@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hzero.arguments import Parser
 from hzero.files import FULL, refusing
 from hzero.progress import Progress
 from hzero.settings import architecture
@@ -51,7 +52,7 @@ def describe(run_dir: Path, model: dict[str, Any], tokenizer: Any) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero export",
         description="Writes the newest complete checkpoint of a run as a Hugging Face folder: safetensors, config.json and "
         "tokenizer, from the exact float32 weights.",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+import yaml
 
 from hzero.files import cannot_write, replacing
 from hzero.launcher import STARTED
@@ -21,11 +25,15 @@ from hzero.reasons import PlainError
 from hzero.validation import ConfigError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
+#: In a checkpoint's folder, once it is complete.
+NOTE = "complete.json"
 TRACE, PROFILE = "trace-rank0.json.gz", "profile-rank0.json.gz"
 #: Texts that the model wrote; event files; configuration and tokenizer.
 SAMPLES, MONITOR, MODEL = "samples.jsonl", "monitor", "model"
 #: Everything that a run writes, and that replacing a run removes.
 OWN = (CONFIG, METRICS, SUMMARY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, CHECKPOINTS)
+#: libyaml's loader where PyYAML has it: the one in Python takes 3 ms for the configuration of a run. A SafeLoader either way.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
@@ -71,6 +79,8 @@ def set_aside(path: Path) -> bool:
 def choose(directory: str, resume: Any, overwrite: bool) -> Path:
     """The folder to use: as named, or with the next free number if it holds a run that must be kept. Writes nothing.
 
+    ``resume=auto`` takes the run that has saved last: that of the named folder, or one that found it taken and has a number.
+
     Raises:
         ConfigError: Files of no run would be overwritten, or the two keys contradict each other.
     """
@@ -86,10 +96,51 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
         raise ConfigError(
             f"run.dir: {str(path)!r} holds {', '.join(in_the_way)} that no run of hzero left; choose another folder"
         )
-    if resume == "auto" or overwrite or not holds_run(path):
+    if resume == "auto":
+        return max([path, *_numbered(path)], key=_saved_at)  # of several without a checkpoint the first
+    if overwrite or not holds_run(path):
         return path
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(other for other in others if not holds_run(other))
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Folders of the runs that were asked to use this one while it held another run."""
+    for other in path.parent.glob(f"{glob.escape(path.name)}-*") if path.name else ():
+        try:
+            asked = read_config(other)["run"]["dir"]  # runs/gpt-4 may be no fourth runs/gpt
+        except (OSError, ValueError, TypeError, LookupError):
+            continue
+        if re.fullmatch(r"-[0-9]{1,9}", other.name[len(path.name) :]) and Path(str(asked)).name == path.name:
+            yield other
+
+
+def read_config(path: Path) -> Any:
+    """The configuration in a run's folder, whoever wrote it.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no YAML, larger than a mebibyte, nested deeply, or has references: a few bytes of either end a
+            process, in libyaml's recursion or by their size written out.
+    """
+    with open(path / CONFIG, "rb") as file:
+        content, depth = file.read((1 << 20) + 1), 0
+    try:
+        for event in yaml.parse(content, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if len(content) > 1 << 20 or depth > 50 or isinstance(event, yaml.AliasEvent):
+                raise ValueError("too large, nested too deeply, or with references")
+        return yaml.load(content, _LOADER)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _saved_at(path: Path) -> float:
+    """When a run has saved its newest checkpoint, in seconds; 0 for one without."""
+    notes = (path / CHECKPOINTS).glob(f"*/{NOTE}") if holds_run(path) else ()
+    with contextlib.suppress(OSError):
+        return max((note.stat().st_mtime for note in notes), default=0.0)
+    return 0.0
 
 
 def lock(path: Path) -> TextIO:
@@ -101,7 +152,7 @@ def lock(path: Path) -> TextIO:
         ConfigError: Another run is under way in the folder, or it cannot be written.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open(path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the claim
         try:
             try:
@@ -184,7 +235,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
 def _cut_samples(path: Path, last_step: int) -> None:
     """Removes samples of steps that will be done again, and a line that was not finished."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    with replacing(path) as file, contextlib.suppress(ValueError):
+    with replacing(path) as file, contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         file.writelines(line for line in lines if json.loads(line)["step"] <= last_step)
 
 
@@ -246,10 +297,12 @@ def read_metrics(path: Path, last: int | None = None) -> tuple[list[dict[str, An
     for line in lines:
         try:
             row = json.loads(line)
-            int(row["step"])
             _ = row[_KEY_OF[row["kind"]]]
-            rows.append(row)
-        except (ValueError, KeyError, TypeError):
+            if type(row["step"]) is int:
+                rows.append(row)
+            else:
+                torn += 1
+        except (ValueError, KeyError, TypeError, RecursionError):
             torn += 1
     return rows, torn
 
@@ -298,7 +351,7 @@ def finished(path: Path) -> bool:
     """Whether the run in a folder came to its end."""
     try:
         return bool(json.loads((path / SUMMARY).read_text())["status"] == "finished")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hzero.arguments import Parser
 from hzero.files import replacing
 from hzero.formatting import size_text
 from hzero.train import curves
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero report",
         description="Draws loss, gradient norm, throughput, bytes by tier, memory and hidden time of runs: a PNG each, and "
         "report.html with all of them and tables.",
@@ -54,6 +55,10 @@ def run_report(arguments: Sequence[str]) -> int:
         written = write_report(runs, output)
     except OSError as error:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        names = ", ".join(map(str, parsed.runs))
+        raise ConfigError(f"RUN: {names}: holds files that no run has written ({cause})") from None
     print(f"written: {output / 'report.html'} (with {', '.join(written)})")
     return 0
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hzero.arguments import Parser
 from hzero.formatting import table_of
 from hzero.topology.show import console
 from hzero.train import folder
@@ -22,8 +21,6 @@ from hzero.validation import ConfigError
 
 #: Bytes at the end of the metrics of which the table is made: more than a hundred steps.
 _TAIL = 1 << 16
-#: libyaml's loader where PyYAML has it: the one in Python takes 3 ms for the configuration of a run.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,9 @@ def read_run(path: Path) -> Run:
     if not steps:
         raise ConfigError(f"RUN: no step has been logged in {str(path / folder.METRICS)!r}")
     summary = _summary(path)
-    config = (path / folder.CONFIG).read_text() if (path / folder.CONFIG).exists() else ""
+    config = (
+        (path / folder.CONFIG).read_text(encoding="utf-8", errors="replace") if (path / folder.CONFIG).exists() else ""
+    )
     evaluations = [row for row in rows if row["kind"] == "eval"]
     return Run(path.resolve().name, state_of(path, summary), steps, evaluations, summary, config, torn)
 
@@ -101,7 +100,7 @@ def overview(path: Path) -> dict[str, Any]:
     if not folder.holds_run(path):
         raise ConfigError(f"{path}: holds no run")
     try:
-        config = yaml.load((path / folder.CONFIG).read_bytes(), _LOADER)  # a SafeLoader either way
+        config = folder.read_config(path)
         rows = [row for row in folder.read_metrics(path, _TAIL)[0] if row["kind"] == "step"]
         done = int(rows[-1]["step"]) if rows else 0
         last = rows[-loss_window(done) :]
@@ -122,14 +121,14 @@ def overview(path: Path) -> dict[str, Any]:
             "model": str(config["model"]["name"]),
             "changed": datetime.datetime.fromtimestamp(changed).astimezone().isoformat(timespec="seconds"),
         }
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         cause = " ".join(str(error).split())
         raise ConfigError(f"{path}: its files are not those of a run ({type(error).__name__}: {cause})") from None
 
 
 def parser() -> argparse.ArgumentParser:
     """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hzero runs",
         description="Lists runs, the one with the newest metrics first: state, steps, loss (mean over the last steps, as in the "
         "summary), tokens/s, preset and model.",
@@ -203,6 +202,6 @@ def _cells(run: dict[str, Any]) -> tuple[str, ...]:
 def _summary(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads((path / folder.SUMMARY).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return summary if isinstance(summary, dict) else {}

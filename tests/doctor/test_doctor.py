@@ -79,11 +79,37 @@ def test_a_machine_that_is_not_there_is_never_good(
 ) -> None:
     """Neither a node from a file nor this machine, where eight devices are expected and none is there."""
     status, found = _run(capsys, "--topology", str(trees.no_gpu(tmp_path)), "--expect", "frontier")
-    assert status == 2
-    assert found["remarks"] == [f"{tmp_path.name}: no devices found, preset frontier has 8"]
+    assert status == 2 and found["remarks"][-1] == f"{tmp_path.name}: no devices found, preset frontier has 8"
+    assert sum("missing: NIC hsn" in remark for remark in found["remarks"]) == 4
     monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
     status, found = _run(capsys, "--expect", "frontier")
     assert status == 2 and "this node: no devices found, preset frontier has 8" in found["remarks"]
+    assert found["environment"], "an expected Slingshot NIC has its variables judged"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("devices: 8", "devices: 8", ""),
+        ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: eth2, kind: ethernet, gb_s: 25}", "missing: NIC hsn2 (cxi)"),
+        ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: cxi2, kind: cxi, gb_s: 25}", ""),
+        ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: hsn2, kind: cxi}", "NIC hsn2: found no rate, expected 25 GB/s"),
+        ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: hsn2, kind: cxi, gb_s: 12}", "NIC hsn2: found 12 GB/s"),
+        ("kind: MI250X", "kind: MI300X", "device 7: found MI300X, expected MI250X"),
+        ("kind: MI250X", "kind: gfx90a", ""),
+        ("kind: MI250X", "kind: null", "device 0: found no kind, expected MI250X"),
+        ("kind: xgmi, count: 2, gb_s: 100", "kind: xgmi", "0-6: expected 2 xgmi links of 100 GB/s together, found xgmi links"),
+        ("kind: xgmi, count: 2, gb_s: 100", "kind: pcie, gb_s: 100", "of 100 GB/s together, found pcie"),
+    ],
+)  # fmt: skip
+def test_what_is_expected_and_missing_or_not_known_is_named(
+    old: str, new: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node, text = tmp_path / "node.yaml", (ROOT / "hzero/topology/presets/frontier.yaml").read_text()
+    assert old in text
+    node.write_text(text.replace(old, new))
+    status, found = _run(capsys, "--topology", str(node), "--expect", "frontier")
+    assert (status != 0) == bool(says) and any(says in remark for remark in found["remarks"] or [""]), found["remarks"]
 
 
 def test_expecting_another_machine_is_degraded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +202,25 @@ def test_part_of_a_node_is_not_held_against_it(tmp_path: Path) -> None:
     assert findings.status == GOOD and {pair["state"] for pair in found["pairs"]} == {"good"}
 
 
+def test_ranks_on_part_of_an_expected_node_are_not_good(tmp_path: Path) -> None:
+    """With ``--expect``, devices without a rank are missing, and links that a cgroup hides are not known."""
+    from hzero.doctor.links import examine_links
+    from hzero.topology.preset import preset
+    from hzero.topology.rank_report import node_of, report_of
+    from hzero.topology.readers import kfd
+
+    node, statuses = kfd.read(trees.frontier(tmp_path)), []
+    for used in ((0, 1, 6), range(8)):
+        reports = [report_of(rank, len(used), "n", node, node.device(device)) for rank, device in enumerate(used)]
+        findings = Findings()
+        examine_links("n", node_of(reports)[1], preset("frontier"), findings, ranks=True)
+        statuses.append(findings.status)
+        if len(used) == 3:
+            said = "\n".join(findings.remarks)
+            assert "pairs of devices are hidden by a cgroup" in said and "NIC hsn" in said, said
+    assert statuses == [DEGRADED, GOOD]
+
+
 def _ds_config(folder: Path, **block: object) -> Path:
     path = folder / "ds_config.json"
     zero = {"stage": 3, "hzero": {"preset": "topo", **block}}
@@ -244,7 +289,7 @@ def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -
     from hzero.zero import overridden
 
     findings = Findings()
-    assert examine_deepspeed(findings) == "25 of 25 functions are as the stage expects" and findings.status == GOOD
+    assert examine_deepspeed(findings) == "27 of 27 functions are as the stage expects" and findings.status == GOOD
     monkeypatch.setattr(overridden.DeepSpeedZeroOptimizer_Stage3, "partition_grads", lambda self, others: None)
     assert examine_deepspeed(findings).startswith("24 of 25") and findings.status == UNUSABLE
     assert "deepspeed has another DeepSpeedZeroOptimizer_Stage3.partition_grads" in findings.remarks[0]

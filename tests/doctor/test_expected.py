@@ -138,17 +138,19 @@ def test_fewer_links_less_bandwidth_and_links_too_many() -> None:
     links[2, 3] = replace(links[2, 3], count=3, gb_s=150.0)
     links[0, 6] = replace(links[0, 6], gb_s=60.0)
     links[1, 3] = replace(links[1, 3], gb_s=48.0)  # rounding of a source
-    links[4, 6] = replace(links[4, 6], count=None, gb_s=None)  # not stated, not held against it
+    links[4, 6] = replace(links[4, 6], count=None, gb_s=None)  # not stated: a fault only where it is asked for
     links[0, 7] = Link(0, 7, "xgmi", 1, 50.0)
     findings = {
         finding.pair: finding for finding in compare(replace(node, links=tuple(links.values())), preset("frontier"))
     }
     states = {pair: finding.state for pair, finding in findings.items() if finding.state != "good"}
-    assert states == {(2, 3): "degraded", (0, 6): "degraded", (0, 7): "remark"}
+    assert states == {(2, 3): "degraded", (0, 6): "degraded", (4, 6): "unknown", (0, 7): "remark"}
     assert findings[2, 3].text == (
         "2-3: expected 4 xgmi links of 200 GB/s together, found 3 xgmi links of 150 GB/s together"
     )
-    assert findings[4, 6].text == "4-6: xgmi links, as expected"
+    assert findings[4, 6].text == (
+        "4-6: expected 1 xgmi link of 50 GB/s together, found xgmi links, which the source does not count"
+    )
 
 
 def test_links_with_a_bandwidth_alone() -> None:

@@ -230,7 +230,7 @@ def test_a_file_larger_than_any_dump(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(33 * 2**20)  # sparse: takes no room
-    with pytest.raises(ConfigError, match="large: larger than 33554432 bytes"):
+    with pytest.raises(ConfigError, match="large: larger than 8388608 bytes"):
         read_file(path)
 
 

@@ -12,6 +12,7 @@ from hzero import cli
 from hzero.topology import command
 from hzero.topology.machine import Device, Link, Machine, Nic
 from hzero.topology.preset import PRESETS, preset
+from hzero.topology.readers import read_file
 from hzero.topology.show import show_machine
 from tests.ranks import ROOT
 from tests.topology import trees
@@ -50,6 +51,16 @@ def test_tables_of_frontier() -> None:
     assert "    4  xgmi, 200 GB/s each way together: 4 pairs" in lines
     assert "    .  no direct link, routed: 16 pairs" in lines
     assert ["hsn2", "cxi", "25"] in words
+
+
+def test_places_of_nics_are_shown_where_the_source_knows_them(tmp_path: Path) -> None:
+    """A node's own tree does; the user guide that the preset follows names no module for a NIC, which is said."""
+    words = [line.split() for line in _shown(read_file(trees.frontier(tmp_path)))]
+    assert ["2", "4", "0000:d1:00.0", "MI250X", "0", "hsn2"] in words
+    assert ["NIC", "bus", "kind", "GB/s", "NUMA", "nearest", "of", "devices"] in words
+    assert ["hsn2", "0000:d3:00.0", "cxi", "25", "0", "4", "5"] in words
+    remark = "remark: the source does not say which NIC is nearest to which device"
+    assert remark in _shown(preset("frontier")) and remark.split() not in words
 
 
 @pytest.mark.parametrize("machine", [*map(preset, PRESETS), _gcds(8), _gcds(16), _ambiguous(), Machine("none", ())])

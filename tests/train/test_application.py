@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
+from hzero.settings.conf import compose
+from hzero.train import application
 from hzero.train.application import _rank_of_a_launcher
 from hzero.validation import ConfigError
 from tests.topology.test_bootstrap import mpich, srun, torchrun
@@ -62,3 +65,22 @@ def test_two_launchers_that_contradict_each_other(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="RANK=4 and SLURM_PROCID=3"):
         _rank_of_a_launcher()
+
+
+def test_a_rank_of_a_launcher_is_prepared_before_deepspeed_looks_for_accelerators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its warning that it found none would come from every rank."""
+    imported = []
+
+    def prepare(threads: int) -> None:
+        imported.append("hzero.train.loop" in sys.modules)
+        raise KeyboardInterrupt
+
+    for name, value in torchrun(0, WORLD_SIZE="8").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "hzero.train.loop", raising=False)
+    monkeypatch.setattr(application, "prepare_process", prepare)
+    with pytest.raises(KeyboardInterrupt):
+        application._train_as_rank(compose([]))
+    assert imported == [False]

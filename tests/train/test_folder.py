@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,37 @@ def test_starting_anew_keeps_metrics_of_steps_without_a_checkpoint(run: Path) ->
             assert (run / "metrics.jsonl").read_text() == ""
             assert (run / f"metrics.{number}.jsonl").read_text() == ROW
             (run / "metrics.jsonl").write_text(ROW)
+
+
+def _saved(path: Path, second: float | None, asked: str) -> Path:
+    """A run that has saved at a time, in seconds, or never; its configuration asked for another folder."""
+    for name, text in ((".hzero-run", "1"), ("config.yaml", f"run: {{dir: {asked}}}\n"), ("metrics.jsonl", ROW)):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    if second is not None:
+        note = path / "checkpoints" / "step_000001" / "complete.json"
+        note.parent.mkdir(parents=True)
+        note.write_text("{}")
+        os.utime(note, (second, second))
+    return path
+
+
+def test_resume_auto_takes_the_run_that_has_saved_last(tmp_path: Path) -> None:
+    named = str(tmp_path / "gpt")
+    assert folder.choose(named, "auto", False) == Path(named)
+    _saved(tmp_path / "gpt", None, named)
+    assert folder.choose(named, "auto", False) == Path(named)
+    second = _saved(tmp_path / "gpt-2", 100, "runs/gpt")  # as `hzero train` found it from another folder
+    assert folder.choose(named, "auto", False) == second
+    _saved(tmp_path / "gpt-3", None, named)  # stopped before its first checkpoint
+    _saved(tmp_path / "gpt-10", 300, str(tmp_path / "gpt-10"))  # another run of such a name
+    (tmp_path / "gpt-5").mkdir()
+    (tmp_path / "gpt-x").write_text("")
+    assert folder.choose(named, "auto", False) == second
+    assert folder.choose(str(second), "auto", False) == second
+    _saved(tmp_path / "gpt", 200, named)  # resumed by its name since
+    assert folder.choose(named, "auto", False) == Path(named)
+    assert folder.choose(named, False, False) == tmp_path / "gpt-4"
 
 
 def test_samples_of_steps_that_are_done_again_go(run: Path) -> None:

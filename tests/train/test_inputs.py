@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ OVERRIDES = {
     "data.path=binary.txt": "data.path: 'binary.txt' is not a text file",
     "resume=elsewhere": "resume: no folder 'elsewhere'",
     "run.name=${oc.env:HZERO_NOT_SET}": "HZERO_NOT_SET",
-    "train.steps": "train.steps: cannot be read",
+    "train.steps": "train.steps: expected KEY=VALUE",
     "run.dir=a(b": "run.dir=a(b: cannot be read",
     "experiment=nope": "experiment: unknown option 'nope'",
     "model=null": "model=null: the group needs an option",
@@ -138,6 +139,82 @@ def test_bad_override(
     left = sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts)
     assert left == before
     assert override.startswith("resume=else") or not list((tmp_path / "cache").glob("hzero/tokens-*"))
+
+
+#: Arguments that other tools' parsers or Hydra would answer.
+ARGUMENTS = {
+    "plan foo": "foo: expected KEY=VALUE",
+    "plan --steps 10": "hzero plan: unknown option '--steps'; keys are given as KEY=VALUE, as in train.steps=10",
+    "plan topology=lumi": "topology.nodes: not given",
+    "train --steps 10": "hzero train: unknown option '--steps'; keys are given as KEY=VALUE, as in train.steps=10",
+    "train --cfg jb": "hzero train: argument --cfg/-c: invalid choice: 'jb'",
+    "report --png x.txt": "hzero report: unknown argument '--png'",
+    "runs --josn": "hzero runs: unknown argument '--josn'; did you mean '--json'",
+    "export": "hzero export: the following arguments are required: RUN",
+    "topology show": "hzero topology: the following arguments are required",
+    "doctor a b": "hzero doctor: unknown argument 'b'",
+    "bench links --out x.txt": "--out: found 'x.txt', expected a name that ends in .json",
+    "bench links --fctor 2": "did you mean '--factor'",
+    "completion tcsh": "hzero completion: argument SHELL: invalid choice: 'tcsh'",
+}
+
+
+@pytest.mark.parametrize("line", ARGUMENTS)
+def test_wrong_arguments_are_answered_in_our_words(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("hzero: error: ") and said.err.count("\n") == 1 and ARGUMENTS[line] in said.err
+    assert not said.out
+
+
+#: Hydra would call, import or unpickle what these name; the folder is one that `--config-dir` adds.
+CODE = {
+    "+hydra.callbacks.x._target_=os.mkdir +hydra.callbacks.x.path=MARK": "hydra.callbacks.x._target_",
+    "hydra/callbacks=x": "hydra/callbacks",
+    "+a@hydra.callbacks=x": "a@hydra.callbacks",
+    "hydra.launcher._target_=os.system": "hydra.launcher._target_",
+    "hydra.sweeper._target_=os.system": "hydra.sweeper._target_",
+    "+hydra.sweeper.sampler._target_=os.system": "hydra.sweeper.sampler._target_",
+    "hydra.job.env_set.LD_PRELOAD=x.so": "hydra.job.env_set.LD_PRELOAD",
+    "-m hydra.job.env_set.LD_PRELOAD=x.so,y.so": "hydra.job.env_set.LD_PRELOAD",
+    "hydra/job_logging=default": "hydra/job_logging",
+    "--config-dir FOLDER --config-name called": "hydra.callbacks",
+    "--config-dir FOLDER experiment=sets": "hydra.job.env_set",
+    "hydra.searchpath=[file://FOLDER] experiment=sets": "hydra.job.env_set",
+    "--config-dir FOLDER experiment=logs": "hydra.job_logging",
+    "--config-path FOLDER": "--config-path",
+    "--experimental-rerun FOLDER/rerun.pickle": "--experimental-rerun",
+}
+
+
+@pytest.mark.parametrize("line", CODE)
+def test_configuration_that_names_code_is_refused(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mark, shared = tmp_path / "ran", tmp_path / "shared"
+    (shared / "experiment").mkdir(parents=True)
+    for name, text in (
+        ("called", f"defaults: [train, _self_]\nhydra: {{callbacks: {{x: {{_target_: os.mkdir, path: {mark}}}}}}}"),
+        ("experiment/sets", "# @package _global_\nhydra: {job: {env_set: {LD_PRELOAD: x.so}}}"),
+        (
+            "experiment/logs",
+            f"# @package _global_\nhydra: {{job_logging: {{handlers: {{x: {{(): os.mkdir, path: {mark}}}}}}}}}",
+        ),
+    ):
+        (shared / f"{name}.yaml").write_text(text)
+    (shared / "rerun.pickle").write_bytes(pickle.dumps({}))
+    assert main(["train", *line.replace("MARK", str(mark)).replace("FOLDER", str(shared)).split(" ")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hzero: error: {CODE[line]}: ") and error.count("\n") == 1, error
+    assert not mark.exists() and sorted(tmp_path.iterdir()) == [shared]
+
+
+def test_a_folder_of_configurations_without_code_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "short.yaml").write_text("# @package _global_\ntrain: {steps: 3}\n")
+    assert main(["train", "--config-dir", str(tmp_path), "experiment=short", "--cfg", "job"]) == 0
+    assert "steps: 3" in capsys.readouterr().out
 
 
 def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,12 @@ def test_an_uninterrupted_run_leaves_what_it_says(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_what_a_run_leaves_is_its_users_alone(folder: Path) -> None:
+    left = [*(folder / "runs" / "whole").rglob("*"), *(folder / "cache" / "hzero").rglob("*")]
+    assert len(left) > 20
+    assert [path for path in [folder / "cache" / "hzero", *left] if path.stat().st_mode & 0o077] == []
+
+
 def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: Path) -> None:
     run, job = folder / "runs" / "stopped", ("zero=lossless", "run.name=stopped", "resume=auto")
     process = _start(folder, *job)

@@ -20,7 +20,7 @@ READABLE = (
 )
 
 #: Largest file that is read, bytes. A dump of a node of 16 devices has 18 kB.
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 8 * 2**20
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 

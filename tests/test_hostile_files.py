@@ -1,0 +1,266 @@
+"""Hostile content of the files that hzero reads: an error of ours that names the file, or a skip that is counted, and soon.
+
+The readers of topologies and of links files are tried in their own tests (`tests/topology/hostile.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.rows import read_rows
+from hzero import block
+from hzero.config import PRESETS, parse_config
+from hzero.doctor.configuration import examine_configuration, read_configuration
+from hzero.doctor.verdict import Findings
+from hzero.settings.conf import compose, plain
+from hzero.settings.settings import Settings
+from hzero.topology.resolve import resolve_grid
+from hzero.train import checkpoint, examples, folder, report, runs
+from hzero.validation import ConfigError
+from tests.benchmarks.rows import run, steps
+from tests.topology.hostile import mutated
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+#: Values of every kind where one of another kind was.
+_LEAVES = st.sampled_from(
+    [None, True, False, 0, -1, 2**63, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "a\nb", "\x1b[2J", "\ud800",
+     "9" * 50, [], {}, [[]], [None], {"": None}, {"a": {"a": {}}}]
+)  # fmt: skip
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _places(item, (*path, key))
+
+
+@st.composite
+def changed(draw: st.DrawFn, good: Any) -> Any:
+    """A good value with other things in one to three of its places, keys that are gone, or other keys."""
+    made = copy.deepcopy(good)
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from([place for place in _places(made) if place] or [()]))
+        if not path:
+            return copy.deepcopy(draw(_LEAVES))
+        inner = made
+        for key in path[:-1]:
+            inner = inner[key]
+        if draw(st.integers(0, 3)) == 0:
+            del inner[path[-1]]
+        elif draw(st.integers(0, 5)) == 0 and isinstance(inner, dict):
+            inner[draw(st.text(max_size=9))] = inner.pop(path[-1])
+        else:
+            inner[path[-1]] = copy.deepcopy(draw(_LEAVES))
+    return made
+
+
+def damaged(good: Any) -> st.SearchStrategy[bytes]:
+    """JSON with changed values, changed text, or what is no JSON."""
+    text = json.dumps(good)
+    deep = st.sampled_from(
+        [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff\xfe{}", b"\0", b"", b"null", b"NaN"]
+    )
+    return changed(good).map(lambda value: json.dumps(value).encode()) | mutated(text) | st.binary(max_size=60) | deep
+
+
+def _ours(read: Callable[[], object], *names: str) -> bool:
+    """Whether something was read; else the error was ours: one printable line with one of the names. Either came soon."""
+    start = time.process_time()
+    try:
+        read()
+        refused = False
+    except ConfigError as error:
+        message, refused = str(error), True
+        assert any(name in message for name in names), message[:300]
+        assert message.isprintable() and len(message) < 3000, message[:300]
+    assert time.process_time() - start < 5
+    return not refused
+
+
+BLOCK = {
+    "preset": "topo", "shard": {"weights": "package", "gradients": "node"}, "block_size": 128,
+    "codecs": {"weights": {"gpu": "int8"}, "gradients": {"node": {"codec": "int4", "block_size": 64, "rounding": "nearest"}}},
+    "error_feedback": ["node"], "node_all_gather": {"algorithm": "pairs", "below_bytes": 1024}, "exact_evaluation": True,
+    "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2, "order": ["node", "gpu", "gcd"]},
+}  # fmt: skip
+DEEPSPEED = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "hzero": BLOCK}}
+
+
+def test_what_is_damaged_here_is_good(hostile_run: Path, tmp_path: Path) -> None:
+    assert parse_config(BLOCK).preset in PRESETS
+    (hostile_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (hostile_run / "summary.json").write_text(json.dumps(SUMMARY))
+    (hostile_run / "config.yaml").write_text(RUN_CONFIG)
+    assert runs.overview(hostile_run)["state"] == "finished"
+    assert "int8" in report._page([runs.read_run(hostile_run)], []) and folder.finished(hostile_run)
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    assert block.find(read_configuration(path)) == BLOCK
+
+
+@quick
+@given(value=changed(BLOCK))
+def test_blocks(value: Any) -> None:
+    def read() -> None:
+        parsed = parse_config(value)
+        if not isinstance(parsed.topology, str):
+            with contextlib.suppress(ConfigError):  # names the key topology
+                resolve_grid(parsed.topology, 8)
+
+    _ours(read, "hzero")
+
+
+@quick
+@given(content=damaged(DEEPSPEED))
+def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(content)
+    _ours(lambda: read_configuration(path), str(path))
+    for given_as in (str(path), base64.urlsafe_b64encode(content).decode()):
+        _ours(lambda given_as=given_as: block.find(given_as), "hzero", "hz")  # type: ignore[misc]
+    _ours(lambda: examine_configuration(path, None, 1, Findings(), {}), str(path), "hzero")
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    return plain(compose([]))
+
+
+@quick
+@given(data=st.data())
+def test_configurations_of_the_trainer(data: st.DataObject, defaults: dict[str, Any]) -> None:
+    value = data.draw(changed(defaults))
+    if isinstance(value, dict):
+        _ours(lambda: Settings(value), *defaults, "input", *(str(key) for key in value))
+
+
+@quick
+@given(override=st.text(max_size=12) | st.tuples(st.sampled_from(["train.steps", "+a", "~zero", "topology", "a@b"]),
+       st.text("=[]{}(),:'\"\\$\n a1.*-@~+", max_size=9)).map("=".join))  # fmt: skip
+def test_overrides(override: str) -> None:
+    _ours(lambda: plain(compose([override])), "")
+
+
+ROWS = [
+    {"kind": "step", "step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 10.0, "tflops_per_rank": 0.1,
+     "step_s": 0.1, "skipped": False, "wire_bytes": {"gcd": 1, "gpu": 2, "node": 3}},
+    {"kind": "eval", "step": 1, "loss_exact": 5.0, "loss_decoded": 5.1},
+    {"kind": "step", "step": 2, "loss": None, "tokens_per_s": 10.0, "step_s": 0.1},
+]  # fmt: skip
+SUMMARY = {
+    "status": "finished", "tokens_per_s": 10.0, "step_s_median": 0.1, "model": "m", "preset": "topo", "parameters": 10,
+    "memory": {"resident": 10}, "traced": {}, "versions": {"torch": "2"}, "steps": 2,
+    "zero3": {"memory": [{"name": "resident", "bytes": 10}], "traffic": [{"role": "weights", "tier": "gcd", "wire_bytes": 9}]},
+    "traffic": [{"role": "weights", "tier": "gcd", "codec": "int8", "raw_bytes": 10, "wire_bytes": 5, "hops": 4,
+                 "seconds": 1.0, "hidden_seconds": 0.5}],
+    "world_size": 2, "steps_here": 2,
+}  # fmt: skip
+RUN_CONFIG = "model: {name: tiny}\nzero: {preset: topo}\ntrain: {steps: 20}\nrun: {dir: runs/r}\n"
+
+
+@pytest.fixture
+def hostile_run(tmp_path: Path) -> Path:
+    path = tmp_path / "r-2"
+    path.mkdir()
+    (path / ".hzero-run").touch()
+    return path
+
+
+@quick
+@given(data=st.data())
+def test_run_folders(data: st.DataObject, hostile_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists, reports, and the choice of a run to resume."""
+    monkeypatch.setattr(report, "write_report", lambda found, output: [report._page(found, [])])
+    metrics, summary, config = (
+        (json.dumps(row).encode() + b"\n" for row in ROWS),
+        json.dumps(SUMMARY).encode(),
+        RUN_CONFIG.encode(),
+    )
+    which = data.draw(st.sampled_from(["metrics", "summary", "config"]))
+    lines = b"".join(metrics)
+    if which == "metrics":
+        lines += data.draw(damaged(data.draw(st.sampled_from(ROWS)))) + b"\n"
+    elif which == "summary":
+        summary = data.draw(damaged(SUMMARY))
+    else:
+        bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+            f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")
+        )
+        config = data.draw(
+            mutated(RUN_CONFIG)
+            | st.sampled_from(
+                [f"{bomb}model: {{name: *i}}\nzero: {{preset: *i}}\ntrain: {{steps: *i}}\nrun: {{dir: *i}}\n".encode(),
+                 b"model: !!python/object/apply:os.system [id]\n", b"[" * 100_000, b"- " * 50_000, b"a: " * 9, b"&a [*a]"]
+            )
+        )  # fmt: skip
+    (hostile_run / "metrics.jsonl").write_bytes(lines)
+    (hostile_run / "summary.json").write_bytes(summary)
+    (hostile_run / "config.yaml").write_bytes(config)
+    _ours(lambda: runs.overview(hostile_run), str(hostile_run))
+    _ours(lambda: runs.run_runs([str(hostile_run), "--json"]), str(hostile_run))
+    _ours(lambda: report.run_report([str(hostile_run)]), str(hostile_run))
+    _ours(lambda: folder.choose(str(hostile_run.with_name("r")), "auto", False), str(hostile_run))
+    folder.finished(hostile_run)
+    folder.read_metrics(hostile_run)
+
+
+NOTE = {
+    "step": 3,
+    "identity": {"model": "m", "data": "d", "seed": 1, "world_size": 2, "dtype": "bf16"},
+    "files": {"file": 1},
+}
+
+
+@quick
+@given(content=damaged(NOTE))
+def test_notes_of_checkpoints(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "step_000003"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "file").write_text("1")
+    (path / "complete.json").write_bytes(content)
+    _ours(lambda: checkpoint.read(path), str(path))
+    _ours(lambda: checkpoint.newest(path.parent), str(path))
+
+
+EXAMPLE = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "tool_calls": []},
+    ]
+}
+
+
+@quick
+@given(content=damaged(EXAMPLE) | damaged({"prompt": "a", "completion": "b"}) | damaged({"text": "a"}))
+def test_examples(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(content)
+
+    def read() -> None:
+        for where, line in examples._lines([path], 0):
+            for text in examples._texts(examples._parse(line, where), where):
+                text.encode()
+
+    _ours(read, str(path))
+
+
+@quick
+@given(content=st.one_of(damaged(steps("topo")), damaged(run("topo", 1))))
+def test_rows_of_benchmarks(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(json.dumps(steps("zero3")).encode() + b"\n" + content)
+    if _ours(lambda: read_rows(path), str(path)):
+        assert len(read_rows(path)[0]) >= 1
