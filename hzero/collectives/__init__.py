@@ -1,6 +1,7 @@
 """Tiered all-gather and reduce-scatter over torch.distributed, and their wire log."""
 
 from hzero.collectives.bucket import Bucket, in_buckets
+from hzero.collectives.canary import Canary
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
 from hzero.collectives.tiered import TieredCollectives
@@ -10,6 +11,7 @@ from hzero.collectives.wirelog import WireEntry, WireLog
 
 __all__ = [
     "Bucket",
+    "Canary",
     "Chain",
     "ErrorFeedback",
     "HopError",
