@@ -162,8 +162,8 @@ class Comparison(NamedTuple):
         ]
         more = [f"and from {len(wrong) - _NAMED} others"] if len(wrong) > _NAMED else []
         raise HopError(
-            f"{self.what()}: message {self.number} of this lane arrived changed {'; '.join([*named, *more])}. Nothing "
-            "was made of it: look at the links and their libraries between these ranks"
+            f"{self.what()}: message {self.number} of this lane arrived changed {'; '.join([*named, *more])}. No step "
+            "was taken with it; look at the links between these ranks, and at the libraries that drive them"
         )
 
 
