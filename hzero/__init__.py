@@ -12,16 +12,25 @@ from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
     from hzero.validation import ConfigError
-    from hzero.zero import enable, exact_evaluation, exact_weights, initialize, state
+    from hzero.zero import DivergenceError, enable, exact_evaluation, exact_weights, initialize, state
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "__version__", "enable", "exact_evaluation", "exact_weights", "initialize", "state"]
+__all__ = [
+    "ConfigError",
+    "DivergenceError",
+    "__version__",
+    "enable",
+    "exact_evaluation",
+    "exact_weights",
+    "initialize",
+    "state",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Importing DeepSpeed takes seconds, and torch imports this package with every `import torch`.
-    if name in ("enable", "exact_evaluation", "exact_weights", "initialize", "state"):
+    if name in ("DivergenceError", "enable", "exact_evaluation", "exact_weights", "initialize", "state"):
         from hzero import zero
 
         return getattr(zero, name)

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"hzero: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "tokenizers"):
+        if error.name not in ("transformers", "tokenizers", "xxhash"):
             raise
         print(f'hzero: error: {error.name} is not installed; pip install "hzero[train]"', file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ ROLES: tuple[Role, ...] = typing.get_args(Role)
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
+DEFAULT_GUARD = 10
 
 
 class Preset(NamedTuple):
@@ -179,6 +180,7 @@ class _Block(Frozen):
     exact_evaluation: bool = False
     checksum: bool = False
     canary: CanaryConfig = CanaryConfig()
+    guard: int = Field(DEFAULT_GUARD, ge=0)
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
@@ -221,6 +223,10 @@ class HZeroConfig(_Block):
         checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
             on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
         canary: A known pattern that is sent from time to time, on by default.
+        guard: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, where loss scaling
+            cannot help. With that many the stage ends training by an error on all ranks (`hzero.DivergenceError`), which
+            names the parameters and gives the signal-to-noise ratio of each lossy tier. 0 goes on for ever, as DeepSpeed
+            does.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.

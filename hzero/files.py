@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from hzero.validation import ConfigError
+
+#: Numbers of errors that say that a disk takes no more: full, over quota, read-only.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@contextlib.contextmanager
+def refusing(key: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an error of the file system into one line.
+
+    Args:
+        key: The key or option that names the place.
+        path: The place, for errors that name no file.
+
+    Raises:
+        ConfigError: Names key, file and reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(cannot_write(key, path, error)) from None
+
+
+def cannot_write(key: str, path: str | os.PathLike[str], error: OSError) -> str:
+    """The line of `refusing`."""
+    return f"{key}: cannot write {str(error.filename2 or error.filename or path)!r}: {error.strerror or error}"
 
 
 @contextlib.contextmanager

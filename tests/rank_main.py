@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hzero.launcher import die_with_parent
 
 #: Maximum wait of one collective in a check: a hang must fail, and soon.
-HOP_TIMEOUT_S = 90
+HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
 
 
 def _run_rank(rank: int, checks: Sequence[str]) -> None:

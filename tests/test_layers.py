@@ -25,7 +25,8 @@ LAYERS = [
     "hzero.settings", "hzero.plan", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.autoload", "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.step_time",
+    "benchmarks.autoload", "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.soak",
+    "benchmarks.step_time",
     "examples", "tests",
 ]  # fmt: skip
 

@@ -120,14 +120,17 @@ class TrainBlock(Frozen):
     eval_every: Count
     eval_batches: Positive
     monitor: Literal["tensorboard", "wandb", "csv"] | None
+    guard: Count
     timeout_s: Timeout
 
 
 class CheckpointBlock(Frozen):
-    """When checkpoints are written, and how many are kept."""
+    """When checkpoints are written, how many are kept, and which are loaded."""
 
     every: Count
     keep: Positive
+    max_failures: Positive
+    trust: bool
 
 
 class SampleBlock(Frozen):

@@ -145,6 +145,7 @@ class Settings:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
+        zero = {"guard": self["train"]["guard"], **zero}
         if isinstance(declared, str):
             return {**zero, "topology": declared}
         grid = self.grid

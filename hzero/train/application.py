@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hzero.files import FULL, cannot_write
 from hzero.formatting import size_text
 from hzero.launcher import INTERRUPTED, REFUSED, STARTED, PatientStream, Ranks, local_ranks, on_rank_0
 from hzero.settings.conf import check_options, conf_dir, one_line, plain
@@ -39,10 +40,10 @@ def run(overrides: Sequence[str]) -> int:
         # In a multirun the first bad run must not keep the others from running.
         try:
             statuses.append(_train(config))
-        except ConfigError as error:
+        except (ConfigError, folder.WriteError) as error:
             if not error.elsewhere:
                 print(f"hzero: error: {error}", file=sys.stderr)
-            statuses.append(2)
+            statuses.append(2 if isinstance(error, ConfigError) else 1)
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
 
@@ -79,7 +80,7 @@ def _train(config: DictConfig) -> int:
     with contextlib.ExitStack() as claims:
         run_dir = _prepare(settings, claims)
         logs = run_dir / folder.LOGS
-        status = Ranks(
+        ranks = Ranks(
             [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
             local_ranks(settings.world_size, settings["launcher"]["threads"]),
             logs,
@@ -88,7 +89,14 @@ def _train(config: DictConfig) -> int:
             timeout_key="launcher.start_timeout_s",
             stopping="the ranks finish their step and save (again to stop at once)",
             stopping_early="training had not begun",
-        ).run()
+        )
+        try:
+            status = ranks.run()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            folder.undo(run_dir)
+            raise ConfigError(cannot_write("run.dir", run_dir, error)) from None
         begun = (logs / STARTED).exists()
         if not begun and (status in (REFUSED, INTERRUPTED) or folder.set_aside(run_dir)):
             folder.undo(run_dir)
@@ -116,7 +124,8 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     monitor.check(settings["train"]["monitor"])
     _check_machine(settings)
     tokens, tokenizer = corpus.prepare(settings, _say)
-    found = checkpoint.find(resume, run_dir, checkpoint.identity_of(settings, tokens.key), _warn)
+    identity, trust = checkpoint.identity_of(settings, tokens.key), settings["checkpoint"]["trust"]
+    found = checkpoint.find(resume, run_dir, identity, trust=trust, warn=_warn)
     steps = settings["train"]["steps"]
     # A run that was stopped between its last step and its summary has an evaluation left to do.
     unfinished = resume == "auto" and not folder.finished(run_dir)
@@ -131,8 +140,12 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         _say(f"run folder {run_dir} (run.overwrite=true would replace {directory})")
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
-    export.describe(run_dir, settings["model"], tokenizer)
-    write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
+    try:
+        export.describe(run_dir, settings["model"], tokenizer)
+        write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
+    except BaseException:
+        folder.undo(run_dir)
+        raise
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
     return run_dir

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from hzero.files import replacing
 from hzero.settings import architecture
 from hzero.settings.settings import Settings
+from hzero.train import digests, safe_load
 from hzero.validation import ConfigError
 
 NOTE = "complete.json"
@@ -64,11 +68,13 @@ class Checkpoint:
         folder: The folder that DeepSpeed wrote, named after its tag.
         step: Optimizer steps done.
         identity: Of the run that wrote it.
+        bytes: Of all its files.
     """
 
     folder: Path
     step: int
     identity: Identity
+    bytes: int
 
 
 def tag_of(step: int) -> str:
@@ -76,28 +82,91 @@ def tag_of(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def publish(folder: Path, step: int, identity: Identity, keep: int) -> None:
+def publish(
+    folder: Path,
+    step: int,
+    identity: Identity,
+    keep: int,
+    written: Mapping[str, tuple[int, str]],
+    *,
+    good: bool | None = True,
+) -> int:
     """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
 
-    The note lists every file with its size and is put in place in one move, so that an interruption at any moment
+    The note lists every file with its size and hash and is put in place in one move, so that an interruption at any moment
     leaves either a complete checkpoint or one that `find` skips.
+
+    Args:
+        folder: The checkpoint.
+        step: Optimizer steps done.
+        identity: Of the run.
+        keep: Complete checkpoints that are kept, and the newest good one beside them.
+        written: Size and hash of what the ranks have written, by name. Other files are read to be hashed.
+        good: Whether the weights are worth going back to; None leaves that to `judge`.
+
+    Returns:
+        Bytes of all files.
+
+    Raises:
+        OSError: The note cannot be written, or a file is not as it was written. The checkpoint is not marked.
     """
+    for name, (size, _) in written.items():
+        if (folder / name).stat().st_size != size:
+            raise OSError(errno.EIO, f"the file system has lost part of {size} bytes", str(folder / name))
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-    note = {"step": step, "identity": asdict(identity), "files": files}
-    for path, text in ((folder / NOTE, json.dumps(note, indent=1)), (folder.parent / "latest", folder.name)):
+    hashes = {name: written[name][1] if name in written else digests.of_file(folder / name) for name in files}
+    note = {"step": step, "identity": asdict(identity), "good": good, "files": files, digests.HASHES: hashes}
+    text = json.dumps(digests.sealed(note), indent=1)
+    for path, content in ((folder / NOTE, text), (folder.parent / "latest", folder.name)):
         with replacing(path) as file:
-            file.write(text)
-    tags = [path for _, path in _tags(folder.parent)]
-    kept = [path for path in tags if (path / NOTE).exists()][-keep:]
-    for old in tags[: tags.index(folder)]:
+            file.write(content)
+    _rotate(folder, keep)
+    return sum(files.values())
+
+
+def judge(folder: Path, good: bool, keep: int) -> None:
+    """Notes whether the steps that came after a checkpoint were finite; with them, older ones beyond ``keep`` may go.
+
+    Raises:
+        OSError: The note cannot be written; it stays as it was.
+    """
+    note = json.loads((folder / NOTE).read_text())
+    if not digests.holds(note):
+        raise OSError(errno.EIO, "the note is not as it was written", str(folder / NOTE))
+    with replacing(folder / NOTE) as file:
+        file.write(json.dumps(digests.sealed({**note, "good": good}), indent=1))
+    _rotate(folder, keep)
+
+
+def _rotate(newest: Path, keep: int) -> None:
+    """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep`` and the newest good one beside them."""
+    tags = [path for _, path in _tags(newest.parent)]
+    complete = [path for path in tags if (path / NOTE).exists()]
+    kept = {*complete[-keep:], *[path for path in complete if _verdict(path)][-1:]}
+    for old in tags[: tags.index(newest)]:
         if old not in kept:
-            withdraw(old)
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):  # one too many is no reason to stop
+                remove(old)
 
 
-def withdraw(folder: Path) -> None:
-    """Unmarks a checkpoint that is about to be written again, or removed."""
-    (folder / NOTE).unlink(missing_ok=True)
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, its note first; it may not be there.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    if folder.is_dir():
+        (folder / NOTE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def _verdict(folder: Path) -> bool | None:
+    """Whether a complete checkpoint is good; None if no step has come after it. Earlier releases say nothing else than yes."""
+    try:
+        good = json.loads((folder / NOTE).read_text()).get("good", True)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return good if good is None else bool(good)
 
 
 def _tags(folder: Path) -> list[tuple[int, Path]]:
@@ -109,38 +178,48 @@ def _tags(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def read(folder: Path) -> Checkpoint:
+def read(folder: Path, *, hashes: bool = True, warn: Any = lambda message: None) -> Checkpoint:
     """Reads a checkpoint's note and checks its files against it.
 
+    Args:
+        folder: The checkpoint.
+        hashes: Whether to read the files and compare their hashes; otherwise their sizes alone.
+        warn: Takes a line on a checkpoint without hashes, of an earlier release.
+
     Raises:
-        ConfigError: It is torn or no checkpoint; the message says what is missing.
+        ConfigError: It is torn, damaged or no checkpoint; the message says what is missing.
     """
     try:
         note = json.loads((folder / NOTE).read_text())
-        identity, files, step = Identity(**note["identity"]), note["files"], int(note["step"])
+        identity, step = Identity(**note["identity"]), int(note["step"])
+        sizes = {str(name): int(size) for name, size in note["files"].items()}
+        noted = {str(name): str(digest) for name, digest in note.get(digests.HASHES, {}).items()}
+        if not digests.holds(note) or (noted and noted.keys() != sizes.keys()):
+            raise ValueError("changed")
     except FileNotFoundError:
         raise ConfigError(f"resume: {str(folder)!r} is not a complete checkpoint: it has no {NOTE}") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"resume: {str(folder)!r} is torn: its {NOTE} cannot be read") from None
-    for name, size in files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise ConfigError(f"resume: {str(folder)!r} is torn: {name} {state}")
-    return Checkpoint(folder, step, identity)
+    if not noted:
+        warn(f"{str(folder)!r} was written by an earlier release, without hashes: only sizes of files are compared")
+    if changed := digests.first_changed(folder, sizes, noted if hashes else {}):
+        raise ConfigError(f"resume: {str(folder)!r} is torn: {changed}")
+    return Checkpoint(folder, step, identity, sum(sizes.values()))
 
 
 def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
-    """The newest complete checkpoint of a ``checkpoints`` folder; newer ones are skipped, with a warning.
+    """The newest complete checkpoint of a ``checkpoints`` folder that did not diverge; newer ones are skipped, with a warning.
 
     Raises:
-        ConfigError: No checkpoint is complete, but some were.
+        ConfigError: None is left, but some were complete.
     """
     torn: ConfigError | None = None
     for _, path in reversed(_tags(folder)):
         try:
-            return read(path)
+            found = read(path, warn=warn)
+            if _verdict(path) is False:
+                raise ConfigError(f"resume: {str(path)!r}: the steps around it were not finite")
+            return found
         except ConfigError as error:
             if (path / NOTE).exists():
                 torn = torn or error
@@ -150,18 +229,21 @@ def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
     return None
 
 
-def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda message: None) -> Checkpoint | None:
-    """The checkpoint that ``resume`` asks for.
+def find(
+    resume: Any, run_dir: Path, identity: Identity, *, trust: bool, warn: Any = lambda message: None
+) -> Checkpoint | None:
+    """The checkpoint that ``resume`` asks for, with all its files read and compared with their hashes.
 
     Args:
         resume: False; ``"auto"`` for the newest of this run, if it has one; or the path of a checkpoint, of a
             ``checkpoints`` folder or of a run.
         run_dir: This run's folder.
         identity: Of this run.
-        warn: Takes a line on each torn checkpoint that is skipped.
+        trust: Whether its files may hold more than tensors.
+        warn: Takes a line on each torn checkpoint that is skipped, and on one without hashes.
 
     Raises:
-        ConfigError: The checkpoint is missing or torn, or another model, text, world, type or seed wrote it.
+        ConfigError: The checkpoint is missing or torn, could run code, or another model, text, world, type or seed wrote it.
     """
     if resume in (False, None, "false"):
         return None
@@ -175,7 +257,7 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
         if not path.is_dir():
             raise ConfigError(f"resume: no folder {resume!r}; possible: false, auto or a path")
         if _TAG.match(path.name):
-            found = read(path)
+            found = read(path, warn=warn)
         else:
             inside = path / "checkpoints"
             found = newest(inside if inside.is_dir() else path, warn)
@@ -183,6 +265,8 @@ def find(resume: Any, run_dir: Path, identity: Identity, warn: Any = lambda mess
                 raise ConfigError(f"resume: no complete checkpoint below {resume!r}")
     if found is not None:
         _compare(found, identity)
+        if not trust:
+            safe_load.refuse_code(found.folder, safe_load.TRUST)
     return found
 
 

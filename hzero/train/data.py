@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hzero.train.tokenizer import fingerprint, train_tokenizer, with_end
+from hzero.files import refusing
+from hzero.train import digests
+from hzero.train.tokenizer import errors_of_disk, fingerprint, train_tokenizer, with_end
 from hzero.validation import ConfigError
 
 #: Folders that are not the standard library itself, or not everywhere part of it.
@@ -163,7 +165,7 @@ def prepare(
 
     key = _key(texts, str(vocab_size) if tokenizer is None else fingerprint(tokenizer))
     folder = entry(data, key)
-    if not complete(folder):
+    if not complete(folder, say):
         say(f"tokenising {sum(map(len, texts)) / 1e6:.1f} million characters of {source} (once; kept in {folder})")
 
         def fill(work: Path) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def prepare(
             count = 0
             with open(work / "tokens.bin", "wb") as file:
                 for ids in encoded:
-                    np.asarray(ids, dtype=dtype).tofile(file)
+                    file.write(np.asarray(ids, dtype=dtype).tobytes())  # tofile would not say why a disk takes no more
                     count += len(ids)
             check_length(count)  # text that is refused leaves nothing behind
             return {"tokens": count, "dtype": dtype.name, "vocab_size": vocab_size, "key": key}
@@ -205,17 +207,29 @@ def _key(texts: list[str], tokenizer: str) -> str:
     return digest.hexdigest()
 
 
-def complete(folder: Path) -> bool:
-    """Whether an entry of the cache is whole."""
+def complete(folder: Path, say: Callable[[str], None] = lambda message: None) -> bool:
+    """Whether an entry of the cache holds what was written. All of it is read.
+
+    Args:
+        folder: The entry.
+        say: Takes a line on an entry that is there and has to be built again.
+    """
+    if not folder.is_dir():
+        return False
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        sizes = meta.get("files") or {  # the latter in entries of earlier releases
-            "tokens.bin": meta["tokens"] * np.dtype(meta["dtype"]).itemsize,
-            "tokenizer.json": meta["tokenizer_bytes"],
-        }
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
+        hashes = {str(name): str(digest) for name, digest in meta.get(digests.HASHES, {}).items()}
+        if not hashes:
+            wrong: str | None = "an earlier release wrote it, without hashes"
+        elif not digests.holds(meta) or hashes.keys() != meta["files"].keys():
+            wrong = "meta.json is not what was written"
+        else:
+            wrong = digests.first_changed(folder, meta["files"], hashes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        wrong = "meta.json cannot be read"
+    if wrong:
+        say(f"warning: data.cache_dir: {str(folder)!r} is built again: {wrong}")
+    return not wrong
 
 
 def id_type(vocab_size: int) -> np.dtype[Any]:
@@ -233,7 +247,8 @@ def _encoded(texts: list[str], tokenizer: Any) -> Iterator[list[int]]:
 def _trained(texts: list[str], vocab_size: int, work: Path) -> Iterator[list[int]]:
     """Ids of texts by a tokenizer that is trained on them and saved."""
     tokenizer = train_tokenizer(texts, vocab_size)
-    tokenizer.save(str(work / "tokenizer.json"))
+    with errors_of_disk(work):
+        tokenizer.save(str(work / "tokenizer.json"))
     for start in range(0, len(texts), 64):
         for encoding in tokenizer.encode_batch(texts[start : start + 64]):
             yield encoding.ids
@@ -249,24 +264,24 @@ def keep(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> None:
     Raises:
         ConfigError: The cache cannot be written.
     """
-    try:
+    with refusing("data.cache_dir", folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(".building-*"):  # by a process that was killed
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError(f"data.cache_dir: cannot write below {str(folder.parent)!r}: {error.strerror}") from None
     try:
-        meta = fill(work)
-        meta["files"] = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
-        (work / "meta.json").write_text(json.dumps(meta))
-        if folder.exists() and not complete(folder):
-            shutil.rmtree(folder)  # torn: whoever wrote it was interrupted
-        try:
-            work.rename(folder)
-        except OSError:
-            if not complete(folder):  # else another run was faster, with the same content
-                raise
+        with refusing("data.cache_dir", work):
+            meta, files = fill(work), sorted(work.iterdir())
+            meta["files"] = {path.name: path.stat().st_size for path in files}
+            meta[digests.HASHES] = {path.name: digests.of_file(path) for path in files}
+            (work / "meta.json").write_text(json.dumps(digests.sealed(meta)))
+            if folder.exists() and not complete(folder):
+                shutil.rmtree(folder)  # torn or changed since
+            try:
+                work.rename(folder)
+            except OSError:
+                if not complete(folder):  # else another run was faster, with the same content
+                    raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -94,7 +95,7 @@ def prepare(data: dict[str, Any], vocab_size: int, tokenizer: Any, say: Callable
     for _, line in _lines(files, limit):
         digest.update(line)
     folder = entry(data, digest.hexdigest())
-    if not complete(folder):
+    if not complete(folder, say):
         say(f"tokenising the examples of {source} (once; kept in {folder})")
 
         def fill(work: Path) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def prepare(data: dict[str, Any], vocab_size: int, tokenizer: Any, say: Callable
             if encode is None:
                 texts = (text for where, line in _lines(files, limit) for text in _texts(_parse(line, where), where))
                 trained = tokenizers.train_tokenizer(texts, vocab_size, [tokenizers.END])
-                trained.save(str(work / "tokenizer.json"))
+                with tokenizers.errors_of_disk(work):
+                    trained.save(str(work / "tokenizer.json"))
                 encode = tokenizers.with_template(tokenizers.of_file(work / "tokenizer.json"), data["chat_template"])
             return _write(work, files, limit, encode, vocab_size, digest.hexdigest())
 
@@ -187,13 +189,15 @@ def _write(work: Path, files: list[Path], limit: int, tokenizer: Any, vocab_size
             example = _parse(line, where)
             ids, counted = _encode(example, tokenizer, where)
             assert len(ids) == len(counted), where
-            np.asarray(ids, dtype=dtype).tofile(tokens)
-            np.asarray(counted, dtype=np.uint8).tofile(marks)
+            tokens.write(np.asarray(ids, dtype=dtype).tobytes())  # tofile would not say why a disk takes no more
+            marks.write(np.asarray(counted, dtype=np.uint8).tobytes())
             chat = chat or "messages" in example
             table.append((len(ids), int("text" in example)))
     if not table:
         raise ConfigError("data.path: no line holds an example")
-    np.save(work / "examples.npy", np.asarray(table, dtype=np.int64))
+    made = io.BytesIO()
+    np.save(made, np.asarray(table, dtype=np.int64))
+    (work / "examples.npy").write_bytes(made.getvalue())
     return {"examples": len(table), "dtype": dtype.name, "chat": chat, "key": key}
 
 

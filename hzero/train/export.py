@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hzero.files import FULL, refusing
 from hzero.progress import Progress
 from hzero.settings import architecture
-from hzero.train import checkpoint, folder
+from hzero.train import checkpoint, folder, safe_load
+from hzero.train import tokenizer as tokenizers
 from hzero.validation import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -25,7 +28,11 @@ _MARK = ".hzero-export"
 
 
 def describe(run_dir: Path, model: dict[str, Any], tokenizer: Any) -> None:
-    """Writes what makes weights a model into a run's folder: configuration, generation's configuration and tokenizer."""
+    """Writes what makes weights a model into a run's folder: configuration, generation's configuration and tokenizer.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
     from transformers import GenerationConfig
 
     target, source = run_dir / folder.MODEL, architecture.checkpoint_folder(model)
@@ -34,11 +41,12 @@ def describe(run_dir: Path, model: dict[str, Any], tokenizer: Any) -> None:
         generation = GenerationConfig.from_pretrained(str(source))
     else:
         generation = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
-    target.mkdir(exist_ok=True)
     config.use_cache = True
-    config.save_pretrained(target)
-    generation.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with refusing("run.dir", target), tokenizers.errors_of_disk(target):
+        target.mkdir(exist_ok=True)
+        config.save_pretrained(target)
+        generation.save_pretrained(target)
+        tokenizer.save_pretrained(target)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add("-o", "--output", metavar="DIR", type=Path, help="folder to write (default RUN/export)")
     add("--dtype", choices=sorted(DTYPES), help="type of the weights (default: that of the training)")
     add("--overwrite", action="store_true", help="replace an export that is there")
+    add("--trust", action="store_true", help="load a checkpoint that could run code, as pickles can")
     return made
 
 
@@ -62,6 +71,8 @@ def run_export(arguments: Sequence[str]) -> int:
     parsed = parser().parse_args(list(arguments))
     output = (parsed.output or parsed.run / "export").expanduser().resolve()
     found = _checkpoint(parsed.run)
+    if not parsed.trust:
+        safe_load.refuse_code(found.folder, "--trust")
     _check_output(output, parsed.overwrite)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +82,11 @@ def run_export(arguments: Sequence[str]) -> int:
     try:
         dtype = parsed.dtype or found.identity.dtype
         try:
-            export(parsed.run / folder.MODEL, found, work, dtype)
-        except (OSError, RuntimeError, ValueError) as error:
+            with tokenizers.errors_of_disk(work):
+                export(parsed.run / folder.MODEL, found, work, dtype, parsed.trust)
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise
             gone = not found.folder.is_dir()
             why = "the run has removed it since; try again" if gone else " ".join(str(error).split())[:300]
             raise ConfigError(f"RUN: {str(found.folder)!r} cannot be exported: {why}") from None
@@ -114,7 +128,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(f"--output: {str(output)!r} holds an export; --overwrite replaces it")
 
 
-def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: str) -> None:
+def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: str, trust: bool) -> None:
     """Writes a checkpoint into a folder.
 
     The host needs memory for the weights in ``dtype``; the float32 weights are read from the mapped files one by one.
@@ -124,6 +138,7 @@ def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: s
         found: The checkpoint.
         target: An existing folder.
         dtype: One of `DTYPES`.
+        trust: Whether the checkpoint may hold more than tensors.
 
     Raises:
         ConfigError: The weights are not those of the configuration.
@@ -138,7 +153,10 @@ def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: s
     with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        lazy = get_fp32_state_dict_from_zero_checkpoint(str(found.folder.parent), tag=found.folder.name, lazy_mode=True)
+        with safe_load.only_tensors(trust):
+            lazy = get_fp32_state_dict_from_zero_checkpoint(
+                str(found.folder.parent), tag=found.folder.name, lazy_mode=True
+            )
     kind = getattr(torch, DTYPES[dtype])
     config = AutoConfig.from_pretrained(described)
     with torch.device("meta"):

@@ -11,10 +11,11 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from hzero.files import replacing
+from hzero.files import cannot_write, replacing
 from hzero.launcher import STARTED
 from hzero.validation import ConfigError
 
@@ -28,6 +29,38 @@ OWN = (CONFIG, METRICS, SUMMARY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, 
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
 _REPLACED, _CONTINUED = ".replaced", ".continued"
+
+
+class WriteError(RuntimeError):
+    """A file of a run under way cannot be written. The message is one line that names it and the reason.
+
+    Attributes:
+        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
+    """
+
+    elsewhere = False
+
+
+@contextlib.contextmanager
+def must_write(path: Path) -> Iterator[None]:
+    """Ends a run whose files cannot be written.
+
+    Raises:
+        WriteError: Instead of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(cannot_write("run.dir", path, error)) from None
+
+
+@contextlib.contextmanager
+def may_write(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """Goes on without a file that the training does not need, such as a sample, with a warning."""
+    try:
+        yield
+    except OSError as error:
+        warn(cannot_write("run.dir", path, error))
 
 
 def holds_run(path: Path) -> bool:
@@ -236,19 +269,34 @@ def finite(value: Any) -> Any:
 
 
 class Metrics:
-    """Appends rows to ``metrics.jsonl``, each on disk before the next step."""
+    """Appends rows to ``metrics.jsonl``, each before the next step. While the disk is full they wait, and training goes on.
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = open(path / METRICS, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+    Args:
+        path: The run's folder.
+        warn: Takes a line on rows that wait, and on rows that are lost.
+
+    Raises:
+        WriteError: The file cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path, self._warn, self._waiting = path / METRICS, warn, b""
+        with must_write(self._path):
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
 
     def add(self, row: dict[str, Any]) -> None:
         """Appends one row."""
-        self._file.write(json.dumps(finite(row)) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps(finite(row)) + "\n").encode()
+        with may_write(self._path, self._warn):
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with may_write(self._path, self._warn):
+            self._file.close()
+        if lost := self._waiting.count(b"\n"):
+            self._warn(f"{str(self._path)!r} lacks the last {lost} rows")
 
 
 def finished(path: Path) -> bool:
@@ -260,6 +308,6 @@ def finished(path: Path) -> bool:
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Writes ``summary.json``."""
-    with replacing(path / SUMMARY) as file:
+    """Writes ``summary.json``. Raises `WriteError` if it cannot."""
+    with must_write(path / SUMMARY), replacing(path / SUMMARY) as file:
         json.dump(finite(summary), file, indent=1)

@@ -29,6 +29,7 @@ from hzero.train.monitor import Monitor
 from hzero.train.packing import check_packing
 from hzero.train.recordings import Recordings
 from hzero.train.sample import Sampler
+from hzero.train.saver import Saver
 from hzero.train.summary import build_summary, print_summary
 
 #: Figures of a step that the monitor writes.
@@ -91,7 +92,6 @@ class Loop:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._batches = batches_of(corpus, settings, self._rank)
         self._sampler = Sampler(settings, run_dir, self._batches, corpus)
-        self._identity = checkpoint.identity_of(settings, corpus.key)
         self._flops_per_token = model.flops_per_token(settings["model"])
         self._device = torch.device(get_accelerator().current_device_name())
         config = deepspeed_config(settings)
@@ -99,22 +99,39 @@ class Loop:
         built = model.build(settings["model"], train["seed"], config, train["activation_checkpointing"])
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in built.parameters())
         self._engine = hzero.initialize(model=built, model_parameters=built.parameters(), config=config)[0]
+        saves = settings["checkpoint"]
+        self._saver = Saver(
+            self._engine,
+            run_dir / folder.CHECKPOINTS,
+            checkpoint.identity_of(settings, corpus.key),
+            keep=saves["keep"],
+            max_failures=saves["max_failures"],
+            trust=saves["trust"],
+        )
         self._done = 0
         if resume_from is not None:
-            self._engine.load_checkpoint(str(resume_from.folder.parent), tag=resume_from.folder.name)
+            self._saver.load(resume_from)
             self._done = resume_from.step
-        self._stop = self._warned = False
+        self._stop = False
+        self._not_finite = 0  # steps in a row
         self._rows: list[dict[str, Any]] = []
+        self._said: set[str] = set()
         signal.signal(signal.SIGTERM, self._ask_to_stop)
 
     def _ask_to_stop(self, number: int, frame: object) -> None:
         self._stop = True
 
+    def _warn(self, message: str) -> None:
+        """Says a warning once, on the user's terminal: the logs may be on the disk that is full."""
+        if message not in self._said:
+            self._said.add(message)
+            print(f"warning: {message}", flush=True)
+
     def run(self) -> None:
         """Trains to the last step or until asked to stop; evaluates, saves and writes the summary."""
         train, every = self._settings["train"], self._settings["checkpoint"]["every"]
         sample, first = self._settings["sample"], self._rank == 0
-        metrics = folder.Metrics(self._run_dir) if first else None
+        metrics = folder.Metrics(self._run_dir, self._warn) if first else None
         stopped = False
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
@@ -126,9 +143,10 @@ class Loop:
             own.settle()
             own.wire_log.reset()
         if first:
-            (self._run_dir / folder.LOGS / STARTED).touch()
-            folder.begun(self._run_dir)
-        monitor = Monitor(train["monitor"] if first else None, self._run_dir, self._settings["run"]["name"])
+            with folder.must_write(self._run_dir):
+                (self._run_dir / folder.LOGS / STARTED).touch()
+                folder.begun(self._run_dir)
+        monitor = Monitor(train["monitor"] if first else None, self._run_dir, self._settings["run"]["name"], self._warn)
         with (
             Progress(train["steps"], start=self._done, enabled=first) as progress,
             Recordings(self._settings, self._run_dir, own, metrics) as recordings,
@@ -137,15 +155,18 @@ class Loop:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
                 recordings.before(step)
-                row, stopped = self._step(step)
+                try:
+                    row, stopped = self._step(step)
+                except hzero.DivergenceError as error:
+                    self._saver.judge(False)
+                    raise hzero.DivergenceError(f"step {step}: {error}") from None
                 self._done = step
                 if metrics is not None:
                     metrics.add(row)
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
-                    if not math.isfinite(row["loss"]) and not self._warned:
-                        self._warned = True
-                        progress.message(f"warning: the loss of step {step} is {row['loss']}")
-                recordings.after(step, stopped)
+                self._guard(row, progress)
+                with folder.may_write(self._run_dir, self._warn):
+                    recordings.after(step, stopped)
                 last = step == train["steps"]
                 progress.update(
                     step,
@@ -156,7 +177,9 @@ class Loop:
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
                 if (every and (last or step % every == 0)) or stopped:
-                    self._save(step)
+                    failure = self._saver.save(step, good=False if self._not_finite else None, last=last or stopped)
+                    if failure is not None and first:
+                        self._warn(f"{failure}; training goes on")
                 if not last and not stopped and sample["every"] and step % sample["every"] == 0:
                     self._write_sample(step, progress)
                 if stopped:
@@ -169,6 +192,7 @@ class Loop:
         traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics, monitor)
+            self._saver.judge(math.isfinite(evaluation["loss_exact"]))
             if sample["every"] or sample["at_end"]:
                 self._write_sample(self._done, progress)
         if metrics is not None:
@@ -215,6 +239,25 @@ class Loop:
         self._rows.append(row)
         return row, stops > 0
 
+    def _guard(self, row: dict[str, Any], progress: Progress) -> None:
+        """Notices a step that is not finite; with too many in a row the run ends, on all ranks, since they share the row.
+
+        The stage has a guard of its own, which says where gradients are not finite and ends the run first; stock ZeRO-3
+        has none, and a loss may be infinite where gradients are not.
+        """
+        finite, limit = math.isfinite(row["loss"]) and not row["skipped"], self._settings["train"]["guard"]
+        self._not_finite = 0 if finite else self._not_finite + 1
+        found = f"the loss is {row['loss']:g} and the optimizer {'discarded' if row['skipped'] else 'did'} the step"
+        if self._not_finite == 1 and self._rank == 0:
+            progress.message(f"warning: step {row['step']}: {found}")
+        if finite:
+            self._saver.judge(True)
+        if limit and self._not_finite == limit:
+            self._saver.judge(False)
+            raise hzero.DivergenceError(
+                f"step {row['step']}: {found}; {limit} steps in a row were not finite, so training ends (train.guard)"
+            )
+
     def _loss(self, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch, weighted by its share of the tokens that the loss counts."""
         inputs = {name: torch.from_numpy(array).to(self._device) for name, array in batch.inputs.items()}
@@ -224,7 +267,8 @@ class Loop:
     def _write_sample(self, step: int, progress: Progress) -> None:
         row = self._sampler.write(self._engine, step)
         if self._rank == 0:
-            self._sampler.keep(row)
+            with folder.may_write(self._run_dir, self._warn):
+                self._sampler.keep(row)
             progress.message(f"sample after step {step}: {row['prompt']!r} → {row['text']!r}")
 
     def _evaluate(self, step: int, metrics: folder.Metrics | None, monitor: Monitor) -> dict[str, float]:
@@ -247,16 +291,6 @@ class Loop:
         dist.all_reduce(total)
         return float(total) / self._world / train["eval_batches"]
 
-    def _save(self, step: int) -> None:
-        path, tag = self._run_dir / folder.CHECKPOINTS, checkpoint.tag_of(step)
-        if self._rank == 0:
-            checkpoint.withdraw(path / tag)  # an earlier life of the run may have left one
-        dist.barrier()
-        self._engine.save_checkpoint(str(path), tag=tag, save_latest=False)
-        dist.barrier()
-        if self._rank == 0:
-            checkpoint.publish(path / tag, step, self._identity, self._settings["checkpoint"]["keep"])
-
     def _sum_up(self, evaluation: dict[str, float], traffic: list[dict[str, Any]], interrupted: bool) -> None:
         own = hzero.state(self._engine)
         mine = {"traffic": traffic, "memory": own.memory(self._engine.optimizer) if own is not None else {}}
@@ -276,8 +310,8 @@ class Loop:
                 interrupted=interrupted,
                 plan=own.plan if own is not None else None,
             )
-            folder.write_summary(self._run_dir, summary)
             print_summary(summary)
+            folder.write_summary(self._run_dir, summary)
             print(f"run folder: {self._run_dir}", flush=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hzero.train import folder
@@ -34,10 +34,11 @@ class Monitor:
         kind: ``tensorboard``, ``wandb``, ``csv``, or None for none.
         run_dir: The run's folder; files go into `hzero.train.folder.MONITOR`.
         name: The run's name.
+        warn: Takes a line where files cannot be written.
     """
 
-    def __init__(self, kind: str | None, run_dir: Path, name: str) -> None:
-        self._kind = kind
+    def __init__(self, kind: str | None, run_dir: Path, name: str, warn: Callable[[str], None]) -> None:
+        self._kind, self._path, self._warn = kind, run_dir / folder.MONITOR, warn
         self._master = None
         if kind is None:
             return
@@ -56,7 +57,8 @@ class Monitor:
     def write(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Writes figures of a step; those that are None are left out."""
         if self._master is not None:
-            self._master.write_events([(name, value, step) for name, value in figures.items() if value is not None])
+            with folder.may_write(self._path, self._warn):
+                self._master.write_events([(name, value, step) for name, value in figures.items() if value is not None])
 
     def close(self) -> None:
         """Writes what is left."""

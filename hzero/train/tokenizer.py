@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,21 @@ def with_template(tokenizer: Any, file: str | None) -> Any:
     """The tokenizer with the chat template to use. Raises `ConfigError` as `template_of`."""
     tokenizer.chat_template = template_of(file, tokenizer.chat_template)
     return tokenizer
+
+
+@contextlib.contextmanager
+def errors_of_disk(path: Path) -> Iterator[None]:
+    """Makes an `OSError` of what the libraries tokenizers and safetensors raise where a disk is full: a plain exception.
+
+    Args:
+        path: The place, for errors that name no file.
+    """
+    try:
+        yield
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+        raise
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from hzero.files import replacing
+from hzero.files import refusing, replacing
 from hzero.launcher import run_rank
-from hzero.train.folder import CONFIG, LOGS
+from hzero.train.folder import CONFIG, LOGS, WriteError
 
 JOB = "job.json"
 #: Modules that take a rank long to import; the first engine imports torch's compiler.
@@ -24,7 +24,7 @@ RANK_IMPORTS = ("deepspeed", "torch._inductor.compile_fx", "hzero.zero", "hzero.
 def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None) -> None:
     """Writes the paths of the tokenised text and of the checkpoint to resume from, for the ranks."""
     job = {"tokens": str(cache), "source": source, "resume_from": str(resume_from) if resume_from else None}
-    with replacing(run_dir / LOGS / JOB) as file:
+    with refusing("run.dir", run_dir), replacing(run_dir / LOGS / JOB) as file:
         json.dump(job, file)
 
 
@@ -37,7 +37,7 @@ def train_rank(run_dir: Path) -> None:
     job = json.loads((run_dir / LOGS / JOB).read_text())
     settings = Settings(_config(run_dir), world_size=int(os.environ["WORLD_SIZE"]))
     found = corpus.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
-    resume_from = checkpoint.read(Path(job["resume_from"])) if job["resume_from"] else None
+    resume_from = checkpoint.read(Path(job["resume_from"]), hashes=False) if job["resume_from"] else None
     Loop(settings, run_dir, found, resume_from).run()
 
 
@@ -69,4 +69,4 @@ def _started_here(run_dir: Path) -> None:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    run_rank(run_dir / LOGS, functools.partial(_started_here, run_dir))
+    run_rank(run_dir / LOGS, functools.partial(_started_here, run_dir), plain=(WriteError,))

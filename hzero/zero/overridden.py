@@ -41,6 +41,8 @@ EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),
     (DeepSpeedZeroOptimizer_Stage3, "step", ("self", "closure")),
+    (DeepSpeedZeroOptimizer_Stage3, "_update_scale", ("self", "has_overflow")),
+    (DeepSpeedZeroOptimizer_Stage3, "_overflow_clean_up", ("self", "prev_scale")),
     (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (DeepSpeedZeroOptimizer_Stage3, "_restore_from_bit16_weights", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "load_state_dict", ("self", "state_dict_list")),

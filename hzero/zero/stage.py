@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import find
+from hzero.zero.guard import DivergenceError
 from hzero.zero.refusals import ZeroParameter, check_group
 from hzero.zero.state import StageState
 
@@ -103,16 +104,31 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self._stepping = True
         try:
             super().step(closure)
+        except (
+            DivergenceError
+        ):  # discarded as by stock, so that whoever catches it finds the weights of the last good step
+            self._overflow_clean_up(self.loss_scale)
+            self.hzero.gradients.clear()
+            raise
         finally:
             self._stepping = False
         if not self.overflow:
             self.hzero.gradients.commit()
+            self.hzero.guard.stepped()
         self.hzero.gradients.clear()
         self.hzero.weights.gather_available(self._kept_whole)
         self._settle_on_processors()
         self.hzero.end("optimizer")
         self.hzero.end("step")
         self.hzero.begin("step")
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
+        if has_overflow:
+            self.hzero.guard.discarded(
+                self.loss_scaler, lambda param: self._get_fp32_grad_state_partition(param, True)[0]
+            )
+        super()._update_scale(has_overflow)
 
     def _settle_on_processors(self) -> None:
         if get_accelerator().is_synchronized_device():

@@ -20,6 +20,7 @@ from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.zero.gradients import Gradients
+from hzero.zero.guard import Guard
 from hzero.zero.refusals import check_group
 from hzero.zero.streams import device_streams
 from hzero.zero.weights import Weights
@@ -36,6 +37,7 @@ class StageState:
         wire_log: Bytes and time of every hop that has ended; see `settle`.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
+        guard: Ends a training that diverges.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
@@ -71,6 +73,7 @@ class StageState:
         if config.exact_evaluation:
             self.weights.follow_mode()
         self.gradients = Gradients(collectives, bucket_numel)
+        self.guard = Guard(module, self.plan, config.guard)
         if self.plan.rank == 0:
             self._announce()
         self._steps = 0

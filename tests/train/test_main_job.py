@@ -5,18 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hzero.cli import main
+from hzero.train import digests
 from hzero.train.folder import lock
-from tests.forks import Command
+from tests.forks import Command, fork, join
 from tests.ranks import ROOT
 
 SMALL = [
@@ -122,9 +126,16 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
 
     newest, before = sorted((run / "checkpoints").glob("step_*"))[::-1]
     assert (newest / "complete.json").exists() and newest.name == f"step_{summary['steps']:06d}"
-    next(newest.glob("zero_pp_rank_1_*")).write_bytes(b"torn")
+    damaged = newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1  # a bit of a weight or of the optimizer's state
+    damaged.write_bytes(content)
     code, out, err = _start(folder, *job).finish()
-    assert code == 0 and "is torn" in err and f"going on after step {int(before.name[5:])}" in out, out + err
+    assert (
+        code == 0
+        and f"is torn: {damaged.name} is not what was written" in err
+        and f"going on after step {int(before.name[5:])}" in out
+    ), out + err
     assert _losses(run) == _losses(folder / "runs" / "whole")
 
 
@@ -146,12 +157,20 @@ def test_checkpoints_that_cannot_serve_are_refused_in_one_line(
     for checkpoint in (torn / "checkpoints").glob("step_*"):
         next(checkpoint.glob("zero_pp_rank_0_*")).unlink()
     metrics = (torn / "metrics.jsonl").read_bytes()
+    planted, made = tmp_path / "planted", tmp_path / "made"
+    shutil.copytree(whole, planted)
+    for checkpoint in (planted / "checkpoints").glob("step_*"):
+        _plant(checkpoint, "zero_pp_rank_1_mp_rank_00_optim_states.pt", f"touch '{made}'")
     cases = {
         (f"resume={whole}", "model.num_layers=3", "train.steps=20"): "a model of another shape",
         (f"resume={whole}", "train.seed=1", "train.steps=20"): "train.seed=0, not 1",
         (f"resume={whole}", "topology.nodes=3", "train.steps=20"): "was saved by 4 ranks, and this run has 6",
         (f"resume={whole}",): "train.steps: found 12, but the run has 12 steps already",
         (f"resume={torn}/checkpoints/step_000012", "train.steps=20"): "is torn",
+        (
+            f"resume={planted}",
+            "train.steps=20",
+        ): "zero_pp_rank_1_mp_rank_00_optim_states.pt' needs posix.system, which is no tensor and could run code",
         (
             "resume=auto",
             f"run.dir={torn}",
@@ -163,9 +182,48 @@ def test_checkpoints_that_cannot_serve_are_refused_in_one_line(
         assert message in refusal("run.name=refused", *overrides)
     assert not (folder / "runs" / "refused").exists()
     assert (torn / "metrics.jsonl").read_bytes() == metrics
+    assert main(["export", str(planted)]) == 2
+    assert "needs posix.system" in (error := capsys.readouterr().err) and "--trust loads it all the same" in error
+    assert not made.exists(), "a planted file has run a command"
     with lock(whole):
         error = refusal("run.name=whole", "resume=auto", "train.steps=20")
     assert f"a run is under way in 'runs/whole' (process {os.getpid()})" in error
+
+
+def _plant(checkpoint: Path, name: str, command: str) -> None:
+    """Puts a file that runs a command into a checkpoint, as whoever may write its note could."""
+    import torch
+
+    class Command:
+        def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+            return os.system, (command,)
+
+    torch.save({"optimizer_state_dict": Command()}, checkpoint / name)
+    note = json.loads((checkpoint / "complete.json").read_text())
+    del note[digests.SEAL]
+    note["files"][name] = (checkpoint / name).stat().st_size
+    note[digests.HASHES][name] = digests.of_file(checkpoint / name)
+    (checkpoint / "complete.json").write_text(json.dumps(digests.sealed(note)))
+
+
+def _with_small_files(arguments: list[str]) -> int:
+    """``hzero`` where no file may grow beyond 150 kB, less than a rank's optimizer states: a disk that is full, without root."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+    return main(arguments)
+
+
+def test_a_run_that_cannot_save_goes_on_and_then_stops_with_the_reason(folder: Path) -> None:
+    arguments = ["train", *SMALL, *PAIR, "run.name=full", "checkpoint.every=2", "checkpoint.max_failures=2"]
+    out, err = folder / "full.out", folder / "full.err"
+    env = {"XDG_CACHE_HOME": str(folder / "cache")}
+    process = fork(_with_small_files, arguments, folder=folder, env=env, out=out, err=err)
+    join(process, 300)
+    assert process.exitcode == 1, err.read_text()
+    failed = r"the checkpoint of step {} could not be saved: .*optim_states\.pt: File too large \(rank 0\) and 1 other ranks; {}"
+    assert len(re.findall(f"warning: {failed.format(2, 'training goes on')}", out.read_text())) == 1
+    assert len(re.findall(failed.format(4, "2 saves in a row have failed"), err.read_text())) == 1
+    assert "Traceback" not in err.read_text()
+    assert max(_losses(folder / "runs" / "full")) == 4 and not list((folder / "runs" / "full").rglob("step_*"))
 
 
 def test_a_run_stopped_after_its_last_step_is_evaluated_and_summed_up(folder: Path) -> None:
@@ -221,3 +279,17 @@ def test_stock_zero3_gives_the_same_losses_in_a_folder_of_its_own_to_a_reader_wh
     stock = _losses(folder / "runs" / "whole-2")
     assert list(stock) == list(whole) and list(stock.values()) == pytest.approx(list(whole.values()), rel=1e-5)
     assert (folder / "runs" / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_diverges_fails_and_keeps_its_last_good_checkpoint(folder: Path) -> None:
+    run, job = folder / "runs" / "diverging", ("run.name=diverging", "checkpoint.keep=1", *PAIR)
+    code, out, err = _start(folder, *job, "train.steps=4").finish()
+    assert code == 0, out + err
+    hot = ("train.lr=1e30", "train.grad_clip=0", "train.guard=3", "checkpoint.every=1", "resume=auto")
+    code, out, err = _start(folder, *job, *hot).finish()
+    assert code == 1 and "warning: step 6: the loss is nan and the optimizer discarded the step" in out + err
+    assert "step 8: hzero: the norm of the gradients is not finite in 3 steps in a row (guard: 3)" in err
+    assert "Not finite in the gradients of" in err and "gradients int4 on" in err
+    code, out, err = _start(folder, *job, "train.steps=5", "resume=auto").finish()
+    assert code == 0 and "the steps around it were not finite; skipped" in err and "going on after step 4" in out
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -21,7 +22,9 @@ from hzero.zero.state import StageState
 from tests.collectives.faulty_transport import FaultyTransport
 from tests.zero.race_detector import recording
 from tests.zero.training import (
+    INNER,
     LR,
+    WIDTH,
     AwkwardNet,
     assert_losses,
     batch,
@@ -338,3 +341,41 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
             train(engine, 2)
         assert send.call_count == count, every
         engine.destroy()
+
+
+def check_the_guard_ends_training_that_diverges() -> None:
+    """By name of the parameters, on all ranks, with the weights of the last good step, from which training can go on."""
+    model = AwkwardNet()
+    engine = engine_of(ds_config(block_of("topo", guard=2), 1), model)
+    train(engine, 2)
+    good = masters_of(engine)
+    rank, spoil = dist.get_rank(), [True]
+    one = torch.zeros(INNER, WIDTH)
+    one[0, 0] = float("nan")  # in the shard of one rank, and all must name it
+    model.up.weight.register_hook(lambda grad: grad + one if spoil[0] and rank == 3 else grad)
+    train(engine, 1, first=2)
+    assert engine.optimizer.overflow
+    with pytest.raises(hzero.DivergenceError) as caught:
+        train(engine, 1, first=3)
+    message = str(caught.value)
+    assert "2 steps in a row (guard: 2); the last is step 4 of this engine" in message
+    assert "Not finite in the gradients of 1 of 9 parameters: up.weight. " in message
+    assert "Not finite in the weights of 0 of 9 parameters. " in message
+    ratios = {what: float(text) for what, text in re.findall(r"(\w+ \w+) on [a-z, ]+: ([\d.]+) dB", message)}
+    assert 40 < ratios["weights int8"] < 80 and 15 < ratios["gradients int4"] < 35, message
+    assert all(torch.equal(weight, good[name]) for name, weight in masters_of(engine).items())
+    spoil[0] = False
+    train(engine, 1, first=4)
+    spoil[0] = True
+    train(engine, 1, first=5)  # the count began again
+    engine.destroy()
+
+
+def check_without_a_guard_training_goes_on_as_in_stock() -> None:
+    """Stock discards such steps for ever."""
+    model = AwkwardNet()
+    engine = engine_of(ds_config(block_of("lossless", guard=0), 1), model)
+    model.up.weight.register_hook(lambda grad: grad * float("inf"))
+    train(engine, 4)
+    assert engine.optimizer.overflow
+    engine.destroy()

@@ -15,6 +15,7 @@ STAGE = (
     "tests.zero.race_checks",
     "tests.zero.delay_checks",
     "tests.zero.trace_checks",
+    "tests.train.saver_checks",
 )
 
 

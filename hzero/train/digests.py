@@ -1,0 +1,145 @@
+"""Hashes of files (XXH3, 128 bits), by which a change that keeps a file's size is found. They are no protection from intent."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hzero.formatting import size_text
+from hzero.progress import Progress
+
+#: Key of the hashes of a folder's files in its note, and of the hash of the note itself.
+HASHES, SEAL = "xxh3_128", "seal"
+#: Bytes that are read at once, and threads that read: hashing takes 0.1 s per GB, so what is read from matters.
+_CHUNK, _THREADS = 1 << 22, 8
+
+
+class HashedFile:
+    """A new file that hashes what is written to it, for ``torch.save``, which writes from the first byte to the last.
+
+    An error of the disk is kept and what follows it is dropped: where ``write`` raises, torch reports a position in its
+    archive in place of the reason.
+
+    Args:
+        path: The file, which is replaced.
+
+    Attributes:
+        size: Bytes written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.size = 0
+        self._hash = xxhash.xxh3_128()
+        self._error: OSError | None = None
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by `close`
+
+    def write(self, data: Any) -> int:
+        """Writes and hashes bytes."""
+        length = memoryview(data).nbytes
+        if self._error is None:
+            try:
+                self._file.write(data)
+                self._hash.update(data)
+                self.size += length
+            except OSError as error:
+                self._error = error
+        return length
+
+    def flush(self) -> None:
+        """Does nothing: `close` flushes."""
+
+    def close(self) -> str:
+        """Brings the file onto the disk and closes it: some file systems report only then that it is full.
+
+        Returns:
+            The hash, in hexadecimal.
+
+        Raises:
+            OSError: Now, or while it was written.
+        """
+        try:
+            with self._file:
+                if self._error is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+        except OSError as error:
+            self._error = self._error or error
+        if self._error is not None:
+            raise self._error
+        return self._hash.hexdigest()
+
+
+def of_file(path: Path, seen: Any = lambda count: None) -> str:
+    """The hash of a file.
+
+    Args:
+        path: The file.
+        seen: Is called with the number of bytes of each piece that has been read.
+    """
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
+            seen(len(piece))
+    return digest.hexdigest()
+
+
+def first_changed(folder: Path, sizes: Mapping[str, int], hashes: Mapping[str, str]) -> str | None:
+    """Compares the files of a folder with what was noted of them; several at once, with progress.
+
+    Args:
+        folder: The folder.
+        sizes: Bytes of each file.
+        hashes: Hash of each; without one a file's size alone is compared.
+
+    Returns:
+        The first file that differs, and how; None if none does.
+    """
+    for name, size in sizes.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            return f"{name} is missing" if found is None else f"{name} has {found} bytes instead of {size}"
+    if not hashes:
+        return None
+    total, done, lock = sum(sizes[name] for name in hashes), 0, threading.Lock()
+    with Progress(total) as progress, ThreadPoolExecutor(_THREADS) as pool:
+
+        def seen(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress.update(done, f"checking {folder.name}: {size_text(done)} of {size_text(total)}")
+
+        def check(name: str) -> str | None:
+            try:
+                same = of_file(folder / name, seen) == hashes[name]
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror or error}"
+            return None if same else f"{name} is not what was written: its hash differs"
+
+        first = next((found for found in pool.map(check, hashes) if found), None)
+        pool.shutdown(cancel_futures=True)
+    return first
+
+
+def sealed(note: Mapping[str, Any]) -> dict[str, Any]:
+    """A note, which JSON can express, with a hash of itself in place of any that it has."""
+    return {**note, SEAL: _of_note(note)}
+
+
+def holds(note: Mapping[str, Any]) -> bool:
+    """Whether a note is as `sealed` left it, or was written before notes were sealed."""
+    return SEAL not in note or note[SEAL] == _of_note(note)
+
+
+def _of_note(note: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in note.items() if key != SEAL}
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()))

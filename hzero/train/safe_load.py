@@ -1,0 +1,93 @@
+"""Loading without running code: the files of a checkpoint are pickles, which may name any function of Python to be called."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hzero.validation import ConfigError
+
+#: What lets a run load a checkpoint that holds more.
+TRUST = "checkpoint.trust=true"
+#: What DeepSpeed's own ZeRO-3 files need beyond tensors and Python's plain types.
+ALLOWED = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+)
+#: How torch names what it refuses.
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+@contextlib.contextmanager
+def only_tensors(trust: bool) -> Iterator[None]:
+    """Makes every ``torch.load`` take nothing but tensors, plain types and `ALLOWED`, whatever its caller asks for.
+
+    DeepSpeed asks for ``weights_only=False`` wherever it loads; torch's own variable overrules it.
+
+    Args:
+        trust: True changes nothing.
+    """
+    if trust:
+        yield
+        return
+    import torch
+
+    allowed: list[Any] = [pkgutil.resolve_name(name) for name in ALLOWED]
+    with torch.serialization.safe_globals(allowed), mock.patch.dict(os.environ):
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+        yield
+
+
+def refuse_code(folder: Path, trust_by: str) -> None:
+    """Refuses a checkpoint in which a file needs more than `ALLOWED`. Reads the names in the pickles and loads nothing.
+
+    Args:
+        folder: The checkpoint.
+        trust_by: The key or option by which the user trusts it, for the message.
+
+    Raises:
+        ConfigError: Names the file and what it needs.
+    """
+    from torch.serialization import get_unsafe_globals_in_checkpoint
+
+    for path in sorted(folder.rglob("*.pt")):
+        needed: set[str] = set()
+        with contextlib.suppress(Exception):  # no archive of torch, which has errors of many kinds: `load` says so
+            needed = set(get_unsafe_globals_in_checkpoint(str(path))) - set(ALLOWED)
+        if needed:
+            raise refusal(path, min(needed), trust_by)
+
+
+def refusal(path: str | os.PathLike[str], needed: str, trust_by: str) -> ConfigError:
+    """The error for a file that needs more than `ALLOWED`."""
+    return ConfigError(
+        f"{str(path)!r} needs {needed}, which is no tensor and could run code, so it is not loaded; {trust_by} loads "
+        "it all the same, if you trust whoever wrote it"
+    )
+
+
+def load(path: str, map_location: Any, trust: bool) -> Any:
+    """``torch.load`` of a checkpoint's file.
+
+    Raises:
+        ConfigError: It needs more than `ALLOWED`, or is no file of torch.
+    """
+    import torch
+
+    try:
+        with only_tensors(trust):
+            return torch.load(path, map_location=map_location, weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if found := _GLOBAL.search(str(error)):
+            raise refusal(path, found[1], TRUST) from None
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path!r} cannot be loaded as tensors: {reason}") from None
