@@ -194,7 +194,7 @@ def main() -> int:
     if arguments.ranks < 4 or arguments.ranks % 4:
         parser.error(f"--ranks: found {arguments.ranks}, expected a multiple of 4")
     if arguments.worker:
-        run_rank(Path(os.environ["HZERO_BENCH_OUT"]), lambda: worker(arguments))
+        run_rank(lambda: worker(arguments))
     folder = Path(tempfile.mkdtemp(prefix="hzero-step-time-"))
     # Stock DeepSpeed's calls warn of deprecation each time, and printing that would be timed.
     more = {"HZERO_BENCH_OUT": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}

@@ -53,11 +53,12 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         The open file.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full. ``path`` is unchanged.
+        OSError: The folder cannot be written, or the disk is full. It names ``path``, which is unchanged.
     """
     path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".partial")
+    name = ""
     try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.", suffix=".partial")
         with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
@@ -66,7 +67,9 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)  # only their owner may read mkstemp's files
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # errors of a write name no file
         raise

@@ -1,8 +1,9 @@
 """Launcher: starts the ranks of a command on this machine, watches them, and ends all of them when one fails.
 
-The parent calls `Ranks.run`; a rank that it has started calls `run_rank`. Both meet in a folder of logs: ``rank<r>.log``
-holds a rank's output, ``rank<r>.refused`` the input that it refused, ``rank<r>.traceback`` its error, and rank 0 makes
-`STARTED` when the work begins.
+The parent calls `Ranks.run`; a rank that it has started calls `run_rank`. A rank has two pipes to the parent: one for its
+output, one for the reason why it ends. So a full disk hides neither: the parent keeps the last lines and the reasons, and
+also writes them into a folder of logs where it can: ``rank<r>.log`` the output, ``rank<r>.refused`` the input that a rank
+refused, ``rank<r>.traceback`` its error. Rank 0 makes `STARTED` there when the work begins.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import math
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from hzero.files import replacing
+from hzero.reasons import REASONS, RankPipes, Reason
 from hzero.validation import ConfigError
 
 #: How long ranks may take to stop after Ctrl-C, in seconds.
@@ -134,6 +138,7 @@ class Ranks:
         self._stopping, self._stopping_early = stopping, stopping_early or stopping
         self._say = say
         self._processes: list[subprocess.Popen[bytes] | _Fork] = []
+        self._pipes: list[RankPipes] = []
         self._interrupts = 0
 
     def run(self) -> int:
@@ -143,9 +148,9 @@ class Ranks:
             0 if all ended well, 130 after an interruption, 2 if the ranks refused their input, 1 if a rank failed or the
             start took too long.
         """
-        for stale in self._logs.glob("rank*"):
-            stale.unlink()
-        self._started.unlink(missing_ok=True)
+        for stale in (*self._logs.glob("rank*"), self._started):
+            with contextlib.suppress(OSError):
+                stale.unlink()
         handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start()
@@ -156,6 +161,8 @@ class Ranks:
             self._tell(signal.SIGKILL)
             for process in self._processes:
                 process.wait()
+            for pipes in self._pipes:
+                pipes.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -166,22 +173,27 @@ class Ranks:
         for rank, environment in enumerate(self._environments):
             if self._interrupts:
                 break
-            with open(self._logs / f"rank{rank}.log", "wb") as log:
-                start = self._fork if fork else self._spawn
-                self._processes.append(start(rank, dict(environment), log))
+            pipes = RankPipes(self._logs, rank)
+            self._pipes.append(pipes)
+            start = self._fork if fork else self._spawn
+            try:
+                self._processes.append(start(rank, {**environment, REASONS: str(pipes.reasons)}, pipes))
+            finally:
+                pipes.started()
 
-    def _spawn(self, rank: int, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int, environment: dict[str, str], pipes: RankPipes) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self._command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=None if rank == 0 else log,
-            stderr=log,
+            stdout=None if rank == 0 else pipes.output,
+            stderr=pipes.output,
+            pass_fds=(pipes.reasons,),
             start_new_session=True,  # Ctrl-C reaches us alone, and we tell them
             preexec_fn=die_with_parent,
         )
 
-    def _fork(self, rank: int, environment: dict[str, str], log: IO[bytes]) -> _Fork:
+    def _fork(self, rank: int, environment: dict[str, str], pipes: RankPipes) -> _Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
@@ -195,9 +207,9 @@ class Ranks:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
-            os.dup2(log.fileno(), 2)
+            os.dup2(pipes.output, 2)
             if rank:
-                os.dup2(log.fileno(), 1)
+                os.dup2(pipes.output, 1)
             if os.getppid() == parent:  # else it ended before this process asked to end with it
                 gc.freeze()  # or collections would copy the memory that the ranks share
                 os.environ.clear()
@@ -238,7 +250,7 @@ class Ranks:
                     self._say(f"ranks {running} did not stop within {GRACE_S:.0f} s and are killed")
                     return INTERRUPTED
             elif failed:
-                time.sleep(1.0)  # others that failed for the same reason may still be writing theirs
+                self._read(1.0)  # others that failed for the same reason may still be writing theirs
                 return self._report(failed)
             elif not running:
                 return 0
@@ -248,25 +260,48 @@ class Ranks:
                     f"are ended. Logs: {self._logs}"
                 )
                 return 1
-            time.sleep(0.05)
+            self._read(0.05)
+
+    def _read(self, seconds: float) -> None:
+        """Takes what comes from the ranks for some time."""
+        until = time.monotonic() + seconds
+        ends = {end: pipes for pipes in self._pipes for end in pipes.ends}
+        while (left := until - time.monotonic()) > 0:
+            ready = select.poll()
+            for end in ends:
+                ready.register(end, select.POLLIN)
+            for end, event in ready.poll(left * 1000):
+                ends[end].read()
+                if not event & select.POLLIN:  # closed by the rank: poll would not wait
+                    ends.pop(end)
 
     def _report(self, failed: Sequence[int]) -> int:
         """Says why ranks failed; returns the exit status that this makes."""
-        for path in sorted(self._logs.glob("rank*.refused")):
-            self._say(f"hzero: error: {path.read_text(errors='replace').strip()}")
-            return REFUSED
-        tracebacks = sorted(self._logs.glob("rank*.traceback"), key=lambda path: path.stat().st_mtime_ns)
+        for pipes in self._pipes:
+            pipes.read()
+        reasons = {rank: pipes.reason for rank, pipes in enumerate(self._pipes) if pipes.reason is not None}
+        first = sorted(reasons, key=lambda rank: reasons[rank].time)
+        for rank in first:
+            if reasons[rank].kind == "refused":
+                self._say(f"hzero: error: {reasons[rank].text}")
+                return REFUSED
         codes = {rank: self._processes[rank].poll() or 0 for rank in failed}
         killed = [rank for rank in failed if codes[rank] < 0]
-        # A rank killed from outside leaves no traceback, and those of the other ranks only say that it is gone.
-        if killed or not tracebacks:
+        causes = [rank for rank in first if reasons[rank].kind == "failed"]
+        waited = sorted(first, key=lambda rank: not reasons[rank].blames)  # who names somebody knows more
+        # A rank killed from outside leaves no reason, and those of the other ranks only say that it is gone. So a rank that
+        # waited for others is to blame only where no other is.
+        if killed or not reasons:
             rank = (killed or list(failed))[0]
-            log = self._logs / f"rank{rank}.log"
-            tail = log.read_text(errors="replace").strip().splitlines()[-15:] if log.exists() else []
-            self._say("\n".join([*tail, f"hzero: rank {rank} died: {_cause(codes[rank])}; all ranks are ended"]))
+            end = f"hzero: rank {rank} died: {_cause(codes[rank])}; all ranks are ended"
+            self._say("\n".join([*self._pipes[rank].tail(), end]))
+        elif causes:
+            self._say(f"{reasons[causes[0]].text.rstrip()}\nhzero: rank {causes[0]} failed; all ranks are ended")
         else:
-            text = tracebacks[0].read_text(errors="replace").rstrip()
-            self._say(f"{text}\nhzero: {tracebacks[0].stem.replace('rank', 'rank ')} failed; all ranks are ended")
+            reason = reasons[waited[0]]
+            named = ", ".join(str(rank) for rank in reason.blames)
+            end = f"rank {named} did not come" if named else f"rank {waited[0]} waited in vain"
+            self._say(f"{reason.text.rstrip()}\nhzero: {end}; all ranks are ended")
         self._say(f"hzero: logs of all ranks: {self._logs}")
         return 1
 
@@ -278,28 +313,46 @@ def _cause(code: int) -> str:
     return f"signal {name}{', perhaps out of memory' if name == 'SIGKILL' else ''}"
 
 
-def run_rank(logs: Path, work: Callable[[], None], plain: tuple[type[BaseException], ...] = ()) -> NoReturn:
-    """Does the work of a rank that `Ranks` has started, and ends the process.
+def run_rank(work: Callable[[], None]) -> NoReturn:
+    """Does the work of a rank that `Ranks` has started, and ends the process. If the work fails, the parent is told why.
 
     Args:
-        logs: The folder of logs. If the work fails, the reason is left there.
         work: The work.
-        plain: Exceptions whose message says all, so that no traceback is shown; `ConfigError` is plain anyway.
     """
     sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
+    reasons = int(os.environ.pop(REASONS, -1))
+    if reasons >= 0:
+        os.set_inheritable(reasons, False)
     try:
         work()
     except BaseException as error:
-        refused = isinstance(error, ConfigError)
-        text = str(error) if refused or isinstance(error, plain) else traceback.format_exc()
-        reason = logs / f"rank{os.environ['RANK']}.{'refused' if refused else 'traceback'}"
-        with contextlib.suppress(OSError), replacing(reason) as file:  # a full disk must not keep the rank from ending
-            file.write(text)
-        traceback.print_exc()
-        sys.stderr.flush()
+        said = json.dumps(Reason.of(error)).encode() + b"\n"
+        with contextlib.suppress(OSError):  # the parent is gone
+            os.write(reasons, said)
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)  # a process group with a dead member can take minutes to be torn down
     sys.stdout.flush()
     os._exit(0)
+
+
+def end_with_parent() -> None:
+    """Ends this process when its parent ends, whoever that is: a launcher's agent or daemon that SIGKILL has ended.
+
+    `die_with_parent` is for processes that we start ourselves: it ends those that a thread has started with the thread.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        with contextlib.suppress(OSError):
+            text = f"hzero: rank {os.environ.get('RANK', '?')} ends, since the process that started it ({parent}) is gone\n"
+            os.write(2, text.encode())
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hzero parent", daemon=True).start()
 
 
 def on_rank_0(function: Callable[[], T], group: Any = None) -> T:

@@ -195,4 +195,4 @@ class _Turns:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     namespace.enter(os.environ[namespace.VARIABLE])
-    run_rank(folder, functools.partial(_measure, folder))
+    run_rank(functools.partial(_measure, folder))

@@ -1,6 +1,6 @@
 """``hzero bench links``: measures as a rank of srun, torchrun or mpiexec; otherwise starts the ranks on this machine.
 
-A rank that the command has started itself is ``python -m hzero.bench.links LOGS ARGUMENTS..``.
+A rank that the command has started itself is ``python -m hzero.bench.links ARGUMENTS..``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from rich.console import Console
 from hzero import __version__
 from hzero.bench.settings import LinksSettings, check_output, parse
 from hzero.config import TIERS, TopologyConfig
-from hzero.launcher import INTERRUPTED, REFUSED, Ranks, local_ranks, on_rank_0, run_rank
+from hzero.launcher import INTERRUPTED, REFUSED, Ranks, end_with_parent, local_ranks, on_rank_0, run_rank
 from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
+from hzero.reasons import PeerError
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.bootstrap import Bootstrap, bootstrap
 from hzero.topology.local import machine_of
@@ -59,7 +60,7 @@ def run_links(arguments: Sequence[str]) -> int:
     if ranks > MAX_RANKS:
         raise ConfigError(f"--topology: {ranks:,} ranks cannot be started on one machine, at most {MAX_RANKS}")
     logs = Path(tempfile.mkdtemp(prefix="hzero-bench-"))
-    command = [sys.executable, "-m", "hzero.bench.links", str(logs), *arguments]
+    command = [sys.executable, "-m", "hzero.bench.links", *arguments]
     status = Ranks(
         command,
         local_ranks(ranks, more={_STARTED_HERE: "1"}),
@@ -97,12 +98,11 @@ def ranks_to_start(topology: str | TopologyConfig) -> int:
 
 def _as_launched(settings: LinksSettings) -> NoReturn:
     """Measures as one rank of srun, torchrun or mpiexec, and ends the process: threads can outlive their process group."""
-    from hzero.collectives import HopError
-
+    end_with_parent()
     status = 0
     try:
         measure_as_rank(settings)
-    except (ConfigError, HopError) as error:
+    except (ConfigError, PeerError) as error:
         if not getattr(error, "elsewhere", False):
             print(f"hzero: error: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, ConfigError) else 1
@@ -219,10 +219,8 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
 
 def main() -> None:
     """Entry point of a rank that the command has started itself."""
-    from hzero.collectives import HopError
-
-    logs, *arguments = sys.argv[1:]
-    run_rank(Path(logs), lambda: measure_as_rank(parse(arguments)), plain=(HopError,))
+    arguments = sys.argv[1:]
+    run_rank(lambda: measure_as_rank(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.canary import Canary
+from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
+from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.tiered import TieredCollectives
 from hzero.collectives.trace import Trace
-from hzero.collectives.transport import HopError, Transport
+from hzero.collectives.transport import Transport
 from hzero.collectives.wirelog import WireEntry, WireLog
 
 __all__ = [
@@ -16,12 +18,15 @@ __all__ = [
     "ErrorFeedback",
     "HopError",
     "Pipeline",
+    "Recorder",
     "Streams",
     "TieredCollectives",
     "Trace",
     "Transport",
     "WireEntry",
     "WireLog",
+    "blaming",
     "in_buckets",
     "shared_pipeline",
+    "shared_recorder",
 ]

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import torch
 
+from hzero.collectives.errors import HopError
 from hzero.collectives.tiered import TieredCollectives
-from hzero.collectives.transport import HopError, Lane
+from hzero.collectives.transport import Lane
 from hzero.config import ROLES, TIERS, Algorithm
 
 #: Differences that an error names one by one.

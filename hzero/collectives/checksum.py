@@ -14,14 +14,20 @@ sender and its receiver are added, so a message in the place of another one is s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from hzero.collectives.errors import HopError
 
 #: Words that share a table of weights (16 KiB, which stays in the first-level cache), and blocks that a processor sums at once.
 _BLOCK, _AT_ONCE = 2048, 64
 _LEVELS = 6  # 2048**6 words
 _MASK = 2**64 - 1
+#: Senders that an error names one by one.
+_NAMED = 4
 #: Factors of a message's number, its sender and its receiver.
 _NUMBER, _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
@@ -57,6 +63,48 @@ def addressed(sums: torch.Tensor, number: int, sender: int | None, receiver: int
         if coordinate is None:
             sums += _multiples(factor, len(sums), sums.device)
     return sums
+
+
+class Comparison(NamedTuple):
+    """The checksums of one collective, of the messages of all peers.
+
+    Attributes:
+        sent: What the senders say, int64 ``[k, 2]``.
+        arrived: What the messages have here, int64 ``[k, 2]``.
+        ranks: The senders.
+        number: Of the messages on their lane.
+        what: Describes the collective.
+    """
+
+    sent: torch.Tensor
+    arrived: torch.Tensor
+    ranks: list[int]
+    number: int
+    what: Callable[[], str]
+
+    def check(self) -> None:
+        """Waits for the device and compares.
+
+        Raises:
+            HopError: Some differ.
+        """
+        if torch.equal(self.sent, self.arrived):
+            return
+        sent, arrived = self.sent.tolist(), self.arrived.tolist()
+        wrong = [index for index in range(len(sent)) if sent[index] != arrived[index]]
+        named = [
+            f"from rank {self.ranks[i]} with checksum {_hex(arrived[i])}, sent with {_hex(sent[i])}"
+            for i in wrong[:_NAMED]
+        ]
+        more = [f"and from {len(wrong) - _NAMED} others"] if len(wrong) > _NAMED else []
+        raise HopError(
+            f"{self.what()}: message {self.number} of this lane arrived changed {'; '.join([*named, *more])}. No step "
+            "was taken with it; look at the links between these ranks, and at the libraries that drive them"
+        )
+
+
+def _hex(checksum: list[int]) -> str:
+    return "".join(f"{half & _MASK:016x}" for half in checksum)
 
 
 def _words(message: torch.Tensor, parts: int) -> torch.Tensor:

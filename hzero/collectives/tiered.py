@@ -15,9 +15,10 @@ import torch
 
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
+from hzero.collectives.checksum import Comparison
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
-from hzero.collectives.transport import Comparison, Ends, Lane, Pending, Transport, rounds
+from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
 from hzero.config import Algorithm, CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
@@ -459,4 +460,4 @@ class TieredCollectives:
                 label=bucket.label,
             )
 
-        return Ends(done, arrived)
+        return Ends(done, arrived, timer.ready)

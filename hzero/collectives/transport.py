@@ -14,24 +14,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed.constants import default_pg_timeout
 
-from hzero.collectives.checksum import addressed, checksums
-from hzero.config import ROLES, TIERS, Algorithm, Role, Tier
+from hzero.collectives.checksum import Comparison, addressed, checksums
+from hzero.collectives.errors import MissingPeerError
+from hzero.collectives.record import HopCount, Lane
+from hzero.collectives.recorder import shared_recorder, world_timeout
+from hzero.config import ROLES, TIERS, Algorithm, Tier
 from hzero.sharding.plan import ShardPlan
 
 Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange"]
-#: A communicator: the group of one tier, for one role.
-Lane: TypeAlias = tuple[Role, Tier]
 _REDUCE_SCATTER = dist.reduce_scatter_tensor
-
-
-#: Senders that an error names one by one.
-_NAMED = 4
-
-
-class HopError(RuntimeError):
-    """A hop failed or timed out, or a message arrived changed. It names the collective, its payload, tier and ranks."""
 
 
 class Ends(NamedTuple):
@@ -40,10 +32,12 @@ class Ends(NamedTuple):
     Attributes:
         done: When it has been waited for.
         arrived: When it has ended, on any thread, where the backend announces that.
+        passed: To ask whether the device is past it, once it has been waited for.
     """
 
     done: Callable[[], None] = lambda: None
     arrived: Callable[[], None] = lambda: None
+    passed: Callable[[], bool] = lambda: True
 
 
 _NOTHING = Ends()
@@ -58,6 +52,7 @@ class Pending:
         what: Describes it, for errors.
         ends: What it calls.
         then: Makes what `wait` returns of ``output``.
+        lane: Its lane, and the count of that lane's hops.
     """
 
     def __init__(
@@ -67,7 +62,10 @@ class Pending:
         what: Callable[[], str],
         ends: Ends = _NOTHING,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        lane: tuple[Lane, HopCount] | None = None,
     ) -> None:
+        self._lane = lane
+        self._number = lane[1].start(what, ends.passed) if lane is not None else 0
         self._work = work
         self._output = output
         self._what = what
@@ -116,8 +114,13 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 waited = time.monotonic() - self._started
-                raise HopError(f"{self._what()} failed after {waited:.1f} s: {error}") from error
+                missing = shared_recorder().missing(self._lane[0] if self._lane else None, self._number)
+                raise MissingPeerError(
+                    f"{self._what()} failed after {waited:.1f} s: {missing.text} ({error})", missing.ranks
+                ) from error
             self._work = None
+            if self._lane is not None:
+                self._lane[1].ended += 1
             self._ends.done()
             if self._then is not None:
                 self._output = self._then(self._output)
@@ -129,54 +132,12 @@ def take(pending: Pending, sent: torch.Tensor) -> torch.Tensor:
     return pending.wait()
 
 
-class Comparison(NamedTuple):
-    """The checksums of one collective, of the messages of all peers.
-
-    Attributes:
-        sent: What the senders say, int64 ``[k, 2]``.
-        arrived: What the messages have here, int64 ``[k, 2]``.
-        ranks: The senders.
-        number: Of the messages on their lane.
-        what: Describes the collective.
-    """
-
-    sent: torch.Tensor
-    arrived: torch.Tensor
-    ranks: list[int]
-    number: int
-    what: Callable[[], str]
-
-    def check(self) -> None:
-        """Waits for the device and compares.
-
-        Raises:
-            HopError: Some differ.
-        """
-        if torch.equal(self.sent, self.arrived):
-            return
-        sent, arrived = self.sent.tolist(), self.arrived.tolist()
-        wrong = [index for index in range(len(sent)) if sent[index] != arrived[index]]
-        named = [
-            f"from rank {self.ranks[i]} with checksum {_hex(arrived[i])}, sent with {_hex(sent[i])}"
-            for i in wrong[:_NAMED]
-        ]
-        more = [f"and from {len(wrong) - _NAMED} others"] if len(wrong) > _NAMED else []
-        raise HopError(
-            f"{self.what()}: message {self.number} of this lane arrived changed {'; '.join([*named, *more])}. No step "
-            "was taken with it; look at the links between these ranks, and at the libraries that drive them"
-        )
-
-
 #: Takes a comparison, and the message that it is of.
 Compare: TypeAlias = Callable[[Comparison, torch.Tensor], None]
 
 
 def _check(comparison: Comparison, message: torch.Tensor) -> None:
     comparison.check()
-
-
-def _hex(checksum: list[int]) -> str:
-    return "".join(f"{half & (2**64 - 1):016x}" for half in checksum)
 
 
 class _Groups:
@@ -254,14 +215,6 @@ def _sum(parts: torch.Tensor) -> torch.Tensor:
     return total.to(parts.dtype)
 
 
-def world_timeout() -> timedelta:
-    """Timeout of the world's process group; groups made later do not inherit it."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is not initialised"
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)  # not every torch exposes them
-    return options._timeout if options is not None else default_pg_timeout
-
-
 def rounds(algorithm: Algorithm, ranks: int) -> int:
     """Number of collectives, one after the other, of an all-gather over so many ranks."""
     return (ranks - 1).bit_length() if algorithm == "doubling" else 1
@@ -282,6 +235,7 @@ class Transport:
         timeout = timeout or world_timeout()
         self._groups: dict[Lane, dist.ProcessGroup] = {}
         self._ranks: dict[Tier, list[int]] = {}
+        self._hops: dict[Lane, tuple[Lane, HopCount]] = {}
         self._rank = plan.rank
         self._checksum = plan.checksum
         self._messages: defaultdict[Lane, int] = defaultdict(int)
@@ -290,19 +244,22 @@ class Transport:
                 continue
             self._ranks[tier] = list(plan.tier_group(tier))
             for role in ROLES:
-                self._groups[role, tier] = _groups.get((role, tier), self._ranks[tier], timeout)
+                lane = role, tier
+                self._groups[lane] = _groups.get(lane, self._ranks[tier], timeout)
+                peers = partial(plan.grid.tier_group, tier=tier)
+                self._hops[lane] = lane, shared_recorder().hops(lane, timeout.total_seconds(), peers)
 
     def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
         output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
         work = dist.all_gather_into_tensor(output, message, group=self._groups[lane], async_op=True)
-        return Pending(work, output, partial(self._describe, "all_gather", lane, what, output.nbytes), ends)
+        return self._pending(work, output, "all_gather", lane, what, output.nbytes, ends)
 
     def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
         work = dist.all_to_all_single(output, message, group=self._groups[lane], async_op=True)
-        return Pending(work, output, partial(self._describe, "all_to_all", lane, what, output.nbytes), ends)
+        return self._pending(work, output, "all_to_all", lane, what, output.nbytes, ends)
 
     def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
@@ -311,16 +268,16 @@ class Transport:
         ended.
         """
         group, size = self._groups[lane], elements.numel() // len(self._ranks[lane[1]])
-        described = partial(self._describe, "reduce_scatter", lane, what, elements.nbytes)
         if dist.get_backend(group) == "gloo" and dist.reduce_scatter_tensor is _REDUCE_SCATTER:
             parts = torch.empty_like(elements)
             work = dist.all_to_all_single(
                 parts.view(torch.uint8), elements.view(torch.uint8), group=group, async_op=True
             )
-            return Pending(work, parts, described, ends, lambda arrived: _sum(arrived.view(-1, size)))
+            then = lambda arrived: _sum(arrived.view(-1, size))  # noqa: E731
+            return self._pending(work, parts, "reduce_scatter", lane, what, elements.nbytes, ends, then)
         output = elements.new_empty(size)
         work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)
-        return Pending(work, output, described, ends)
+        return self._pending(work, output, "reduce_scatter", lane, what, elements.nbytes, ends)
 
     def exchange(self, lane: Lane, held: torch.Tensor, distance: int, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a round of the algorithm ``doubling``.
@@ -336,7 +293,7 @@ class Transport:
         sends, receives = [0] * ranks, [0] * ranks
         sends[(own - distance) % ranks] = receives[(own + distance) % ranks] = sent.numel()
         work = dist.all_to_all_single(received, sent, receives, sends, group=self._groups[lane], async_op=True)
-        return Pending(work, held, partial(self._describe, "exchange", lane, what, sent.nbytes), ends)
+        return self._pending(work, held, "exchange", lane, what, sent.nbytes, ends)
 
     def gather(
         self,
@@ -477,6 +434,20 @@ class Transport:
         """The number of the next message of a lane, the same on all its ranks."""
         self._messages[lane] += 1
         return self._messages[lane]
+
+    def _pending(
+        self,
+        work: dist.Work | None,
+        output: torch.Tensor,
+        kind: Collective,
+        lane: Lane,
+        what: str,
+        size: int,
+        ends: Ends,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Pending:
+        described = partial(self._describe, kind, lane, what, size)
+        return Pending(work, output, described, ends, then, self._hops[lane])
 
     def _describe(self, kind: Collective, lane: Lane, what: str, size: int) -> str:
         tier = lane[1]

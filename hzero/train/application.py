@@ -18,7 +18,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hzero.files import FULL, cannot_write
 from hzero.formatting import size_text
-from hzero.launcher import INTERRUPTED, REFUSED, STARTED, PatientStream, Ranks, local_ranks, on_rank_0
+from hzero.launcher import (
+    INTERRUPTED,
+    REFUSED,
+    STARTED,
+    PatientStream,
+    Ranks,
+    end_with_parent,
+    local_ranks,
+    on_rank_0,
+)
+from hzero.reasons import PlainError, disk_error
 from hzero.settings.conf import check_options, conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
@@ -40,10 +50,15 @@ def run(overrides: Sequence[str]) -> int:
         # In a multirun the first bad run must not keep the others from running.
         try:
             statuses.append(_train(config))
-        except (ConfigError, folder.WriteError) as error:
+        except (ConfigError, PlainError) as error:
             if not error.elsewhere:
                 print(f"hzero: error: {error}", file=sys.stderr)
             statuses.append(2 if isinstance(error, ConfigError) else 1)
+        except OSError as error:
+            if (line := disk_error(error)) is None:
+                raise
+            print(f"hzero: error: {line}", file=sys.stderr)
+            statuses.append(1)
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
 
@@ -143,8 +158,11 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     try:
         export.describe(run_dir, settings["model"], tokenizer)
         write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
-    except BaseException:
-        folder.undo(run_dir)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(run_dir)  # errors of a write name no file
+        with contextlib.suppress(OSError):
+            folder.undo(run_dir)
         raise
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
@@ -207,6 +225,7 @@ def _train_as_rank(config: DictConfig) -> int:
 
     from hzero.train.loop import start_process_group
 
+    end_with_parent()
     settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
     start_process_group(settings["train"]["timeout_s"])
@@ -223,9 +242,13 @@ def _train_as_rank(config: DictConfig) -> int:
             ) from error
         try:
             train_rank(run_dir)
-        except BaseException:
+        except BaseException as error:
             if dist.get_rank() == 0 and not (run_dir / folder.LOGS / STARTED).exists():
                 folder.undo(run_dir)
+            if isinstance(error, PlainError):
+                if not error.elsewhere:
+                    print(f"{error}", file=sys.stderr, flush=True)
+                os._exit(1)  # a process group with a dead member can take minutes to be torn down
             raise
         dist.destroy_process_group()
     return 0

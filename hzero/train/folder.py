@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from hzero.files import cannot_write, replacing
 from hzero.launcher import STARTED
+from hzero.reasons import PlainError
 from hzero.validation import ConfigError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
@@ -31,14 +32,8 @@ _LOCK = ".hzero-run"
 _REPLACED, _CONTINUED = ".replaced", ".continued"
 
 
-class WriteError(RuntimeError):
-    """A file of a run under way cannot be written. The message is one line that names it and the reason.
-
-    Attributes:
-        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
-    """
-
-    elsewhere = False
+class WriteError(PlainError):
+    """A file of a run under way cannot be written. The message is one line that names it and the reason."""
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from omegaconf import OmegaConf
 
 import hzero
+from hzero.collectives import shared_recorder
 from hzero.launcher import STARTED
 from hzero.progress import Progress
 from hzero.settings.settings import Settings, model_vocab
@@ -155,11 +156,12 @@ class Loop:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
                 recordings.before(step)
+                shared_recorder().step = step - 1
                 try:
                     row, stopped = self._step(step)
                 except hzero.DivergenceError as error:
                     self._saver.judge(False)
-                    raise hzero.DivergenceError(f"step {step}: {error}") from None
+                    raise self._diverged(f"step {step}: {error}") from None
                 self._done = step
                 if metrics is not None:
                     metrics.add(row)
@@ -254,9 +256,14 @@ class Loop:
             self._saver.judge(True)
         if limit and self._not_finite == limit:
             self._saver.judge(False)
-            raise hzero.DivergenceError(
+            raise self._diverged(
                 f"step {row['step']}: {found}; {limit} steps in a row were not finite, so training ends (train.guard)"
             )
+
+    def _diverged(self, message: str) -> hzero.DivergenceError:
+        error = hzero.DivergenceError(message)
+        error.elsewhere = self._rank != 0
+        return error
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch, weighted by its share of the tokens that the loss counts."""

@@ -14,7 +14,7 @@ import yaml
 
 from hzero.files import refusing, replacing
 from hzero.launcher import run_rank
-from hzero.train.folder import CONFIG, LOGS, WriteError
+from hzero.train.folder import CONFIG, LOGS
 
 JOB = "job.json"
 #: Modules that take a rank long to import; the first engine imports torch's compiler.
@@ -30,6 +30,7 @@ def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None)
 
 def train_rank(run_dir: Path) -> None:
     """Runs this rank's share of the run; the process group is up."""
+    from hzero.collectives import blaming
     from hzero.settings.settings import Settings
     from hzero.train import checkpoint, corpus
     from hzero.train.loop import Loop
@@ -38,7 +39,8 @@ def train_rank(run_dir: Path) -> None:
     settings = Settings(_config(run_dir), world_size=int(os.environ["WORLD_SIZE"]))
     found = corpus.load(Path(job["tokens"]), settings["data"]["eval_share"], job["source"])
     resume_from = checkpoint.read(Path(job["resume_from"]), hashes=False) if job["resume_from"] else None
-    Loop(settings, run_dir, found, resume_from).run()
+    with blaming():
+        Loop(settings, run_dir, found, resume_from).run()
 
 
 def prepare_process(threads: int) -> None:
@@ -69,4 +71,4 @@ def _started_here(run_dir: Path) -> None:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    run_rank(run_dir / LOGS, functools.partial(_started_here, run_dir), plain=(WriteError,))
+    run_rank(functools.partial(_started_here, run_dir))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hzero.codecs import Codec
 from hzero.config import ROLES, CodecConfig, Role, Tier
+from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan
 from hzero.zero.refusals import ZeroParameter
 
@@ -21,7 +22,7 @@ logger = logging.getLogger("hzero")
 _NAMED = 8
 
 
-class DivergenceError(RuntimeError):
+class DivergenceError(PlainError):
     """Losses or gradients are not finite, and loss scaling cannot mend it. The message says since when and where."""
 
 
@@ -74,11 +75,13 @@ class Guard:
                 )
             return
         scaled = f" and the loss scale is at its minimum of {loss_scaler.cur_scale:g}" if at_minimum else ""
-        raise DivergenceError(
+        error = DivergenceError(
             f"hzero: the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
             f"{self._where(gradient_of)}"
         )
+        error.elsewhere = self._plan.rank != 0
+        raise error
 
     @torch.no_grad()
     def _where(self, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> str:

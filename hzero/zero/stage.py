@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import find
+from hzero.collectives import blaming, shared_recorder
 from hzero.zero.guard import DivergenceError
 from hzero.zero.refusals import ZeroParameter, check_group
 from hzero.zero.state import StageState
@@ -67,7 +68,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Nothing: `Gradients.micro` has taken the gradients, and shards reach stock by `_deliver`."""
 
     def backward_prologue(self) -> None:
-        """Stock; also where a trace begins the backward."""
+        """Stock; also where a trace begins the backward, and a micro-step counts."""
+        shared_recorder().micro += 1
         self.hzero.begin("backward")
         super().backward_prologue()
 
@@ -103,10 +105,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.before_step()
         self._stepping = True
         try:
-            super().step(closure)
-        except (
-            DivergenceError
-        ):  # discarded as by stock, so that whoever catches it finds the weights of the last good step
+            with blaming():  # the norm's all-reduce is no hop
+                super().step(closure)
+        except DivergenceError:
+            # Discarded as by stock, so that whoever catches it finds the weights of the last good step.
             self._overflow_clean_up(self.loss_scale)
             self.hzero.gradients.clear()
             raise
@@ -118,6 +120,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.clear()
         self.hzero.weights.gather_available(self._kept_whole)
         self._settle_on_processors()
+        recorder = shared_recorder()
+        recorder.step, recorder.micro = recorder.step + 1, 0
         self.hzero.end("optimizer")
         self.hzero.end("step")
         self.hzero.begin("step")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hzero.launcher import GRACE_S, INTERRUPTED, Ranks
+from tests.forks import fork, torchrun
+from tests.ranks import ROOT
 
 
 def test_an_interruption_while_ranks_are_started_ends_them_at_once(tmp_path: Path) -> None:
@@ -31,3 +33,90 @@ def test_an_interruption_while_ranks_are_started_ends_them_at_once(tmp_path: Pat
     assert ranks.run() == INTERRUPTED
     assert given == 3 and len(list(tmp_path.glob("rank*.log"))) == 2
     assert time.monotonic() - begun < GRACE_S / 2
+
+
+def _launched(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
+    """Status and what the user is told of ranks that do the work ``body``, where ``rank`` is the rank."""
+    said: list[str] = []
+    start = "import os, sys, time, errno\nfrom hzero.launcher import *\nfrom hzero.reasons import *\n"
+    code = f"{start}rank = int(os.environ['RANK'])\ndef work():\n{body}\nrun_rank(work)"
+    command = [sys.executable, "-c", code]
+    environments = [{**os.environ, "RANK": str(rank), "PYTHONPATH": str(ROOT)} for rank in range(ranks)]
+    status = Ranks(command, environments, folder, start_timeout=60, say=said.append).run()
+    return status, "\n".join(said)
+
+
+def test_a_full_disk_does_not_hide_the_cause(tmp_path: Path) -> None:
+    """No log can be written, and the reason is one line; what a rank printed before it was killed is there too."""
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.log").mkdir()
+    full = (
+        " print('step 3', file=sys.stderr)\n"
+        " if rank: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full/metrics.jsonl')\n time.sleep(60)"
+    )
+    status, said = _launched(tmp_path, full)
+    lines = said.splitlines()
+    assert status == 1 and lines[0] == "No space left on device: /full/metrics.jsonl", said
+    assert lines[1] == "hzero: rank 1 failed; all ranks are ended" and len(lines) == 3, said
+    assert (tmp_path / "rank1.traceback").read_text() == lines[0]
+    status, said = _launched(tmp_path, " print('step 3', file=sys.stderr)\n os.kill(os.getpid(), 9)")
+    assert status == 1 and "step 3" in said and "died: signal SIGKILL" in said, said
+
+
+def test_who_waited_for_another_rank_is_not_to_blame(tmp_path: Path) -> None:
+    waited = " if rank == 0: raise PeerError('hzero: waited for rank 2 (host h)', [2])\n"
+    status, said = _launched(tmp_path, waited + " time.sleep(60)")
+    assert (status, said.splitlines()[:2]) == (
+        1,
+        ["hzero: waited for rank 2 (host h)", "hzero: rank 2 did not come; all ranks are ended"],
+    )
+    # Its own error says more, though it comes later. It is cut in the middle, so that no pipe is full.
+    up = f" up = {str(tmp_path / 'up')!r}\n if rank: open(up, 'w')\n while not os.path.exists(up): time.sleep(0.01)\n"
+    status, said = _launched(tmp_path, f"{up}{waited} time.sleep(0.2)\n raise ValueError('x' * 200_000)")
+    assert status == 1 and "rank 1 failed" in said and "Traceback" in said and 10_000 < len(said) < 11_000
+
+
+def test_what_ranks_print_is_in_their_logs(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").write_text("of an earlier run")
+    status, said = _launched(tmp_path, " os.write(2, b'y' * 300_000 + b'end')")
+    assert (status, said) == (0, "")
+    assert [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)] == ["y" * 300_000 + "end"] * 2
+
+
+#: A rank of `hzero train` under torchrun, which gets no further than to its settings.
+RANK = """
+import ctypes, os, sys, time
+from omegaconf import OmegaConf
+from hzero.topology.bootstrap import bootstrap
+from hzero.train import application
+application.Settings = lambda *args, **named: (open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60))
+ctypes.CDLL(None).prctl(1, 0)  # torch's forks end with their agent, and ranks that torchrun starts as programs do not
+os.environ.update(bootstrap().environment())
+application._train_as_rank(OmegaConf.create({}))
+"""
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for whoever adopted it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_ranks_end_with_the_agent_that_started_them(tmp_path: Path) -> None:
+    """torchrun's agent is killed, so it cannot end its ranks. Each of them notices by itself."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "ranks").mkdir()
+    log = tmp_path / "log"
+    words = ("--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py"), str(tmp_path / "ranks"))
+    agent = fork(torchrun, *words, folder=tmp_path, env={"OMP_NUM_THREADS": "1"}, out=log, err=log)
+    while len(found := list((tmp_path / "ranks").iterdir())) < 2:
+        assert agent.is_alive(), log.read_text()
+        time.sleep(0.02)
+    pids = [int(path.name.split("-")[1]) for path in found]
+    os.kill(agent.pid or 0, signal.SIGKILL)
+    agent.join()
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank lives on"
+        time.sleep(0.02)
+    assert log.read_text().count("ends, since the process that started it") == 2, log.read_text()

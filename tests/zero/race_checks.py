@@ -174,6 +174,7 @@ NOT_SEEN = {
     "collectives/pipeline.py _move: self._background.wait(_LINGER_S)": "a thread, on processors",
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
+    "collectives/recorder.py _run: self._stopped.wait(self.period_s)": "a thread, which reads counts only",
     "collectives/transport.py take: pending.wait()": "of the probe, which has no chain",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
     "zero/weights.py _payloads: self.collectives.used(first)": "its memory goes with a refresh after those who read it",

@@ -1,0 +1,128 @@
+"""The flight recorder: on four ranks, some of which are frozen or stuck, and on records that a test writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hzero.collectives import recorder
+from hzero.collectives.record import Record
+from hzero.collectives.recorder import Recorder
+from tests.ranks import Outcome, collect, conclude, launch, selected
+
+CHECKS = ("tests.collectives.recorder_checks",)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    return launch(CHECKS, 4, selected(request), timeout=120)
+
+
+@pytest.mark.parametrize("check", collect(*CHECKS))
+def test_on_ranks(outcomes: dict[str, Outcome], check: str) -> None:
+    conclude(outcomes[check])
+
+
+class _World:
+    """Records of other ranks, which live on while this rank looks, or not."""
+
+    def __init__(self, world_size: int, connect: Any = None) -> None:
+        self.store = dist.HashStore()
+        self.recorder = Recorder(
+            0, world_size, connect or (lambda: self.store), timeout_s=60, store_at="at x", store_rank=0
+        )
+        self.recorder.hops(("weights", "node"), 60, lambda rank: range(world_size))
+        self.alive: list[Record] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._live)
+        self._thread.start()
+
+    def rank(self, rank: int, *, alive: bool = True, started: int = 4, **values: Any) -> None:
+        lanes = {"weights node": (started, started - 1, "an all-gather", 9.0)}
+        record = Record(rank, "h", 100 + rank, "cpu", beat=1, lanes=lanes, **values)
+        self._write(record)
+        if alive:
+            self.alive.append(record)
+
+    def _write(self, record: Record) -> None:
+        self.store.set(f"hzero recorder {record.rank}", json.dumps(dataclasses.asdict(record)))
+
+    def _live(self) -> None:
+        while not self._ended.wait(0.02):
+            for record in list(self.alive):
+                record.beat += 1
+                self._write(record)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.recorder.stop()
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(recorder, "PERIOD_S", 0.05)
+    monkeypatch.setattr(recorder, "_ANSWER_S", 0.3)
+    made: list[_World] = []
+
+    def make(*arguments: Any) -> _World:
+        made.append(_World(*arguments))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def test_who_is_to_blame(worlds: Any) -> None:
+    """A killed rank before one that is busy, a busy one before those that wait; who has come is never named."""
+    lane = ("weights", "node")
+    world = worlds(6)
+    for rank in (1, 2, 3, 4, 5):
+        world.rank(rank, started=3 if rank == 2 else 4, doing="hop", waits=["weights node"])
+    found = world.recorder._find(lane, 3)
+    assert found.ranks == () and "none of the 5 ranks that it asked is missing" in found.text
+    found = world.recorder._find(lane, 4)
+    assert found.ranks == (2,) and "which waits itself" in found.text
+    world.alive.remove(next(record for record in world.alive if record.rank == 3))
+    world.rank(3, started=3, doing="code", place="loader.py:3 read")
+    found = world.recorder._find(lane, 4)
+    assert found.ranks == (3,) and "pid 103" in found.text and "in loader.py:3 read" in found.text
+    world.rank(4, alive=False, time=0.0)
+    world.alive = [record for record in world.alive if record.rank != 4]
+    assert world.recorder._find(lane, 4).ranks == (4,)
+    # Who has given up itself was not late: it says whom it waited for.
+    world.alive = [record for record in world.alive if record.rank != 5]
+    world.rank(5, alive=False, blames=[4])
+    assert world.recorder._find(lane, 4).ranks == (4,)
+
+
+def test_large_worlds_write_and_read_little(worlds: Any) -> None:
+    world = worlds(75_264)
+    assert 75_264 / world.recorder.period_s == recorder.WRITES_PER_S
+    assert world.recorder._peers(75_260, ("weights", "node"))[:6] == [75_261, 75_262, 75_263, 0, 1, 2]
+    assert len(world.recorder._peers(0, None)) == 64
+
+
+def test_a_store_that_does_not_answer_is_rank_0s_fault(worlds: Any) -> None:
+    """The question ends in time, whatever the store does."""
+    answer = threading.Event()
+
+    class Frozen:
+        def __getattr__(self, name: str) -> Any:
+            return self._call
+
+        def _call(self, *arguments: Any) -> None:
+            answer.wait(30)
+            raise RuntimeError("gone")
+
+    world = worlds(2, Frozen)
+    found = world.recorder.missing(("weights", "node"), 1)
+    assert found.ranks == (0,) and "waited for rank 0: the store that it serves, at x, has not answered" in found.text
+    answer.set()
