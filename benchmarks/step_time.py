@@ -6,6 +6,7 @@ ratio to ZeRO-3's, and writes a dated report.
 
     python benchmarks/step_time.py [--accumulation 1] [--presets lossless,zero3,topo] [--report benchmarks/reports]
     python benchmarks/step_time.py --presets topo,topo:trace    the price of a trace: the ratio of the two medians
+    python benchmarks/step_time.py --presets topo,topo:checksum,topo:canary    that of checksums, and of a canary at every step
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ RESULT = "result.json"
 REFERENCE = ":reference"
 #: Behind a preset: while every rank records a trace. The file is written between the blocks of steps, outside their time.
 TRACE = ":trace"
+#: Behind a preset: keys of the block. The canary of ``:canary`` is sent at every step.
+KEYS: dict[str, dict[str, Any]] = {":checksum": {"checksum": True}, ":canary": {"canary": {"every_steps": 1}}}
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -72,7 +75,9 @@ def worker(arguments: argparse.Namespace) -> None:
             "steps_per_print": 10**9,
         }
         if name != "stock ZeRO-3":
-            config["zero_optimization"]["hzero"] = {"preset": name.partition(":")[0], "topology": topology}
+            preset, colon, more = name.partition(":")
+            keys = KEYS.get(colon + more, {})
+            config["zero_optimization"]["hzero"] = {"preset": preset, "topology": topology, **keys}
         engines[name] = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     tokens = torch.randint(
         0, 1024, (arguments.micro_batch, 128), generator=torch.Generator().manual_seed(dist.get_rank())
@@ -165,7 +170,7 @@ def main() -> int:
         "--presets",
         default="lossless,zero3,topo",
         help="presets to time, each also as PRESET:reference, with the codecs in plain torch, or as PRESET:trace, recording "
-        "a trace (default lossless,zero3,topo)",
+        "a trace, as PRESET:checksum, or as PRESET:canary, with one at every step (default lossless,zero3,topo)",
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
@@ -183,7 +188,8 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.presets = arguments.presets.split(",")
     for name in arguments.presets:
-        if name.removesuffix(REFERENCE).removesuffix(TRACE) not in PRESETS:
+        preset, colon, more = name.partition(":")
+        if preset not in PRESETS or (colon and colon + more not in (REFERENCE, TRACE, *KEYS)):
             parser.error(str(one_of("--presets", name, PRESETS, "preset")))
     if arguments.ranks < 4 or arguments.ranks % 4:
         parser.error(f"--ranks: found {arguments.ranks}, expected a multiple of 4")

@@ -131,6 +131,21 @@ class NodeAllGather(Frozen):
         return self
 
 
+class CanaryConfig(Frozen):
+    """A known pattern that is sent on every lane and compared byte by byte where it arrives.
+
+    It takes the groups and collectives of the hops, while no hop is under way, and is not in the wire log. It finds wires
+    that change what they carry all the time or often; `checksum` finds every single change.
+
+    Attributes:
+        every_steps: Optimizer steps from one to the next; the first is sent when the engine is built. 0 sends none.
+        bytes: Bytes that a rank receives on each lane; on large tiers more, since each peer sends at least 16.
+    """
+
+    every_steps: int = Field(default=100, ge=0)
+    bytes: int = Field(default=65536, ge=16, le=1 << 30)
+
+
 class TopologyConfig(Frozen):
     """A declared machine.
 
@@ -163,6 +178,8 @@ class _Block(Frozen):
     refresh_message_bytes: int = Field(0, ge=0)
     node_all_gather: NodeAllGather = NodeAllGather()
     exact_evaluation: bool = False
+    checksum: bool = False
+    canary: CanaryConfig = CanaryConfig()
     guard: int = Field(DEFAULT_GUARD, ge=0)
     topology: str | TopologyConfig = "auto"
 
@@ -203,6 +220,9 @@ class HZeroConfig(_Block):
             store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
             otherwise those of the decoded ones. The gathers of an evaluation are then DeepSpeed's own, flat over the
             world and not in the wire log. All ranks must change the mode alike.
+        checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
+            on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
+        canary: A known pattern that is sent from time to time, on by default.
         guard: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, where loss scaling
             cannot help. With that many the stage ends training by an error on all ranks (`hzero.DivergenceError`), which
             names the parameters and gives the signal-to-noise ratio of each lossy tier. 0 goes on for ever, as DeepSpeed

@@ -26,6 +26,8 @@ from hzero.sharding.records import BLOCK_CODECS, SCALE_BYTES, RecordFormat
 OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_add", "decode_sum_encode")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: More rows than any world has ranks: their number is a 32-bit integer in kernels.
+_ROWS = 2**31
 
 
 # ---- checks: one line, the argument first ---------------------------------------------------------------------------
@@ -46,6 +48,7 @@ def _check_rows(prefix: str, rows: Rows) -> Rows:
     rows = Rows(tuple(rows.chunks), tuple(rows.sizes), tuple(rows.strides), rows.outer)
     _check_chunks(rows.chunks)
     _check_axes(rows.sizes, rows.strides)
+    _check_count("sizes", rows.total)
     _check_outer(rows.outer, rows.total)
     return rows
 
@@ -55,7 +58,13 @@ def _check_messages(prefix: str, messages: Messages) -> Messages:
     for name, count in (("peers", messages.peers), ("inner", messages.inner)):
         if count < 1:
             raise ValueError(f"{name}: found {count}, expected at least 1")
+    _check_count("peers * inner", messages.peers * messages.inner)
     return messages._replace(chunks=tuple(messages.chunks))
+
+
+def _check_count(name: str, rows: int) -> None:
+    if rows >= _ROWS:
+        raise ValueError(f"{name}: found {rows} rows, expected fewer than 2**31")
 
 
 def _check_chunks(chunks: Sequence[int]) -> None:

@@ -95,6 +95,8 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
     payload = _aligned(payload)
     # Outputs are copies: those of an operator may not share memory.
     sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
+    if not payload.numel():
+        return sums
     if fmt.scale_bytes:
         total = _sum_staged(payload, layout, fmt, peers, inner)
         for flat, column, chunk in zip(sums, _columns(total, layout, fmt), chunks):
@@ -112,6 +114,8 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
 def decode_add(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Changed) -> None:
     """Decodes the messages of several peers and adds them in float32, in their order, to ``sums``."""
     peers, chunks, inner = messages
+    if not payload.numel():
+        return
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
     if fmt.scale_bytes:
@@ -136,7 +140,7 @@ def decode_sum_encode(
 ) -> torch.Tensor:
     """`decode_sum` and `encode` of its result, rows in order; without intermediate tensors where the blocks agree."""
     peers, chunks, inner = messages
-    if fmt.scale_bytes and out.scale_bytes and fmt.block_size == out.block_size:
+    if payload.numel() and fmt.scale_bytes and out.scale_bytes and fmt.block_size == out.block_size:
         layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
         # Beyond a record's elements the sums are zero, or NaN in a block that is NaN anyway: no code changes by it.
         total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)

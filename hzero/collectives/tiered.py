@@ -15,14 +15,18 @@ import torch
 
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
+from hzero.collectives.checksum import Comparison
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
-from hzero.collectives.transport import Ends, Pending, Transport, rounds
+from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
 from hzero.config import Algorithm, CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
 
 T = TypeVar("T")
+
+#: Hops of an asynchronous device whose checksums have not been compared yet, at most.
+_UNREAD = 256
 
 
 class TieredCollectives:
@@ -71,6 +75,7 @@ class TieredCollectives:
         self.feedback = feedback
         self.pipeline = pipeline or Pipeline()
         self._transport = transport
+        self._unread: list[tuple[Any, Comparison]] = []
         self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # ---- gather ------------------------------------------------------------------------------------------------
@@ -104,7 +109,8 @@ class TieredCollectives:
             A chain with the result of ``then``.
         """
         algorithms = self._algorithms(hops, bucket, rows)
-        lanes = [(bucket.role, hop.tier) for hop, one in zip(hops, algorithms) for _ in range(rounds(one, hop.size))]
+        counts = [rounds(one, hop.size) * self._messages_of_a_hop for hop, one in zip(hops, algorithms)]
+        lanes = [(bucket.role, hop.tier) for hop, count in zip(hops, counts) for _ in range(count)]
         return self.pipeline.submit(
             self._gather(hops, algorithms, bucket, payload, codec, then, rows, seed), lanes, after
         )
@@ -134,6 +140,40 @@ class TieredCollectives:
         self.used(sent)
         return self.used(received)
 
+    @property
+    def _messages_of_a_hop(self) -> int:
+        """The payload's, and that of the checksums."""
+        return 1 + self.plan.checksum
+
+    def _compare(self, comparison: Comparison, message: torch.Tensor) -> None:
+        """Compares checksums: at once, or on an asynchronous device, where that would make the host wait, in `verify`."""
+        self.used(message)  # until now only the stream of its lane has waited for it
+        if self.pipeline.streams is None:
+            comparison.check()
+            return
+        self._unread.append((self.pipeline.streams.event(), comparison))
+        if len(self._unread) >= _UNREAD:
+            self.verify()
+
+    def verify(self) -> None:
+        """On an asynchronous device: compares the checksums of all hops until now, and waits for them.
+
+        Raises:
+            HopError: A message arrived changed.
+        """
+        unread, self._unread = self._unread, []
+        streams = self.pipeline.streams
+        if not unread or streams is None:
+            return
+        for event, comparison in unread:
+            streams.wait(event)
+            self.used(comparison.sent)
+            self.used(comparison.arrived)
+        sent, arrived = (torch.cat([getattr(one, side) for _, one in unread]) for side in ("sent", "arrived"))
+        if not torch.equal(sent, arrived):
+            for _, comparison in unread:
+                comparison.check()
+
     def _gather(
         self,
         hops: Sequence[Hop],
@@ -156,7 +196,8 @@ class TieredCollectives:
                 message,
                 self._what(hop, bucket),
                 self._counted(hop, bucket, message, elements, peers_received=hop.size - 1),
-                received=self._received,
+                self._received,
+                self._compare,
             )
             outer *= hop.size
         return then(message, codec, outer)
@@ -253,7 +294,7 @@ class TieredCollectives:
         """
         return self.pipeline.submit(
             self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale, into, then),
-            [(bucket.role, hop.tier) for hop in hops],
+            [(bucket.role, hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)],
         )
 
     def _reduce(
@@ -300,14 +341,12 @@ class TieredCollectives:
             elements = rows * sum(chunks)
             lane, what = (bucket.role, hop.tier), self._what(hop, bucket)
             ends = self._counted(hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
-            if codec.name == "none":
-                pending = self._transport.reduce_scatter(lane, message.view(bucket.dtype), what, ends)
-            else:
-                pending = self._transport.all_to_all(lane, message, what, ends)
-            yield pending
-            received = self._received(pending, message)
+            summed = bucket.dtype if codec.name == "none" else None
+            received = yield from self._transport.scatter(
+                lane, message, what, ends, self._received, self._compare, summed=summed
+            )
             message = None
-            received, peers = received.view(torch.uint8), 1 if codec.name == "none" else hop.size
+            peers = 1 if codec.name == "none" else hop.size
             following = hops[index + 1] if index + 1 < len(hops) else None
             if following is None:
                 tensors = codec.decode_sum(received, peers, chunks, inner=inner, dtype=bucket.dtype, into=into())
@@ -329,7 +368,7 @@ class TieredCollectives:
             else:
                 tensors = codec.decode_sum(received, peers, chunks, inner=inner, dtype=bucket.dtype)
             rows, sizes, strides = inner, (inner,), (1,)
-            del received, pending  # their memory may go
+            del received  # its memory may go
         return then(list(tensors))
 
     @staticmethod
@@ -362,6 +401,34 @@ class TieredCollectives:
         order, _ = self._row_order(tensor.device)
         padded = torch.nn.functional.pad(tensor, (0, len(order) * chunk - tensor.numel()))
         return padded.view(len(order), chunk)[order].view(-1)
+
+    def send(self, lane: Lane, message: torch.Tensor, what: str, algorithm: Algorithm) -> Chain[torch.Tensor]:
+        """Submits one hop of bytes that are no payload; the wire log does not count it.
+
+        Args:
+            lane: Of weights for an all-gather, of gradients for an all-to-all.
+            message: uint8, ``[b]`` or ``[k * b]``.
+            what: Describes it, for errors.
+            algorithm: Of an all-gather.
+
+        Returns:
+            A chain with uint8 ``[k * b]``, by peer.
+        """
+
+        def hops() -> Hops[torch.Tensor]:
+            yield None
+            if lane[0] == "weights":
+                return (
+                    yield from self._transport.gather(
+                        algorithm, lane, message, what, received=self._received, compare=self._compare
+                    )
+                )
+            return (
+                yield from self._transport.scatter(lane, message, what, received=self._received, compare=self._compare)
+            )
+
+        count = rounds(algorithm if lane[0] == "weights" else "library", self.plan.grid.size(lane[1]))
+        return self.pipeline.submit(hops(), [lane] * (count * self._messages_of_a_hop))
 
     # ---- one hop -----------------------------------------------------------------------------------------------
 

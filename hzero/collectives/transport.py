@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from functools import partial
@@ -14,18 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from hzero.collectives.checksum import Comparison, addressed, checksums
+from hzero.collectives.errors import MissingPeerError
 from hzero.collectives.record import HopCount, Lane
 from hzero.collectives.recorder import shared_recorder, world_timeout
 from hzero.config import ROLES, TIERS, Algorithm, Tier
-from hzero.reasons import PeerError
 from hzero.sharding.plan import ShardPlan
 
 Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange"]
 _REDUCE_SCATTER = dist.reduce_scatter_tensor
-
-
-class HopError(PeerError):
-    """A hop failed or timed out. The message names the collective, its payload, tier and ranks, and who did not come."""
 
 
 class Ends(NamedTuple):
@@ -117,7 +115,7 @@ class Pending:
             except RuntimeError as error:
                 waited = time.monotonic() - self._started
                 missing = shared_recorder().missing(self._lane[0] if self._lane else None, self._number)
-                raise HopError(
+                raise MissingPeerError(
                     f"{self._what()} failed after {waited:.1f} s: {missing.text} ({error})", missing.ranks
                 ) from error
             self._work = None
@@ -127,6 +125,19 @@ class Pending:
             if self._then is not None:
                 self._output = self._then(self._output)
         return self._output
+
+
+def take(pending: Pending, sent: torch.Tensor) -> torch.Tensor:
+    """Waits for a collective that sends from the buffer ``sent``, and returns what it has received."""
+    return pending.wait()
+
+
+#: Takes a comparison, and the message that it is of.
+Compare: TypeAlias = Callable[[Comparison, torch.Tensor], None]
+
+
+def _check(comparison: Comparison, message: torch.Tensor) -> None:
+    comparison.check()
 
 
 class _Groups:
@@ -226,6 +237,8 @@ class Transport:
         self._ranks: dict[Tier, list[int]] = {}
         self._hops: dict[Lane, tuple[Lane, HopCount]] = {}
         self._rank = plan.rank
+        self._checksum = plan.checksum
+        self._messages: defaultdict[Lane, int] = defaultdict(int)
         for tier in TIERS:
             if plan.grid.size(tier) == 1:
                 continue
@@ -289,7 +302,8 @@ class Transport:
         message: torch.Tensor,
         what: str,
         ends: Ends = _NOTHING,
-        received: Callable[[Pending, torch.Tensor], torch.Tensor] = lambda pending, _: pending.wait(),
+        received: Callable[[Pending, torch.Tensor], torch.Tensor] = take,
+        compare: Compare = _check,
     ) -> Generator[Pending, None, torch.Tensor]:
         """An all-gather as `all_gather`, by an algorithm; all give the same bytes.
 
@@ -299,20 +313,50 @@ class Transport:
         peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency. In all of them a rank receives
         k - 1 messages.
 
+        With checksums, those of the messages follow by the same algorithm. ``doubling`` checks at its end: a message that
+        changes on its way over other ranks is told from its first sender.
+
         Args:
             algorithm: The same on all ranks of the group.
             lane: Role and tier.
             message: uint8 ``[b]``.
             what: Describes the message, for errors.
-            ends: Of the last round.
+            ends: Of the last round, without those of checksums.
             received: Waits for a round; its second argument is the buffer that the round sends from.
+            compare: Takes the checksums, and the message for the current stream.
 
         Yields:
-            Each round once it is started, `rounds` in all. Is resumed when the round has arrived.
+            Each round once it is started, `rounds` in all, and as many for checksums. Is resumed when the round has
+            arrived.
 
         Returns:
             uint8 ``[k * b]``, coordinate order.
+
+        Raises:
+            HopError: By ``compare``.
         """
+        if not self._checksum:
+            return (yield from self._gather(algorithm, lane, message, what, ends, received))
+        ranks = self._ranks[lane[1]]
+        number = self._next(lane)
+        sums = addressed(checksums(message, 1), number, ranks.index(self._rank), 0).view(-1).view(torch.uint8)
+        gathered = yield from self._gather(algorithm, lane, message, what, ends, received)
+        sent = yield from self._gather(algorithm, lane, sums, f"{what} (checksums)", _NOTHING, received)
+        arrived = addressed(checksums(gathered, len(ranks)), number, None, 0)
+        described = partial(self._describe, "all_gather", lane, what, gathered.nbytes)
+        compare(Comparison(sent.view(torch.int64).view(-1, 2), arrived, ranks, number, described), gathered)
+        return gathered
+
+    def _gather(
+        self,
+        algorithm: Algorithm,
+        lane: Lane,
+        message: torch.Tensor,
+        what: str,
+        ends: Ends,
+        received: Callable[[Pending, torch.Tensor], torch.Tensor],
+    ) -> Generator[Pending, None, torch.Tensor]:
+        """The rounds of one message."""
         ranks = self._ranks[lane[1]]
         if algorithm != "doubling":
             pairs = algorithm == "pairs"
@@ -328,6 +372,68 @@ class Transport:
             yield pending
             received(pending, held)
         return held.roll(ranks.index(self._rank), 0).view(-1)
+
+    def scatter(
+        self,
+        lane: Lane,
+        message: torch.Tensor,
+        what: str,
+        ends: Ends = _NOTHING,
+        received: Callable[[Pending, torch.Tensor], torch.Tensor] = take,
+        compare: Compare = _check,
+        *,
+        summed: torch.dtype | None = None,
+    ) -> Generator[Pending, None, torch.Tensor]:
+        """A hop of a reduction: part i of a message goes to peer i.
+
+        With checksums, those of the parts follow in a second all-to-all; and sums are made here, in float32, since a
+        library that sums on its way has no message to check.
+
+        Args:
+            lane: Role and tier.
+            message: uint8 ``[k * b]``.
+            what: Describes it, for errors.
+            ends: Of the payload's collective.
+            received: As for `gather`.
+            compare: As for `gather`.
+            summed: Type of the elements if the parts are to be summed, as by `reduce_scatter`.
+
+        Yields:
+            The collective once it is started; with checksums also the second one.
+
+        Returns:
+            uint8 ``[k * b]``, the parts of all peers; or their sum, ``[b]``.
+
+        Raises:
+            HopError: By ``compare``.
+        """
+        if summed is not None and not self._checksum:
+            pending = self.reduce_scatter(lane, message.view(summed), what, ends)
+            yield pending
+            return received(pending, message).view(torch.uint8)
+        ranks = self._ranks[lane[1]]
+        own, number = ranks.index(self._rank), self._next(lane)
+        if self._checksum:
+            sums = addressed(checksums(message, len(ranks)), number, own, None).view(-1).view(torch.uint8)
+        pending = self.all_to_all(lane, message, what, ends)
+        yield pending
+        parts = received(pending, message)
+        if self._checksum:
+            pending = self.all_to_all(lane, sums, f"{what} (checksums)")
+            yield pending
+            sent = received(pending, sums).view(torch.int64).view(-1, 2)
+            arrived = addressed(checksums(parts, len(ranks)), number, None, own)
+            described = partial(self._describe, "all_to_all", lane, what, parts.nbytes)
+            compare(Comparison(sent, arrived, ranks, number, described), parts)
+        if summed is None:
+            return parts
+        elements = parts.view(summed)
+        return _sum(elements.view(len(ranks), elements.numel() // len(ranks))).view(torch.uint8)
+
+    def _next(self, lane: Lane) -> int:
+        """The number of the next message of a lane, the same on all its ranks."""
+        self._messages[lane] += 1
+        return self._messages[lane]
 
     def _pending(
         self,

@@ -104,7 +104,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
-        "notes": [*plan.adaptations, *plan.notes, *_padding_note(plan, numels)],
+        "notes": [*plan.adaptations, *plan.notes, *_padding_note(plan, numels), *_checksum_note(traffic)],
         "memory": memory_plan.as_dicts(
             memory_plan.plan_memory(plan, numels, itemsize=itemsize, accumulation=accumulation)
         ),
@@ -159,6 +159,16 @@ def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:
     return [
         f"shards have {sum(chunks) / len(chunks):,.0f} elements on average, so padding makes {fmt.codec} records "
         f"{ratio:.1f} times as long as those of a large model; the closed forms of other schemes know no padding"
+    ]
+
+
+def _checksum_note(traffic: Sequence[traffic_plan.TierTraffic]) -> list[str]:
+    """A note of what checksums add to every hop, where they are on."""
+    added = {row.tier: f"{row.checksum_bytes} bytes on {row.tier}" for row in traffic if row.checksum_bytes}
+    if not added:
+        return []
+    return [
+        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; no number here has them"
     ]
 
 

@@ -77,6 +77,7 @@ class ShardPlan:
         error_feedback: Tiers whose gradient encoding keeps its residual.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
+        checksum: Whether every message carries a checksum.
         adaptations: How the preset was adapted to the machine, for a warning.
         notes: Settings that have no effect here.
     """
@@ -91,6 +92,7 @@ class ShardPlan:
     notes: tuple[str, ...] = ()
     refresh_message_bytes: int = 0
     node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
+    checksum: bool = False
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -136,6 +138,7 @@ class ShardPlan:
             tuple(notes),
             config.refresh_message_bytes,
             config.node_all_gather,
+            config.checksum,
         )
 
     def __str__(self) -> str:

@@ -15,6 +15,9 @@ from hzero.sharding.plan import Hop, ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
 from hzero.topology import Grid
 
+#: Bytes of a checksum, one for each message of a peer.
+CHECKSUM_BYTES = 16
+
 
 @dataclass(frozen=True)
 class TierTraffic:
@@ -28,6 +31,8 @@ class TierTraffic:
         raw_bytes: The same with codec ``none``, without padding.
         crossings: How often per step a whole set of parameters crosses the tier.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
+        checksum_bytes: Bytes received on top with each collective, where messages carry checksums. They are in no other
+            number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
     """
 
     role: Role
@@ -37,6 +42,7 @@ class TierTraffic:
     raw_bytes: int
     crossings: int
     used: bool
+    checksum_bytes: int = 0
 
 
 class _Tally:
@@ -66,6 +72,7 @@ class _Tally:
                 raw_bytes=self._raw.get((role, tier), 0),
                 crossings=self._crossings.get((role, tier), 0),
                 used=plan.grid.size(tier) > 1,
+                checksum_bytes=CHECKSUM_BYTES * (plan.grid.size(tier) - 1) if plan.checksum else 0,
             )
             for role in ROLES
             for tier in TIERS

@@ -102,6 +102,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._cross_boundary()
         self.hzero.weights.before_change()
         self._settle_on_processors()
+        self.hzero.before_step()
         self._stepping = True
         try:
             with blaming():  # the norm's all-reduce is no hop
@@ -148,6 +149,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
             self._silence()
+            self.hzero.verify()  # the host is about to wait anyway, and nothing has been stepped
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 

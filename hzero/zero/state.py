@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
-from hzero.collectives import ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, shared_pipeline
+from hzero.collectives import Canary, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, shared_pipeline
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -47,6 +47,7 @@ class StageState:
 
     Raises:
         ConfigError: The topology does not fit the world, or parameters are partitioned over less than the world.
+        HopError: The first canary arrived changed.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StageState:
         self._pipeline = shared_pipeline(device_streams())
         self._pipeline.mend()
         collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
+        self._collectives = collectives
         self.weights = Weights(module, collectives, bucket_numel)
         if config.exact_evaluation:
             self.weights.follow_mode()
@@ -74,6 +76,11 @@ class StageState:
         self.guard = Guard(module, self.plan, config.guard)
         if self.plan.rank == 0:
             self._announce()
+        self._steps = 0
+        device = torch.device(get_accelerator().current_device_name())
+        self._canary = Canary(collectives, config.canary.bytes, device)
+        if config.canary.every_steps:
+            self._canary.send()
 
     def _announce(self) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
@@ -96,8 +103,20 @@ class StageState:
             self._feedback.clear()
 
     def settle(self) -> None:
-        """Waits for all hops under way, so that `wire_log` counts them. Collective."""
+        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
         self._pipeline.drain()
+        self._collectives.verify()
+
+    def verify(self) -> None:
+        """On a device: waits until the checksums of all hops so far are compared. Raises `HopError` for a difference."""
+        self._collectives.verify()
+
+    def before_step(self) -> None:
+        """Counts an optimizer step that is about to begin, and sends the canary where it is due. Collective."""
+        self._steps += 1
+        every = self.config.canary.every_steps
+        if every and self._steps % every == 0:
+            self._canary.send()
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:

@@ -23,6 +23,7 @@ Call = tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
 def _transport(rank: int, ranks: list[int]) -> Transport:
     transport = Transport.__new__(Transport)
     transport._rank, transport._ranks, transport._groups = rank, {"node": ranks}, mock.MagicMock()
+    transport._checksum = False
     transport._hops = mock.MagicMock()
     return transport
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from hzero.collectives.errors import HopError
 from hzero.collectives.pipeline import Chain, Pipeline
-from hzero.collectives.transport import HopError
 from hzero.config import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hzero.collectives.checksum import checksums
 from hzero.config import TIERS, parse_config
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import RecordFormat, chunk_numel, record_format
 from hzero.sharding.shapes import gpt_neox_numels
 from hzero.sharding.traffic import (
+    CHECKSUM_BYTES,
     link_seconds,
     node_bytes,
     plan_traffic,
@@ -50,6 +53,15 @@ def _walk(
         rows //= hop.size
         received["gradients", hop.tier] += times * (hop.size - 1) * message(hop, rows)
     return received
+
+
+def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
+    for checksum in (False, True):
+        config = parse_config({"preset": "topo", "checksum": checksum})
+        rows = plan_traffic(ShardPlan.from_config(config, Grid(4, 1, 2), 0), [1000])
+        found = {row.tier: row.checksum_bytes for row in rows}
+        assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(TIERS, 0))
+    assert checksums(torch.zeros(64, dtype=torch.uint8), 4).nbytes == 4 * CHECKSUM_BYTES
 
 
 @settings(max_examples=40)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from typing import Any
 from unittest import mock
 
@@ -15,7 +17,10 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
 from deepspeed.utils import groups, safe_get_full_grad
 
 import hzero
-from hzero.collectives import HopError
+from hzero.collectives import Canary, HopError
+from hzero.zero.state import StageState
+from tests.collectives.faulty_transport import FaultyTransport
+from tests.zero.race_detector import recording
 from tests.zero.training import (
     INNER,
     LR,
@@ -305,6 +310,37 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
     assert not gradients.waiting and not gradients._accumulators and not gradients._crossing and not gradients._reducing
     assert not any(gradients.arrived(param) for param in engine.module.parameters())
     engine.destroy()
+
+
+def check_a_message_that_arrives_changed_is_never_stepped() -> None:
+    """With a checksum, on processors and as on a device, which compares before the step. The canary comes when it is due.
+
+    All ranks have the fault, so that all stop at the same place.
+    """
+    changed = "arrived changed from rank"
+    config = ds_config(block_of("topo", checksum=True, canary={"every_steps": 2, "bytes": 1000}))
+    with mock.patch.object(sys.modules[StageState.__module__], "Transport", FaultyTransport):
+        for device in (contextlib.nullcontext(), recording()):
+            with device:
+                engine = engine_of(config)
+                train(engine, 1)
+                before = masters_of(engine)
+                transport = hzero.state(engine)._collectives._transport
+                transport.spares = lambda lane, what: lane != ("gradients", "node") or "checksums" in what
+                transport.faults = ["flip"]
+                loss = engine(batch(1, 0))
+                with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'node' .*{changed}"):
+                    engine.backward(loss)
+                transport.faults = []
+                for name, master in masters_of(engine).items():
+                    assert torch.equal(master, before[name]), name
+                engine.destroy()
+    for every, count in ((1, 3), (2, 2), (0, 0)):
+        with mock.patch.object(Canary, "send", autospec=True, side_effect=Canary.send) as send:
+            engine = engine_of(ds_config(block_of("topo", canary={"every_steps": every, "bytes": 1000})))
+            train(engine, 2)
+        assert send.call_count == count, every
+        engine.destroy()
 
 
 def check_the_guard_ends_training_that_diverges() -> None:

@@ -59,8 +59,11 @@ def _steps(preset: str, accumulation: int = 2, **block: Any) -> Any:
 
 
 def _node_gathers_by_doubling() -> Any:
+    """With checksums, and a canary at every step."""
     setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
-    return _steps("topo", 1, topology={"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}, node_all_gather=setting)
+    topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    checked = {"checksum": True, "canary": {"every_steps": 1, "bytes": 1000}}
+    return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
 
 
 def _scopes_of_one_device() -> Any:
@@ -119,7 +122,8 @@ def _kept_whole_in_bf16() -> Any:
 
 def _without_optimizer() -> Any:
     """Forward before anything has stopped the device, of a model that reads a parameter outside its module."""
-    config = {k: v for k, v in ds_config(block_of("topo")).items() if k != "optimizer"}
+    block = block_of("topo", canary={"every_steps": 0})  # which would come after all that is done before it
+    config = {k: v for k, v in ds_config(block).items() if k != "optimizer"}
     engine = hzero.initialize(model=_ReadsOutside(), config=config)[0]
     with torch.no_grad():
         engine(batch(0, 0))
@@ -166,11 +170,12 @@ WAITS = {
 
 #: Calls that order nothing on a device, and why they are there.
 NOT_SEEN = {
+    "collectives/canary.py send: chain.wait()": "numpy reads it, behind a copy to the host",
     "collectives/pipeline.py _move: self._background.wait(_LINGER_S)": "a thread, on processors",
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
     "collectives/recorder.py _run: self._stopped.wait(self.period_s)": "a thread, which reads counts only",
-    "collectives/transport.py gather: pending.wait()": "of the probe, which has no chain",
+    "collectives/transport.py take: pending.wait()": "of the probe, which has no chain",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
     "zero/weights.py _payloads: self.collectives.used(first)": "its memory goes with a refresh after those who read it",
     "zero/stage.py offload_states: self.hzero.weights.before_change()": "the stand-in's states are on the host already",

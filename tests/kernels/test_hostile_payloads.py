@@ -1,0 +1,202 @@
+"""Payloads that no encoder has made: an error that says what was found and expected, or numbers; nothing else is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs import host, ops, reference
+from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.kernels import KernelBackend
+from hzero.config import CODECS
+from hzero.sharding.records import RecordFormat
+from tests.kernels import sanitized
+from tests.kernels.cases import FLOATS, numbers, same
+from tests.kernels.emulated import EmulatedKernels
+
+#: In this process; the device source runs emulated, in `test_sanitizers_find_nothing`.
+BACKENDS = ("reference", "host")
+#: Numbers to take for counts: 64-bit integers of the operators' schema.
+COUNTS = (-1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
+#: Sets that are built with sanitizers; ``HZERO_SANITIZE=all`` takes half a minute and builds all that this machine runs.
+SANITIZED = ("avx512", "avx2", "baseline", "wave 64", "wave 32")
+
+
+@functools.cache
+def _backend(name: str) -> Any:
+    if name == "reference":
+        return reference
+    if name.startswith("wave"):
+        return KernelBackend(EmulatedKernels(int(name.split()[1])))
+    try:
+        return KernelBackend(host.HostLibrary())
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def _call(backend: Any, name: str, *arguments: Any) -> list[torch.Tensor]:
+    """An operator with its checks, by one backend."""
+    result = ops._implementation(name, backend)(*ops.flat(arguments))
+    return result if isinstance(result, list) else [result]
+
+
+def _hostile(size: int, draw: random.Random) -> torch.Tensor:
+    """uint8 ``[size]`` at any address: random, or full of bytes that make scales of NaN, infinity, zero or huge numbers."""
+    shift = draw.choice((0, 0, 1, 2, 4, 13))
+    generator = torch.Generator().manual_seed(draw.randrange(2**40))
+    payload = torch.randint(0, 256, (size + shift,), dtype=torch.uint8, generator=generator)
+    for byte in draw.choice(((), (0xFF,), (0x7F, 0x80), (0x00,), (0x7F, 0xFF))):
+        payload[torch.rand(size + shift, generator=generator) < 0.4] = byte
+    return payload[shift:]
+
+
+def _messages(draw: random.Random) -> tuple[Messages, RecordFormat, torch.dtype]:
+    """A bucket of whole vectors: the format leaves open what becomes of bytes behind a record's elements."""
+    block_size = draw.choice((16, 48, 64, 128, 1040))
+    fmt = RecordFormat.of(draw.choice(CODECS), block_size, draw.choice(("bf16", "fp32")))
+    chunks = tuple(16 * draw.choice((0, 1, 2, 5, 9)) for _ in range(draw.randint(1, 3)))
+    return Messages(draw.randint(1, 4), chunks, draw.randint(1, 3)), fmt, draw.choice(FLOATS)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**40))
+def test_any_bytes_are_decoded_alike(seed: int) -> None:
+    """Scales of NaN and infinity, codes that no encoder writes, any address: all backends have the reference's numbers."""
+    draw = random.Random(seed)
+    messages, fmt, dtype = _messages(draw)
+    rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
+    payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
+    before, sums = payload.clone(), [numbers("normal", messages.inner * c, torch.float32, 3) for c in messages.chunks]
+    out = RecordFormat.of(draw.choice(("int8", "int4")), fmt.block_size or 64, draw.choice(("bf16", "fp32")))
+    rounding = Rounding(draw.random() < 0.5, 5)
+    for name, *more in (
+        ("decode", rows, fmt, dtype),
+        ("decode_sum", messages, fmt, dtype),
+        ("decode_add", messages, fmt, dtype),
+        ("decode_sum_encode", messages, fmt, dtype, messages.inner, out, rounding),
+    ):
+        results = []
+        for backend in BACKENDS:
+            own = [tensor.clone() for tensor in sums]
+            added = [own] if name == "decode_add" else []
+            found = _call(_backend(backend), name, payload, *more, *added)
+            results.append(own if added else found)
+        assert all(same(found, results[0]) for found in results[1:]), (name, messages, fmt, dtype, out)
+    assert torch.equal(payload, before)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**40))
+def test_payloads_of_another_size_or_kind_are_named(seed: int) -> None:
+    draw = random.Random(seed)
+    messages, fmt, dtype = _messages(draw)
+    size = fmt.message_bytes(messages.chunks, messages.peers * messages.inner, dtype.itemsize)
+    wrong = draw.choice([n for n in (0, 1, size - 16, size - 1, size + 1, size + 16, 2 * size + 16) if 0 <= n != size])
+    payload = _hostile(wrong, draw)
+    freed = torch.zeros(size + 16, dtype=torch.uint8)[: size or 1]
+    freed.untyped_storage().resize_(0)
+    cases: list[tuple[torch.Tensor, str]] = [
+        (payload, f"payload: found {wrong} bytes, expected {size}: "),
+        (_hostile(2 * size + 4, draw)[::2], "payload: found stride 2, expected a contiguous tensor"),
+        (_hostile(size, draw).view(1, -1), "payload: found torch.uint8 of 2 dimensions, expected uint8 of one"),
+        (torch.zeros(size, dtype=torch.int8), "payload: found torch.int8 of 1 dimensions, expected uint8 of one"),
+        (freed, "payload: found 0 bytes of storage, expected "),
+    ]
+    rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
+    out = RecordFormat.of("int4", 64, "bf16")
+    for bad, says in cases:
+        for name, *more in (
+            ("decode", rows, fmt, dtype),
+            ("decode_sum", messages, fmt, dtype),
+            ("decode_sum_encode", messages, fmt, dtype, 1, out, Rounding(False, 0)),
+        ):
+            for backend in BACKENDS:
+                with pytest.raises((TypeError, ValueError)) as error:
+                    _call(_backend(backend), name, bad, *more)
+                assert str(error.value).startswith(says), error.value
+
+
+@settings(max_examples=300)
+@given(
+    counts=st.tuples(*[st.sampled_from(COUNTS)] * 4),
+    codec=st.sampled_from(CODECS),
+    size=st.sampled_from((0, 16, 100)),
+)
+def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
+    counts: tuple[int, ...], codec: str, size: int
+) -> None:
+    """Zero, negative and huge: nothing is allocated for them, no loop takes for ever."""
+    payload, how = torch.zeros(size, dtype=torch.uint8), (codec, 16, "bf16", torch.float32)
+    first, second, third, fourth = counts
+    calls: dict[str, tuple[Any, ...]] = {
+        "decode": ([first], [second], [third], fourth, *how),
+        "decode_sum": (first, [second], third, *how),
+        "decode_sum_encode": (first, [second], third, *how, fourth, "int4", 16, "bf16", False, 0),
+    }
+    for backend, (name, arguments) in ((b, call) for b in BACKENDS for call in calls.items()):
+        try:
+            found = ops._implementation(name, _backend(backend))(payload, *arguments)
+        except (TypeError, ValueError) as error:
+            assert "found" in str(error) or "do not reach each" in str(error), error
+        else:
+            assert sum(t.numel() for t in (found if isinstance(found, list) else [found])) <= 2 * size
+
+
+def _runs_here() -> Iterator[str]:
+    """Targets to build with sanitizers: the widest instruction set that this machine has, and one wave size."""
+    if os.environ.get("HZERO_SANITIZE") == "all":
+        yield from SANITIZED
+        return
+    yield "avx2"
+    yield "wave 64"
+
+
+@pytest.mark.parametrize("target", list(_runs_here()))
+def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
+    """The same bytes, in buffers of exactly their size, for the decoders under AddressSanitizer and UBSan."""
+    if not target.startswith("wave"):
+        try:
+            host.HostLibrary().instruction_set = target
+        except (OSError, ValueError) as error:
+            pytest.skip(str(error))
+    program = sanitized.build(target, tmp_path)
+    backend = _backend(target if target.startswith("wave") else "host")
+    draw, calls, wants = random.Random(17), [], []
+    while len(calls) < (20 if target.startswith("wave") else 300):
+        messages, fmt, dtype = _messages(draw)
+        exact = draw.random() < 0.5
+        if not exact:  # elements behind which padding follows
+            messages = messages._replace(chunks=tuple(c + draw.choice((0, 1, 7, 15, 17)) for c in messages.chunks))
+        if not fmt.scale_bytes or not sum(messages.chunks):
+            continue
+        rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
+        payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
+        out = RecordFormat.of(draw.choice(("int8", "int4")), fmt.block_size, draw.choice(("bf16", "fp32")))
+        sums = [numbers("normal", messages.inner * c, torch.float32, 3) for c in messages.chunks]
+        how = (messages, fmt, dtype)
+        rounding = Rounding(draw.random() < 0.5, 5)
+        calls += [
+            backend.prepare_decode(payload, rows, fmt, dtype),
+            backend.prepare_decode_sum(payload, *how),
+            backend.prepare_decode_sum(payload, *how, sums),
+            backend.prepare_decode_sum_encode(payload, *how, messages.inner, out, rounding),
+        ]
+        added = [tensor.clone() for tensor in sums]
+        reference.decode_add(payload, *how, added)
+        wants += [reference.decode(payload, rows, fmt, dtype), reference.decode_sum(payload, *how), added]
+        wants.append([reference.decode_sum_encode(payload, *how, messages.inner, out, rounding)] if exact else None)
+    for call, found, want in zip(calls, sanitized.run(program, calls), wants):
+        assert want is None or same(found, want), call.kernel
+    short = dataclasses.replace(calls[0], inputs=[calls[0].inputs[0][:8]])
+    with pytest.raises(AssertionError, match="AddressSanitizer: heap-buffer-overflow"):
+        sanitized.run(program, [short])
