@@ -118,7 +118,9 @@ def test_a_rank_without_a_report_ends_all(kind: str, tmp_path: Path) -> None:
 
     results = on_threads(world, act)
     assert all(type(result) is ConfigError for result in results), results
-    assert {str(result) for result in results} == {r"no device\nsecond line (rank 1; 1 other ranks fail for other reasons)"}
+    assert {str(result) for result in results} == {
+        r"no device\nsecond line (rank 1; 1 other ranks fail for other reasons)"
+    }
 
 
 def test_all_ranks_without_a_report() -> None:
