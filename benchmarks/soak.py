@@ -38,8 +38,8 @@ from hzero.train.checkpoint import NOTE
 from hzero.train.folder import CHECKPOINTS, LOGS, METRICS, SUMMARY
 from hzero.train.worker import RANK_IMPORTS
 
-#: The job: short steps, and a checkpoint every third.
-STEPS, EVERY, RANKS, TIMEOUT_S = 30, 3, 4, 8
+#: The job: short steps, and a checkpoint every fifth.
+STEPS, EVERY, RANKS, TIMEOUT_S = 60, 5, 4, 8
 JOB = (
     "model.hidden_size=64",
     "model.num_layers=2",
@@ -73,7 +73,7 @@ class Outcome:
         fault: Its kind, a name of `FAULTS`.
         when: The moment at which it struck, one of `WHENS`.
         step: Last step in the metrics at that moment.
-        exit: Exit status of the command that was struck; None where it went on.
+        exit: Exit status of the command that was struck; None where the next one, after a change of files, went on to the end.
         noticed_s: Seconds until that command had ended.
         repeated: Steps that were done again, since they came after the newest checkpoint.
         message: Last lines that the user saw, of the command that was struck or, for files, of the next one.
@@ -95,6 +95,7 @@ class Command:
     def __init__(self, run: Path, cache: Path, log: Path) -> None:
         self.run, self._log = run, log
         log.write_bytes(b"")
+        log.with_suffix(".out").write_bytes(b"")
         self._pid = os.fork()
         if not self._pid:
             self._train([*JOB, f"run.dir={run}", f"data.cache_dir={cache}", "resume=auto"])
@@ -106,9 +107,8 @@ class Command:
         with contextlib.suppress(BaseException):
             os.setsid()
             die_with_parent()
-            out = os.open(self._log, os.O_WRONLY | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
+            for number, name in ((1, self._log.with_suffix(".out")), (2, self._log)):
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             gc.freeze()
             from hzero.cli import main
 
@@ -146,11 +146,20 @@ class Command:
         return []
 
     def said(self, lines: int = 3) -> str:
-        """Last lines that it has printed, without those of progress."""
-        kept = [
-            line for line in self._log.read_text(errors="replace").splitlines() if line.startswith(("hzero", "warn"))
-        ]
-        return "\n".join(kept[-lines:])
+        """The last lines of its errors and warnings."""
+        with contextlib.suppress(FileNotFoundError):
+            printed = self._log.with_suffix(".out").read_text(errors="replace").splitlines()
+            printed = [line for line in printed if line.startswith(("warning", "stopped", "tokenising"))]
+            printed += self._log.read_text(errors="replace").splitlines()
+            return "\n".join([line for line in printed if "; transport gloo; " not in line][-lines:])
+        return ""
+
+    def resumed(self) -> bool:
+        """Whether it has said from where it goes on."""
+        with contextlib.suppress(FileNotFoundError):
+            printed = self._log.with_suffix(".out").read_text(errors="replace")
+            return "going on after step" in printed or "starting at the first step" in printed
+        return False
 
 
 def steps_of(run: Path) -> dict[int, float | None]:
@@ -328,7 +337,7 @@ class Soak:
             return
         kind, when = fault
         if not moment("step" if kind in ON_FILES else when, command, self._chance):
-            self._faults.appendleft(fault)  # the command ended before
+            self._faults.append(fault)  # the command ended before
             return
         number, struck = len(self.outcomes) + 1, time.monotonic()
         exit_status: int | None
@@ -347,11 +356,10 @@ class Soak:
             ON_FILES[kind](run, self._cache, self._chance)
             struck = time.monotonic()
             command = self._start(run)  # which must notice
-            reached = moment("step", command, self._chance)
-            exit_status, seconds = command.poll() if not reached else None, time.monotonic() - struck
-            message = command.said()
-            command.process.terminate()
-            command.wait()
+            while command.poll() is None and not command.resumed():
+                time.sleep(0.005)
+            seconds, message = time.monotonic() - struck, command.said()
+            exit_status = command.wait() or None
         saved = max((int(path.parent.name[5:]) for path in (run / CHECKPOINTS).glob(f"step_*/{NOTE}")), default=0)
         outcome = Outcome(number, kind, when, step, exit_status, seconds, max(0, step - saved), message)
         self.outcomes.append(outcome)
@@ -406,7 +414,7 @@ def report_of(outcomes: list[Outcome], runs: int, undisturbed_s: float, seconds:
         "to the last bit.",
         *([] if disk else ["", "No disk was filled: that needs root, for a small file system."]),
         "",
-        "Seconds are from the fault to the end of the command, or, for files, to the first step of the next command. "
+        "Seconds are from the fault to the end of the command, or, for files, until the next command says from where it goes on. "
         "Repeated steps came after the newest checkpoint.",
         "",
         "| fault | when | count | exit status | seconds: median (max) | repeated steps: max |",
@@ -416,14 +424,21 @@ def report_of(outcomes: list[Outcome], runs: int, undisturbed_s: float, seconds:
     for outcome in sorted(outcomes, key=lambda one: (one.fault, WHENS.index(one.when))):
         groups.setdefault((outcome.fault, outcome.when), []).append(outcome)
     for (fault, when), group in groups.items():
-        exits = ", ".join(sorted({"goes on" if one.exit is None else str(one.exit) for one in group}))
+        exits = ", ".join(sorted({"went on" if one.exit in (None, 0) else str(one.exit) for one in group}))
         times = [one.noticed_s for one in group]
         seconds_text = f"{statistics.median(times):.1f} ({max(times):.1f})"
         repeated = max(one.repeated for one in group)
         lines.append(f"| {fault} | {when} | {len(group)} | {exits} | {seconds_text} | {repeated} |")
     lines += ["", "What the user sees, an example of each:", ""]
     for (fault, when), group in groups.items():
-        lines += [f"{fault}, {when}:", "", "```", group[0].message or "(nothing: the command was killed)", "```", ""]
+        lines += [
+            f"{fault}, {when}:",
+            "",
+            "```",
+            max((one.message for one in group), key=len) or "(nothing)",
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 

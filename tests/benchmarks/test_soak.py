@@ -30,6 +30,6 @@ def test_two_faults_lose_nothing(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     rows = [json.loads(line) for line in (out / "outcomes.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == [1, 2]
-    assert "2 faults in 1 runs of 30 steps" in (out / "report.md").read_text()
+    assert "2 faults in 1 runs of 60 steps" in (out / "report.md").read_text()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 2 and "exists; choose another folder" in again.stderr
