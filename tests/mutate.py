@@ -45,13 +45,10 @@ class InProcess(NamedTuple):
 
 
 _TIERED: list[OnRanks | InProcess] = [
-    OnRanks(8, ("tests.collectives.tiered_checks",)),
-    OnRanks(6, ("tests.collectives.tiered_checks",)),
+    OnRanks(world_size, ("tests.collectives.tiered_checks", "tests.collectives.fault_checks")) for world_size in (8, 6)
 ]
 _UNIT: list[OnRanks | InProcess] = [
-    InProcess(
-        ("tests/collectives/test_gather.py", "tests/collectives/test_order.py", "tests/collectives/test_trace.py")
-    )
+    InProcess(tuple(f"tests/collectives/test_{name}.py" for name in ("gather", "order", "trace", "checksum")))
 ]
 _STAGE: list[OnRanks | InProcess] = [
     OnRanks(8, ("tests.zero.equality_checks", "tests.zero.gradient_checks")),
@@ -62,13 +59,21 @@ _STAGE: list[OnRanks | InProcess] = [
 TESTS: dict[str, list[OnRanks | InProcess]] = {
     "hzero/collectives/pipeline.py": [*_UNIT, *_TIERED[:1], *_STAGE],
     "hzero/collectives/trace.py": [*_UNIT, OnRanks(8, ("tests.zero.trace_checks",))],
+    "hzero/collectives/record": [
+        InProcess(("tests/collectives/test_recorder.py", "-k", "not test_on_ranks")),
+        OnRanks(4, ("tests.collectives.recorder_checks",)),
+    ],
     "hzero/collectives/": [*_UNIT, *_TIERED, _STAGE[0]],
     "hzero/zero/guard.py": [
         InProcess(("tests/zero/test_guard.py",)),
         OnRanks(8, ("tests.zero.gradient_checks",), ("check_the_guard_ends_training_that_diverges",)),
     ],
     "hzero/zero/": _STAGE,
-    "hzero/train/": [InProcess(("tests/train", "--deselect", "tests/train/test_main_job.py"))],
+    "hzero/train/checkpoint": [
+        InProcess(("tests/train/test_checkpoint.py",)),
+        OnRanks(8, ("tests.train.saver_checks",)),
+        InProcess(("tests/train/test_main_job.py", "-k", "killed")),
+    ],
 }
 
 
@@ -93,7 +98,10 @@ def _seen_by(tests: OnRanks | InProcess, mutant: Mutant) -> str:
 
 
 def _tests_of(path: str) -> list[OnRanks | InProcess]:
-    return next(tests for start, tests in TESTS.items() if path.startswith(start))
+    for start, tests in TESTS.items():
+        if path.startswith(start):
+            return tests
+    raise SystemExit(f"tests.mutate: no tests for {path}; possible: files of {', '.join(TESTS)}")
 
 
 def _try(mutant: Mutant) -> dict[str, Any]:
