@@ -98,10 +98,7 @@ def _seen_by(tests: OnRanks | InProcess, mutant: Mutant) -> str:
 
 
 def _tests_of(path: str) -> list[OnRanks | InProcess]:
-    for start, tests in TESTS.items():
-        if path.startswith(start):
-            return tests
-    raise SystemExit(f"tests.mutate: no tests for {path}; possible: files of {', '.join(TESTS)}")
+    return next(tests for start, tests in TESTS.items() if path.startswith(start))
 
 
 def _try(mutant: Mutant) -> dict[str, Any]:
@@ -132,6 +129,9 @@ def main() -> int:
     )
     parsed = parser.parse_args()
     os.chdir(ROOT)
+    for path in parsed.paths:
+        if not Path(path).is_file() or not any(path.startswith(start) for start in TESTS):
+            parser.error(f"found {path!r}, possible: files of {', '.join(TESTS)}")
     paths = parsed.paths or [
         str(path.relative_to(ROOT))
         for pattern in ("collectives/*.py", "zero/*.py", "train/checkpoint*.py")
