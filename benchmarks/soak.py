@@ -52,6 +52,7 @@ JOB = (
     "zero=lossless",
     f"train.steps={STEPS}",
     f"train.timeout_s={TIMEOUT_S}",
+    "launcher.start_timeout_s=60",
     "train.eval_batches=1",
     f"checkpoint.every={EVERY}",
     "sample.at_end=false",

@@ -81,18 +81,18 @@ class _Fork:
     """A forked rank, with the part of the interface of `subprocess.Popen` that `Ranks` uses."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
         if self._code is None:
-            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if ended else None
         return self._code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self._pid, number)
+            os.kill(self.pid, number)
 
     def wait(self) -> None:
         while self.poll() is None:
@@ -197,7 +197,10 @@ class Ranks:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        # A signal that comes before the rank has handlers of its own waits: ours would swallow it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         if pid := os.fork():
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return _Fork(pid)
         # From here on this process is the rank.
         try:
@@ -205,6 +208,7 @@ class Ranks:
             die_with_parent()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
             os.dup2(pipes.output, 2)
@@ -255,8 +259,10 @@ class Ranks:
             elif not running:
                 return 0
             elif not self._started.exists() and time.monotonic() > deadline:
+                stopped = [rank for rank in running if _is_stopped(self._processes[rank].pid)]
+                why = f"; stopped (SIGSTOP): ranks {stopped}" if stopped else ""
                 self._say(
-                    f"rank 0 has not started its work within {self._start_timeout:.0f} s ({self._timeout_key}); all ranks "
+                    f"rank 0 has not started its work within {self._start_timeout:.0f} s ({self._timeout_key}){why}; all ranks "
                     f"are ended. Logs: {self._logs}"
                 )
                 return 1
@@ -304,6 +310,12 @@ class Ranks:
             self._say(f"{reason.text.rstrip()}\nhzero: {end}; all ranks are ended")
         self._say(f"hzero: logs of all ranks: {self._logs}")
         return 1
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):  # no Linux, or it has just ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _cause(code: int) -> str:

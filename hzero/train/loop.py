@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
+import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -323,9 +326,30 @@ class Loop:
 
 
 def start_process_group(timeout_s: float) -> None:
-    """Joins the run's world, quietly, and without the C++ extension that DeepSpeed would build and stage 3 never uses."""
+    """Joins the run's world, quietly, and without the C++ extension that DeepSpeed would build and stage 3 never uses.
+
+    Ends the process if that takes longer than its two waits together may: for the store, and for the other ranks. torch
+    waits without a timeout where the process that serves the store, rank 0, is frozen.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
-    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+    patience = threading.Timer(2 * timeout_s + 5, _give_up, [2 * timeout_s + 5])
+    patience.daemon = True
+    patience.start()
+    try:
+        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+    finally:
+        patience.cancel()
+
+
+def _give_up(seconds: float) -> None:
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    print(
+        f"hzero: rank {os.environ.get('RANK', '?')} has not met the others within {seconds:g} s (train.timeout_s, twice): "
+        f"the store at {where}, which rank 0 serves, does not answer; rank 0 is frozen, or another process has that port",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
