@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -202,14 +203,20 @@ def moment(when: str, command: Command, chance: random.Random) -> bool:
 # ---- faults on processes: each returns what undoes it -----------------------------------------------------------
 
 
-def kill_rank(command: Command, chance: random.Random) -> None:
+def kill_rank(command: Command, chance: random.Random) -> int:
     """SIGKILL for one rank, as by the kernel when memory runs out."""
-    chance.choice(command.ranks()).kill()
+    ranks = command.ranks()
+    rank = chance.randrange(len(ranks))
+    ranks[rank].kill()
+    return rank
 
 
-def freeze_rank(command: Command, chance: random.Random) -> None:
+def freeze_rank(command: Command, chance: random.Random) -> int:
     """SIGSTOP for one rank: it neither works nor ends."""
-    chance.choice(command.ranks()).suspend()
+    ranks = command.ranks()
+    rank = chance.randrange(len(ranks))
+    ranks[rank].suspend()
+    return rank
 
 
 def kill_command(command: Command, chance: random.Random) -> None:
@@ -270,7 +277,8 @@ def spoil_cache(run: Path, cache: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-ON_PROCESSES: dict[str, Callable[[Command, random.Random], None]] = {
+#: Those of ranks return the rank, which the user must be told.
+ON_PROCESSES: dict[str, Callable[[Command, random.Random], int | None]] = {
     "rank killed": kill_rank,
     "rank frozen": freeze_rank,
     "command killed": kill_command,
@@ -305,6 +313,7 @@ class Soak:
         self._count, self._runs = len(faults), 0
         self.outcomes: list[Outcome] = []
         self.differing: list[str] = []
+        self.unnamed: list[str] = []
 
     def undisturbed(self) -> tuple[dict[int, float | None], float]:
         """Losses by step of a run that nothing disturbs, and its seconds."""
@@ -343,11 +352,14 @@ class Soak:
         number, struck = len(self.outcomes) + 1, time.monotonic()
         exit_status: int | None
         if kind in ON_PROCESSES:
-            with contextlib.suppress(IndexError, psutil.NoSuchProcess):  # the last rank has just ended
-                ON_PROCESSES[kind](command, self._chance)
+            rank = None
+            with contextlib.suppress(ValueError, psutil.NoSuchProcess):  # the last rank has just ended
+                rank = ON_PROCESSES[kind](command, self._chance)
             step = max(steps_of(run), default=0)
             exit_status, seconds = command.wait(), time.monotonic() - struck
             message = command.said()
+            if exit_status and rank is not None and not re.search(rf"rank {rank}\b|ranks \[(\d, )*{rank}\b", message):
+                self.unnamed.append(f"{run.name}: {kind}, {when}: rank {rank} is not named in:\n{message}")
             self._no_rank_lives_on(run)
         else:
             command.process.kill()
@@ -412,7 +424,7 @@ def report_of(outcomes: list[Outcome], runs: int, undisturbed_s: float, seconds:
         f"{EVERY} steps, timeout of a collective {TIMEOUT_S} s.",
         "",
         f"Nothing was lost: every run finished with the losses of the undisturbed run ({undisturbed_s:.0f} s), step by step and "
-        "to the last bit.",
+        "to the last bit. A rank that was killed or frozen was always named.",
         *([] if disk else ["", "No disk was filled: that needs root, for a small file system."]),
         "",
         "Seconds are from the fault to the end of the command, or, for files, until the next command says from where it goes on. "
@@ -474,9 +486,10 @@ def main() -> int:
                 rows.flush()
                 text = f"fault {outcome.number}/{parsed.faults}  {outcome.fault}, {outcome.when}  {outcome.noticed_s:.1f} s"
                 progress.update(outcome.number, text, always=True)
-    if soak.differing:
-        print("\n".join(["hzero: error: results of training differ:", *soak.differing]), file=sys.stderr)
-        return 1
+    for what, found in (("results of training differ", soak.differing), ("messages blame nobody", soak.unnamed)):
+        if found:
+            print("\n".join([f"hzero: error: {what}:", *found]), file=sys.stderr)
+            return 1
     text = report_of(soak.outcomes, soak._runs, undisturbed_s, time.monotonic() - started, parsed.seed, disk)
     (root / "report.md").write_text(text)
     print(f"{len(soak.outcomes)} faults, nothing lost: {root / 'report.md'}")

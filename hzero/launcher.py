@@ -38,6 +38,8 @@ INTERRUPTED, REFUSED = 130, 2
 #: File in the folder of logs that rank 0 makes when the work begins.
 STARTED = "started"
 _PR_SET_PDEATHSIG = 1
+#: Variables of torchrun's agents, srun's and the MPI launchers' daemons.
+_SUPERVISED = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 
 T = TypeVar("T")
 
@@ -259,7 +261,7 @@ class Ranks:
             elif not running:
                 return 0
             elif not self._started.exists() and time.monotonic() > deadline:
-                stopped = [rank for rank in running if _is_stopped(self._processes[rank].pid)]
+                stopped = self._stopped()
                 why = f"; stopped (SIGSTOP): ranks {stopped}" if stopped else ""
                 self._say(
                     f"rank 0 has not started its work within {self._start_timeout:.0f} s ({self._timeout_key}){why}; all ranks "
@@ -281,6 +283,9 @@ class Ranks:
                 if not event & select.POLLIN:  # closed by the rank: poll would not wait
                     ends.pop(end)
 
+    def _stopped(self) -> list[int]:
+        return [rank for rank, process in enumerate(self._processes) if _is_stopped(process.pid)]
+
     def _report(self, failed: Sequence[int]) -> int:
         """Says why ranks failed; returns the exit status that this makes."""
         for pipes in self._pipes:
@@ -295,8 +300,9 @@ class Ranks:
         killed = [rank for rank in failed if codes[rank] < 0]
         causes = [rank for rank in first if reasons[rank].kind == "failed"]
         waited = sorted(first, key=lambda rank: not reasons[rank].blames)  # who names somebody knows more
-        # A rank killed from outside leaves no reason, and those of the other ranks only say that it is gone. So a rank that
-        # waited for others is to blame only where no other is.
+        stopped = self._stopped()
+        # A rank killed or stopped from outside leaves no reason, and those of the other ranks only say that it is gone. So a
+        # rank that waited for others is to blame only where no other is.
         if killed or not reasons:
             rank = (killed or list(failed))[0]
             end = f"hzero: rank {rank} died: {_cause(codes[rank])}; all ranks are ended"
@@ -306,7 +312,10 @@ class Ranks:
         else:
             reason = reasons[waited[0]]
             named = ", ".join(str(rank) for rank in reason.blames)
+            named = named or ", ".join(str(rank) for rank in stopped)
             end = f"rank {named} did not come" if named else f"rank {waited[0]} waited in vain"
+            if stopped:
+                end += f"; stopped (SIGSTOP): ranks {stopped}"
             self._say(f"{reason.text.rstrip()}\nhzero: {end}; all ranks are ended")
         self._say(f"hzero: logs of all ranks: {self._logs}")
         return 1
@@ -350,10 +359,13 @@ def run_rank(work: Callable[[], None]) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent ends, whoever that is: a launcher's agent or daemon that SIGKILL has ended.
+    """Ends this process when its parent ends, if that is a launcher's agent or daemon: SIGKILL may have ended it.
 
-    `die_with_parent` is for processes that we start ourselves: it ends those that a thread has started with the thread.
+    A shell is none: what it has started with ``nohup`` may outlive it. `die_with_parent` is for processes that we start
+    ourselves: it ends those that a thread has started with the thread.
     """
+    if not any(name in os.environ for name in _SUPERVISED):
+        return
     parent = os.getppid()
 
     def watch() -> None:

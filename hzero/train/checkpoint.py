@@ -69,12 +69,15 @@ class Checkpoint:
         step: Optimizer steps done.
         identity: Of the run that wrote it.
         bytes: Of all its files.
+        good: Whether the steps that came after it were finite; None if none has come. Earlier releases do not say, and count
+            as good.
     """
 
     folder: Path
     step: int
     identity: Identity
     bytes: int
+    good: bool | None
 
 
 def tag_of(step: int) -> str:
@@ -88,8 +91,6 @@ def publish(
     identity: Identity,
     keep: int,
     written: Mapping[str, tuple[int, str]],
-    *,
-    good: bool | None = True,
 ) -> int:
     """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
 
@@ -102,7 +103,6 @@ def publish(
         identity: Of the run.
         keep: Complete checkpoints that are kept, and the newest good one beside them.
         written: Size and hash of what the ranks have written, by name. Other files are read to be hashed.
-        good: Whether the weights are worth going back to; None leaves that to `judge`.
 
     Returns:
         Bytes of all files.
@@ -115,7 +115,7 @@ def publish(
             raise OSError(errno.EIO, f"the file system has lost part of {size} bytes", str(folder / name))
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     hashes = {name: written[name][1] if name in written else digests.of_file(folder / name) for name in files}
-    note = {"step": step, "identity": asdict(identity), "good": good, "files": files, digests.HASHES: hashes}
+    note = {"step": step, "identity": asdict(identity), "good": None, "files": files, digests.HASHES: hashes}
     text = json.dumps(digests.sealed(note), indent=1)
     for path, content in ((folder / NOTE, text), (folder.parent / "latest", folder.name)):
         with replacing(path) as file:
@@ -128,10 +128,14 @@ def judge(folder: Path, good: bool, keep: int) -> None:
     """Notes whether the steps that came after a checkpoint were finite; with them, older ones beyond ``keep`` may go.
 
     Raises:
-        OSError: The note cannot be written; it stays as it was.
+        OSError: The note is damaged or cannot be written; it stays as it was.
     """
-    note = json.loads((folder / NOTE).read_text())
-    if not digests.holds(note):
+    try:
+        note = json.loads((folder / NOTE).read_text())
+        whole = isinstance(note, dict) and digests.holds(note)
+    except ValueError:
+        whole = False
+    if not whole:
         raise OSError(errno.EIO, "the note is not as it was written", str(folder / NOTE))
     with replacing(folder / NOTE) as file:
         file.write(json.dumps(digests.sealed({**note, "good": good}), indent=1))
@@ -141,8 +145,10 @@ def judge(folder: Path, good: bool, keep: int) -> None:
 def _rotate(newest: Path, keep: int) -> None:
     """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep`` and the newest good one beside them."""
     tags = [path for _, path in _tags(newest.parent)]
-    complete = [path for path in tags if (path / NOTE).exists()]
-    kept = {*complete[-keep:], *[path for path in complete if _verdict(path)][-1:]}
+    complete = [
+        path for path in tags[: tags.index(newest) + 1] if (path / NOTE).exists()
+    ]  # later ones are of an earlier life
+    kept = {*complete[-keep:], *[path for path in complete if _is_good(path)][-1:]}
     for old in tags[: tags.index(newest)]:
         if old not in kept:
             with contextlib.suppress(OSError):  # one too many is no reason to stop
@@ -160,13 +166,12 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _verdict(folder: Path) -> bool | None:
-    """Whether a complete checkpoint is good; None if no step has come after it. Earlier releases say nothing else than yes."""
+def _is_good(folder: Path) -> bool:
+    """Whether a complete checkpoint is known to be good, by its note alone."""
     try:
-        good = json.loads((folder / NOTE).read_text()).get("good", True)
+        return bool(json.loads((folder / NOTE).read_text()).get("good", True))
     except (OSError, ValueError, AttributeError):
         return False
-    return good if good is None else bool(good)
 
 
 def _tags(folder: Path) -> list[tuple[int, Path]]:
@@ -204,7 +209,8 @@ def read(folder: Path, *, hashes: bool = True, warn: Any = lambda message: None)
         warn(f"{str(folder)!r} was written by an earlier release, without hashes: only sizes of files are compared")
     if changed := digests.first_changed(folder, sizes, noted if hashes else {}):
         raise ConfigError(f"resume: {str(folder)!r} is torn: {changed}")
-    return Checkpoint(folder, step, identity, sum(sizes.values()))
+    good = note.get("good", True)
+    return Checkpoint(folder, step, identity, sum(sizes.values()), good if good is None else bool(good))
 
 
 def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
@@ -217,7 +223,7 @@ def newest(folder: Path, warn: Any = lambda message: None) -> Checkpoint | None:
     for _, path in reversed(_tags(folder)):
         try:
             found = read(path, warn=warn)
-            if _verdict(path) is False:
+            if found.good is False:
                 raise ConfigError(f"resume: {str(path)!r}: the steps around it were not finite")
             return found
         except ConfigError as error:
@@ -258,6 +264,8 @@ def find(
             raise ConfigError(f"resume: no folder {resume!r}; possible: false, auto or a path")
         if _TAG.match(path.name):
             found = read(path, warn=warn)
+            if found.good is False:
+                warn(f"resume: {str(path)!r}: the steps around it were not finite")
         else:
             inside = path / "checkpoints"
             found = newest(inside if inside.is_dir() else path, warn)

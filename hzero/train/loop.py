@@ -24,6 +24,7 @@ import hzero
 from hzero.collectives import shared_recorder
 from hzero.launcher import STARTED
 from hzero.progress import Progress
+from hzero.reasons import PeerError
 from hzero.settings.settings import Settings, model_vocab
 from hzero.train import checkpoint, folder, model
 from hzero.train.batches import Batch, batches_of
@@ -35,6 +36,7 @@ from hzero.train.recordings import Recordings
 from hzero.train.sample import Sampler
 from hzero.train.saver import Saver
 from hzero.train.summary import build_summary, print_summary
+from hzero.zero.guard import scaling_can_help
 
 #: Figures of a step that the monitor writes.
 MONITORED = ("loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_rank", "step_s")
@@ -182,7 +184,7 @@ class Loop:
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
                 if (every and (last or step % every == 0)) or stopped:
-                    failure = self._saver.save(step, good=False if self._not_finite else None, last=last or stopped)
+                    failure = self._saver.save(step, last=last or stopped)
                     if failure is not None and first:
                         self._warn(f"{failure}; training goes on")
                 if not last and not stopped and sample["every"] and step % sample["every"] == 0:
@@ -197,7 +199,12 @@ class Loop:
         traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics, monitor)
-            self._saver.judge(math.isfinite(evaluation["loss_exact"]))
+            loss = evaluation["loss_exact"]
+            self._saver.judge(math.isfinite(loss))
+            if train["guard"] and not math.isfinite(loss):
+                raise self._diverged(
+                    f"the loss of the last evaluation is {loss:g}: the weights are spoilt (train.guard)"
+                )
             if sample["every"] or sample["at_end"]:
                 self._write_sample(self._done, progress)
         if metrics is not None:
@@ -250,12 +257,13 @@ class Loop:
         The stage has a guard of its own, which says where gradients are not finite and ends the run first; stock ZeRO-3
         has none, and a loss may be infinite where gradients are not.
         """
-        finite, limit = math.isfinite(row["loss"]) and not row["skipped"], self._settings["train"]["guard"]
+        in_vain = row["skipped"] and not scaling_can_help(self._engine.optimizer.loss_scaler)
+        finite, limit = math.isfinite(row["loss"]) and not in_vain, self._settings["train"]["guard"]
         self._not_finite = 0 if finite else self._not_finite + 1
         found = f"the loss is {row['loss']:g} and the optimizer {'discarded' if row['skipped'] else 'did'} the step"
         if self._not_finite == 1 and self._rank == 0:
             progress.message(f"warning: step {row['step']}: {found}")
-        if finite:
+        if finite and not row["skipped"]:
             self._saver.judge(True)
         if limit and self._not_finite == limit:
             self._saver.judge(False)
@@ -335,11 +343,17 @@ def start_process_group(timeout_s: float) -> None:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
+    started = time.monotonic()
     patience = threading.Timer(2 * timeout_s + 5, _give_up, [2 * timeout_s + 5])
     patience.daemon = True
     patience.start()
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+    except RuntimeError as error:  # torch's, of many lines
+        raise PeerError(
+            f"hzero: rank {os.environ.get('RANK', '?')}: not all ranks have joined within "
+            f"{time.monotonic() - started:.0f} s (train.timeout_s={timeout_s:g}): {str(error).splitlines()[0]}"
+        ) from error
     finally:
         patience.cancel()
 

@@ -50,14 +50,14 @@ class Saver:
         """Loads a checkpoint. Collective."""
         self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
         self._bytes = found.bytes
+        if found.good is None and dist.get_rank() == 0 and found.folder.parent == self._folder:
+            self._unjudged.append(found.folder)
 
-    def save(self, step: int, *, good: bool | None = None, last: bool = False) -> str | None:
-        """Saves a checkpoint. Collective.
+    def save(self, step: int, *, last: bool = False) -> str | None:
+        """Saves a checkpoint, good or not as `judge` will say; the newest good one is never removed. Collective.
 
         Args:
             step: Optimizer steps done.
-            good: Whether the weights are worth going back to; None until `judge` says so. The newest good checkpoint is
-                never removed.
             last: Whether the run ends with it, so that nothing is saved if this is not.
 
         Returns:
@@ -74,7 +74,7 @@ class Saver:
             self._engine.save_checkpoint(str(self._folder), tag=target.name, save_latest=False)
             mine = (self._files.written, self._files.failure)
             dist.gather_object(mine, everyones if dist.get_rank() == 0 else None)
-            failure = on_rank_0(lambda: self._conclude(target, step, everyones, good))
+            failure = on_rank_0(lambda: self._conclude(target, step, everyones))
         if failure is None:
             self._failures = 0
             return None
@@ -116,15 +116,14 @@ class Saver:
         tensors = [*zero.fp32_partitioned_groups_flat, *(v for s in zero.optimizer.state.values() for v in s.values())]
         return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
-    def _conclude(self, target: Path, step: int, everyones: list[Any], good: bool | None) -> str | None:
+    def _conclude(self, target: Path, step: int, everyones: list[Any]) -> str | None:
         """On rank 0: publishes what all ranks have written; removes it where one has not."""
         failures = [f"{failure} (rank {rank})" for rank, (_, failure) in enumerate(everyones) if failure is not None]
         if not failures:
             written = {name: digest for files, _ in everyones for name, digest in files.items()}
             try:
-                self._bytes = checkpoint.publish(target, step, self._identity, self._keep, written, good=good)
-                if good is None:
-                    self._unjudged.append(target)
+                self._bytes = checkpoint.publish(target, step, self._identity, self._keep, written)
+                self._unjudged.append(target)
                 return None
             except OSError as error:
                 failures = [f"{error.filename or target / checkpoint.NOTE}: {error.strerror or error} (rank 0)"]

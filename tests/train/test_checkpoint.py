@@ -35,7 +35,9 @@ def _save(run: Path, step: int, *, keep: int = 9, good: bool | None = True) -> P
     target.mkdir(parents=True)
     written = {f"rank{rank}.pt": _written(target / f"rank{rank}.pt", os.urandom(5000)) for rank in range(2)}
     (target / "script.py").write_text("pass")
-    checkpoint.publish(target, step, IDENTITY, keep, written, good=good)
+    checkpoint.publish(target, step, IDENTITY, keep, written)
+    if good is not None:
+        checkpoint.judge(target, good, keep)
     return target
 
 
@@ -116,6 +118,26 @@ def test_a_checkpoint_is_good_once_a_finite_step_has_come_after_it(tmp_path: Pat
     checkpoint.judge(second, False, keep=1)
     with pytest.raises(ConfigError, match=r"step_000003'?: the steps around it were not finite, and there is no other"):
         checkpoint.newest(tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_life_keeps_no_place_of_the_last_good_one(tmp_path: Path) -> None:
+    """It is newer by name, and may be what made the run go back."""
+    _save(tmp_path, 4)
+    damaged = _save(tmp_path, 6)
+    _flip(damaged / "rank0.pt")
+    _save(tmp_path, 5, keep=1, good=None)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 5
+    assert (tmp_path / "step_000004").is_dir()
+
+
+def test_a_note_that_is_damaged_cannot_be_judged(tmp_path: Path) -> None:
+    target = _save(tmp_path, 1, good=None)
+    for text in ("{", "[]", '{"step": 1, "seal": "x"}'):
+        (target / checkpoint.NOTE).write_text(text)
+        with pytest.raises(OSError, match="the note is not as it was written"):
+            checkpoint.judge(target, True, 1)
+        assert (target / checkpoint.NOTE).read_text() == text
 
 
 class _Command:

@@ -296,6 +296,8 @@ def test_a_run_that_diverges_fails_and_keeps_its_last_good_checkpoint(folder: Pa
     assert code == 1 and "warning: step 6: the loss is nan and the optimizer discarded the step" in out + err
     assert "step 8: hzero: the norm of the gradients is not finite in 3 steps in a row (guard: 3)" in err
     assert "Not finite in the gradients of" in err and "gradients int4 on" in err
+    code, out, err = _start(folder, *job, *hot, "train.guard=9", "train.steps=6").finish()
+    assert code == 1 and "the loss of the last evaluation is nan: the weights are spoilt" in err
     code, out, err = _start(folder, *job, "train.steps=5", "resume=auto").finish()
     assert code == 0 and "the steps around it were not finite; skipped" in err and "going on after step 4" in out
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
