@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hzero.config import SCOPES, TIERS, CodecConfig, Role, Scope, Tier
+from hzero.config import DEFAULT_BLOCK_SIZE, SCOPES, TIERS, CodecConfig, Role, Scope, Tier
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.sharding.records import record_format
 from hzero.topology import Grid
@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_red
 #: When a chain starts: ``refresh`` as soon as the step before has changed the weights, ``forward`` and ``backward`` in time
 #: for a use of the bucket, ``reduce`` when backward has made its gradients, ``after`` when the optimizer has stepped.
 Phase: TypeAlias = Literal["refresh", "forward", "backward", "reduce", "after"]
-PLAIN = CodecConfig(codec="none")
+PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def scheme_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
         reduce = _flat("gradients", "reduce_scatter", "world", grid)
         gather = _flat("weights", "all_gather", "world", grid)
         return [*(Chain("reduce", micro, (reduce,)) for micro in reducing), Chain("after", last, (gather,))]
-    weights = CodecConfig(codec="int8") if scheme.quantized else PLAIN
+    weights = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
     far = replace(_flat("weights", "all_gather", "world", grid), codec=weights)
     near = replace(_flat("weights", "all_gather", scheme.hpz, grid), codec=weights) if scheme.hpz else far
     chains = []
@@ -175,7 +175,7 @@ def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
     """ZeRO++ reduces by two all-to-alls (arXiv 2306.10209), inside what it takes for a node and across."""
     if not scheme.quantized:
         return (_flat("gradients", "reduce_scatter", "world", grid),)
-    codec = CodecConfig(codec="int4")
+    codec = CodecConfig(codec="int4", block_size=DEFAULT_BLOCK_SIZE)
     if scheme.visible == 1:  # every device is a node of its own: one all-to-all over the world
         return (replace(_flat("gradients", "all_to_all", "world", grid), codec=codec),)
     inside = replace(_flat("gradients", "all_to_all", "node", grid), codec=codec, rows=grid.world_size)
