@@ -134,7 +134,8 @@ class Profile(Frozen):
         tree_nodes: Nodes from which an all-reduce is a tree.
         cores: Processor cores that the ranks of all nodes share; null: every rank has its own device.
         overlap: Whether FSDP and DeepSpeed's reductions overlap with compute: not on processors.
-        error: Error of a step's time on rows not used for calibration, as a share; null: no such rows.
+        error: Error on rows that were not used for calibration, as a share; null: no such rows.
+        checked: What these rows are: whole steps, or collectives alone.
         sources: By name.
         constants: The figures.
     """
@@ -152,6 +153,7 @@ class Profile(Frozen):
     cores: int | None = None
     overlap: bool = True
     error: FiniteFloat | None = None
+    checked: Literal["steps", "collectives"] = "collectives"
     sources: dict[str, Source]
     constants: Constants
 
