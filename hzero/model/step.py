@@ -21,6 +21,7 @@ from hzero.sharding.memory import BUCKET_NUMEL, CHANNELS, IN_FLIGHT
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.sharding.sequence import Chain, Scheme, scheme_chains, stage_chains
+from hzero.sharding.traffic import CHECKSUM_BYTES
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
@@ -336,6 +337,8 @@ class _Builder:
                 algorithm=algorithm,
             )
         )
+        if self._stage is not None and self._stage.checksum:
+            phases.append(transfer(crossing, CHECKSUM_BYTES * crossing.ranks, self._grid, self._profile))
         if crossing.kind == "all_gather" and last:
             whole = array if chain.phase == "refresh" else bucket.numel * job.itemsize
             phases.append(kernel(self._profile, array + whole, world))

@@ -172,7 +172,7 @@ def _fsdp_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
 
 
 def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
-    """ZeRO++ reduces by two all-to-alls (arXiv 2306.10209), inside what it takes for a node and across."""
+    """ZeRO++ reduces by an all-to-all inside what it takes for a node and one across (arXiv 2306.10209)."""
     if not scheme.quantized:
         return (_flat("gradients", "reduce_scatter", "world", grid),)
     codec = CodecConfig(codec="int4", block_size=DEFAULT_BLOCK_SIZE)

@@ -167,6 +167,16 @@ def test_compression_and_tiers_win_where_tokens_are_few() -> None:
     assert one.latency_s > _predicted(Scheme("deepspeed", hpz="node", quantized=True), 512, **keys).latency_s
 
 
+def test_a_checksum_is_a_second_short_collective() -> None:
+    grid, job = Grid(48, 4, 2), Job(_model("gpt_neox_20b"))
+    plans = [
+        ShardPlan.from_config(parse_config({"preset": "topo", "checksum": checksum}), grid, 0)
+        for checksum in (False, True)
+    ]
+    steps = [predict(plan, job, grid, FRONTIER) for plan in plans]
+    assert steps[0].step_s < steps[1].step_s < 1.2 * steps[0].step_s
+
+
 def test_a_step_with_everything_else_free_is_its_compute() -> None:
     found = _predicted("topo", 1, micro_batch=8, accumulation=1, checkpointing=True)
     assert found.compute_s <= found.step_s < 1.05 * found.compute_s
