@@ -345,6 +345,23 @@ def misordered(checks: Sequence[tuple[StepsRow, Check]]) -> list[tuple[str, str]
     return found
 
 
+def regret(checks: Sequence[tuple[StepsRow, Check]]) -> list[tuple[str, int, str, float]]:
+    """How good a choice by the model is among the settings of the stage that were measured together.
+
+    Returns:
+        For each measurement of at least five settings: its name, their number, the one with the shortest predicted step, and
+        how much longer its measured step is than the shortest measured one, as a share.
+    """
+    found = []
+    for title in dict.fromkeys(row.title for row, _ in checks):
+        ours = [(row, check) for row, check in checks if row.title == title and row.engine == "hzero"]
+        if len(ours) >= 5:
+            chosen = min(ours, key=lambda one: one[1].predicted)[1]
+            best = min(check.measured for _, check in ours)
+            found.append((title, len(ours), chosen.what, chosen.measured / best - 1))
+    return found
+
+
 def main() -> None:
     """Fits, and prints the constants next to those of the profiles."""
     base = load_profile("emulated")

@@ -20,6 +20,7 @@ from benchmarks.calibration import (
     fit_emulated,
     link_checks,
     misordered,
+    regret,
     training_checks,
 )
 from benchmarks.rows import StepsRow
@@ -131,6 +132,11 @@ def _emulated(rows: Sequence[StepsRow], profile: Profile) -> list[str]:
         *_table(("rows", "count", "mean error", "max", "over 10 %", "over 15 %"), summary),
         "",
         f"Pairs of schemes in the wrong order whose measured ranges do not overlap: {text}.",
+        "",
+        *(
+            f"{title}: of {count} settings of the stage the model chooses {chosen}, measured {lost:.1%} above the best."
+            for title, count, chosen, lost in regret(checks)
+        ),
         "",
         *_table(
             ("use", "measurement", "scheme", "measured, s", "predicted, s", "error", "pace"),

@@ -26,7 +26,7 @@ LAYERS = [
     "hzero.model", "hzero.settings", "hzero.plan", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report",
+    "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report", "benchmarks.paper_region",
     "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.soak",
     "benchmarks.step_time",
     "examples", "tests",

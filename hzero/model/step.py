@@ -44,6 +44,7 @@ class Job:
         bucket_numel: Elements gathered or reduced together, DeepSpeed's prefetch and reduce bucket.
         kept: Buckets at the end of forward that backward finds still gathered.
         ahead: Buckets that are gathered ahead of their use, where the engine does that.
+        overlap: Whether collectives run beside compute; without it each is waited for where it starts.
     """
 
     model: dict[str, Any]
@@ -54,6 +55,7 @@ class Job:
     bucket_numel: int = BUCKET_NUMEL
     kept: int = 1
     ahead: int = 1
+    overlap: bool = True
 
     @property
     def tokens(self) -> int:
@@ -206,8 +208,9 @@ class _Builder:
         for chain in found:
             self._chains[chain.phase, chain.micro] = chain
         waits = self._engine == "fsdp" and not profile.overlap
-        self._ahead = 0 if waits else job.ahead
-        self._in_flight = IN_FLIGHT if profile.overlap or self._engine not in ("fsdp", "deepspeed") else 0
+        self._ahead = 0 if waits or not job.overlap else job.ahead
+        beside = profile.overlap or self._engine not in ("fsdp", "deepspeed")
+        self._in_flight = IN_FLIGHT if beside and job.overlap else 0
         self._tasks: list[Task] = []
         self._phases: dict[Any, Sequence[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
@@ -265,7 +268,7 @@ class _Builder:
             numels = tuple(numel for index in group for numel in self._buckets[index].numels)
             last = self._chain(chain, Bucket("+".join(self._buckets[i].name for i in group), numels, 0.0), [])[-1]
             ends += [last] * len(group)
-        return ends
+        return ends if self._job.overlap else ends[-1:] * len(ends)
 
     def _add(self, task: Task) -> Task:
         self._tasks.append(task)

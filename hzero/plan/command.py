@@ -13,10 +13,11 @@ from rich.console import Console
 
 from hzero.arguments import Parser
 from hzero.config import TIERS
+from hzero.model.profile import Profile
 from hzero.model.step import predict
 from hzero.plan import predicted
 from hzero.plan.against import against
-from hzero.plan.links_file import read_links
+from hzero.plan.links_file import links_for
 from hzero.plan.scenario import KEYS, profile_of, read_scenario, scenario_of, split_keys, with_links
 from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
@@ -151,8 +152,10 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     settings = Settings(plain(compose(kept)))
     plan, grid = _plan_of(settings), settings.grid
     profile = profile_of(kept, own.get("profile"))
+    if profile is not None and "profile" not in own and not _holds(profile, grid):
+        profile = None  # the topology's name stands for the machine, but not its shape here
     if profile is not None and links is not None:
-        profile = with_links(profile, links)
+        profile = with_links(profile, links, grid)
     model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
     itemsize = itemsize or (4 if settings["train"]["dtype"] == "fp32" else 2)
     numels = model_numels(model)
@@ -193,27 +196,22 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     }
 
 
-def _measured(path: Path, grid: Grid) -> dict[str, Any]:
-    """Rates of a grid's tiers from a links file, matched by name: the file's own grid may differ.
+def _holds(profile: Profile, grid: Grid) -> bool:
+    """Whether a profile's machine has such a grid."""
+    shape = grid.gpus_per_node, grid.gcds_per_gpu
+    return shape == (profile.gpus_per_node, profile.gcds_per_gpu) and grid.nodes <= profile.nodes
 
-    Raises:
-        ConfigError: A tier of more than one rank has not been measured.
-    """
-    links = read_links(path)
-    needed = [tier for tier in TIERS if grid.size(tier) > 1]
-    for tier in needed:
-        if tier not in links.tiers:
-            raise ConfigError(
-                f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "
-                f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
-            )
+
+def _measured(path: Path, grid: Grid) -> dict[str, Any]:
+    """Rates of a grid's tiers from a links file."""
+    links = links_for(path, grid)
     return {
         "file": str(path),
         "date": links.date,
         "grid": dict(links.grid),
         "backend": links.backend,
         "device": links.device,
-        "tiers": {tier: links.tiers[tier].model_dump() for tier in needed},
+        "tiers": {tier: links.tiers[tier].model_dump() for tier in TIERS if grid.size(tier) > 1},
     }
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from hzero.config import TIERS
 from hzero.model.profile import Profile, Source, load_profile, profile_names
 from hzero.model.step import Job
-from hzero.plan.links_file import read_links
+from hzero.plan.links_file import links_for
 from hzero.settings.architecture import is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
@@ -98,7 +98,7 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
             f"profile: none is known for topology={_topology(kept)}; give profile=NAME or a .yaml, possible: "
             f"{', '.join(profile_names())}"
         )
-    return scenario_of(settings, own, profile if links is None else with_links(profile, links))
+    return scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
 
 
 def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -161,21 +161,15 @@ def _topology(overrides: Sequence[str]) -> str:
     return chosen[-1] if chosen else "emulated_2x2x2"
 
 
-def with_links(profile: Profile, path: Path) -> Profile:
-    """The profile with the rates and latencies that `hzero bench links` has measured.
+def with_links(profile: Profile, path: Path, grid: Grid) -> Profile:
+    """The profile with the rates and latencies that `hzero bench links` has measured, matched by the names of tiers.
 
-    A tier's rate is that of its groups all at once, so on tier ``node`` the node's is as many times the device's.
+    A tier's rate is that of its groups all at once, so a node's is as many times a device's as it had devices.
 
     Raises:
-        ConfigError: The file is none, or was measured on nodes of another shape.
+        ConfigError: As `links_for`.
     """
-    links = read_links(path)
-    shape = (links.grid["gpu"], links.grid["gcd"])
-    if shape != (profile.gpus_per_node, profile.gcds_per_gpu):
-        raise ConfigError(
-            f"{path}: grid: found nodes of {shape[0]} x {shape[1]} devices, but {profile.name} has "
-            f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
-        )
+    links = links_for(path, grid)
     values: dict[str, float] = {}
     for tier in TIERS:
         if tier not in links.tiers:
@@ -186,7 +180,7 @@ def with_links(profile: Profile, path: Path) -> Profile:
         elif tier == "gpu":
             values |= {"gpu_ring_gb_s": rate, "gpu_pairs_gb_s": rate}
         else:
-            devices = profile.gpus_per_node * profile.gcds_per_gpu
+            devices = links.grid["gpu"] * links.grid["gcd"]
             values |= {"net_rails_gb_s": rate * devices, "net_ring_gb_s": rate * devices}
     values["launch_us"] = min(rate.latency_us for rate in links.tiers.values())
     source = Source(

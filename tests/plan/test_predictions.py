@@ -111,7 +111,7 @@ def test_a_run_beside_its_prediction(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_measured_links_replace_those_of_the_profile(tmp_path: Path) -> None:
-    links = {
+    links: dict[str, Any] = {
         "schema": "hzero-links-1", "date": "2026-11-22", "machine": {}, "versions": {}, "backend": "nccl", "device": "cuda",
         "codecs": "device", "launcher": "", "grid": {"gcd": 2, "gpu": 4, "node": 2}, "settings": {}, "rows": [],
         "tiers": {tier: {"gb_s": rate, "latency_us": 30.0} for tier, rate in (("gcd", 150.0), ("gpu", 70.0), ("node", 9.0))},
@@ -120,9 +120,11 @@ def test_measured_links_replace_those_of_the_profile(tmp_path: Path) -> None:
     scenario = read_scenario([*FRONTIER, "topology.nodes=48"], tmp_path / "links.json")
     assert (scenario.profile.value("net_rails_gb_s"), scenario.profile.value("launch_us")) == (72.0, 30.0)
     assert scenario.profile.sources["given"].kind == "measured"
-    emulated = read_scenario(["model=gpt_neox_1m"]).profile
-    with pytest.raises(ConfigError, match="found nodes of 4 x 2 devices, but emulated has 2 x 2"):
-        with_links(emulated, tmp_path / "links.json")
+    del links["tiers"]["node"], links["grid"]["node"]
+    links["grid"]["node"] = 1
+    (tmp_path / "one.json").write_text(json.dumps(links))
+    with pytest.raises(ConfigError, match=r"one\.json: tiers\.node: missing, and the plan's grid"):
+        with_links(scenario.profile, tmp_path / "one.json", scenario.grid)
 
 
 def test_a_plan_predicts_where_a_profile_is_known(capsys: pytest.CaptureFixture[str]) -> None:
