@@ -26,7 +26,7 @@ from hzero.topology import Grid
 from hzero.validation import ConfigError
 
 #: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
-MICRO_STEPS, LAYERS = 3, (4, 6)
+MICRO_STEPS, LAYERS = 3, (2, 4)
 #: Bytes of an element that Adam reads and writes: gradient, float32 master and two moments, 16-bit weight.
 ADAM_BYTES = 4 + 2 * 12 + 2
 
@@ -211,6 +211,8 @@ class _Builder:
         self._ahead = 0 if waits or not job.overlap else job.ahead
         beside = profile.overlap or self._engine not in ("fsdp", "deepspeed")
         self._in_flight = IN_FLIGHT if beside and job.overlap else 0
+        # Crossings of a reduction before those that wait for the last micro-step.
+        self._inside = len(scheme.micro_hops()) if isinstance(scheme, ShardPlan) else 1
         self._tasks: list[Task] = []
         self._phases: dict[Any, Sequence[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
@@ -294,7 +296,6 @@ class _Builder:
     def _chain(self, chain: Chain, where: int | Bucket, needs: Sequence[Task]) -> list[Task]:
         bucket = where if isinstance(where, Bucket) else self._buckets[where]
         made: list[Task] = []
-        inside = self._stage.micro_hops() if self._stage is not None else ()
         for number, crossing in enumerate(chain.crossings):
             key = (chain.phase, chain.crossings, bucket.name, number)
             if key not in self._phases:
@@ -303,7 +304,7 @@ class _Builder:
             lane = f"{crossing.role} {tier}" if self._stage is not None else "+".join(crossing.tiers)
             details: dict[str, Any] = {"tier": tier, "codec": crossing.codec.codec}
             if chain.phase == "reduce":
-                details["boundary"] = number >= (len(inside) if self._stage is not None else 1)
+                details["boundary"] = number >= self._inside
             after = made[-1:] or list(needs)
             made.append(self._add(Task(lane, f"{chain.phase} {bucket.name}", self._phases[key], after, details)))
         if not made and needs:

@@ -19,6 +19,8 @@ from hzero.validation import ConfigError
 
 #: Number of settings that are shown, and refined.
 BEST = 10
+#: Elements of a bucket that are tried beside DeepSpeed's default.
+_OTHER_BUCKET = 200_000_000
 _CODECS: dict[Quality, tuple[tuple[CodecName, ...], tuple[CodecName, ...]]] = {
     "lossless": (("none",), ("none",)),
     "weights": (("none", "int8", "int4"), ("none",)),
@@ -164,13 +166,14 @@ def tune(scenario: Scenario) -> Tuning:
     by_quality = _by_quality(found)
     refined = []
     for one in dict.fromkeys([*found[:BEST], *by_quality.values()]):
-        variants = [one]
-        for bucket, below in itertools.product((50_000_000, 200_000_000), (0, 1 << 20)):
-            other = replace(one.candidate, bucket_numel=bucket, doubling_below=below)
-            if other != one.candidate and _memory(other, scenario) <= scenario.memory_bytes:
-                variants.append(Found(other, _predicted(other, scenario)))
-        tried += len(variants) - 1
-        refined.append(min(variants, key=_order))
+        best = one
+        for bucket, below in ((_OTHER_BUCKET, 0), (0, 1 << 20)):
+            now = best.candidate
+            other = replace(now, bucket_numel=bucket or now.bucket_numel, doubling_below=below or now.doubling_below)
+            if _memory(other, scenario) <= scenario.memory_bytes:
+                best = min(best, Found(other, _predicted(other, scenario)), key=_order)
+                tried += 1
+        refined.append(best)
     refined.sort(key=_order)
     return Tuning(refined[:BEST], _by_quality(refined), tried, left_out, _otherwise(refined, scenario))
 
