@@ -41,6 +41,8 @@ SHORT = {
     "preset": "zero.preset",
     "accumulation": "train.grad_accumulation",
 }
+#: Of the keys of a prediction those that ``--sweep`` reads.
+SWEPT = ("memory", "profile")
 _EPILOG = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
@@ -97,7 +99,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         result, text = _prediction(parsed, overrides)
     else:
         result = compute(parsed.overrides, parsed.itemsize, parsed.links)
-        text = lambda console: show(result, console)  # noqa: E731
+        text = partial(show, result)
     if parsed.json:
         print(json.dumps(result, indent=1))
     else:
@@ -116,6 +118,10 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
     if parsed.sweep is not None:
         counts = node_counts(parsed.sweep)
         overrides = [*overrides, f"topology.nodes={counts[0]}"]
+    mode, reads = ("--tune", KEYS) if parsed.tune else ("--sweep", SWEPT) if parsed.sweep else ("--trace", KEYS[-1:])
+    for key in split_keys(overrides)[0]:
+        if key not in reads:
+            raise ConfigError(f"{key}: given with {mode}, which does not read it; it reads {', '.join(reads)}")
     scenario = read_scenario(overrides, parsed.links)
     if parsed.sweep is not None:
         out = parsed.out or Path("scaling.png")
@@ -192,7 +198,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "links": measured,
         "predicted": None
         if profile is None or is_general(model)
-        else predicted.steps_dict(scenario_of(settings, own, profile), plan),
+        else predicted.steps_dict(scenario_of(settings, own, profile, itemsize), plan),
     }
 
 
@@ -237,7 +243,7 @@ def _checksum_note(traffic: Sequence[traffic_plan.TierTraffic]) -> list[str]:
     if not added:
         return []
     return [
-        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; no number here has them"
+        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; predicted steps alone have them"
     ]
 
 

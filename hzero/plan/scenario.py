@@ -113,8 +113,8 @@ def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, kept
 
 
-def scenario_of(settings: Settings, own: dict[str, str], profile: Profile) -> Scenario:
-    """The scenario of checked settings."""
+def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, itemsize: int | None = None) -> Scenario:
+    """The scenario of checked settings; ``itemsize`` is that of a weight, None that of ``train.dtype``."""
     model, train, grid = settings["model"], settings["train"], settings.grid
     if is_general(model):
         raise ConfigError(
@@ -131,7 +131,7 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile) -> Sc
         micro_batch=train["micro_batch"],
         accumulation=train["grad_accumulation"],
         checkpointing=train["activation_checkpointing"],
-        itemsize=4 if train["dtype"] == "fp32" else 2,
+        itemsize=itemsize or (4 if train["dtype"] == "fp32" else 2),
         bucket_numel=zero.get("stage3_prefetch_bucket_size", BUCKET_NUMEL),
     )
     quality = own.get("codecs", "all")

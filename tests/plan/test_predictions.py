@@ -140,6 +140,7 @@ def test_a_plan_predicts_where_a_profile_is_known(capsys: pytest.CaptureFixture[
         (["--sweep", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
         (["--from", "nowhere"], "--from: cannot read 'nowhere/config.yaml'"),
         ([*FRONTIER, "nodes=2", "memory=3GB"], "memory: given without --tune"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: given with --sweep, which does not read it; it reads"),
         ([*FRONTIER, "nodes=2", "--out", "x"], "--out: given without --tune or --sweep"),
     ],
 )  # fmt: skip
