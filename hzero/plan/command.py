@@ -243,7 +243,7 @@ def _checksum_note(traffic: Sequence[traffic_plan.TierTraffic]) -> list[str]:
     if not added:
         return []
     return [
-        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; predicted steps alone have them"
+        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; only predictions have them"
     ]
 
 
