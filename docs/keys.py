@@ -13,6 +13,7 @@ from griffe import Docstring
 from pydantic import BaseModel
 
 from hzero.config import DEFAULT_PRESET, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
+from hzero.model.profile import Constants, load_profile
 from hzero.settings import groups
 from hzero.settings.conf import compose, conf_dir, plain
 
@@ -54,7 +55,20 @@ def trainer_table() -> str:
     return _table(lines)
 
 
-TABLES = {"block": block_table, "trainer": trainer_table}
+def constants_table() -> str:
+    """All constants of the performance model, with the values and sources of the profile frontier-2026."""
+    profile = load_profile("frontier-2026")
+    head = "| constant | meaning | frontier-2026 | kind | source, date, stack |"
+    lines = [head, "|---|---|---|---|---|"]
+    for name in Constants.model_fields:
+        constant = getattr(profile.constants, name)
+        source = profile.sources[constant.source]
+        where = f"{source.what}; {source.date}; {source.stack}"
+        lines.append(f"| `{name}` | {_meanings('Constants')[name]} | {constant.value:g} | {source.kind} | {where} |")
+    return "\n".join(lines)
+
+
+TABLES = {"block": block_table, "trainer": trainer_table, "constants": constants_table}
 
 
 def _leaves(root: dict[str, Any], node: dict[str, Any], owner: str, prefix: str = "") -> Iterator[Any]:

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import SCOPES, TIERS, Scope, Tier, parse_config
+from hzero.config import TIERS, Tier, parse_config
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.sequence import Crossing, Scheme, scheme_chains
 from hzero.sharding.traffic import plan_traffic, ring_links
 from hzero.topology import Grid
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One kind of collective of a step.
-
-    Attributes:
-        kind: Its name.
-        inside: The ranks of each such scope form a group.
-        across: Instead, the ranks at the same position of every such scope form a group.
-        size: Bytes of the whole tensor that a group gathers or reduces.
-        times: How often in a step, on average over the weights.
-    """
-
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
-    inside: Scope
-    size: float
-    times: float
-    across: bool = False
 
 
 def step_bytes(
@@ -59,62 +39,42 @@ def step_bytes(
     if scheme["engine"] == "hzero":
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(TIERS, 0.0)
-    for collective in collectives(scheme, grid, sum(numels) * itemsize, accumulation, fetches):
-        for tier, size in _collective_bytes(collective, cluster, reduce_scatter).items():
-            total[tier] += size
+    weights = sum(numels) * itemsize
+    for chain in scheme_chains(engine_of(scheme), grid, accumulation):
+        # DeepSpeed keeps the last weights of forward for backward.
+        times = fetches - 1 if chain.phase == "backward" and scheme["engine"] == "deepspeed" else 1
+        for crossing in chain.crossings:
+            shards = crossing.rows * (crossing.ranks if crossing.kind == "all_gather" else 1)
+            size = weights * shards / grid.world_size
+            for tier, sent in _collective_bytes(crossing, size, cluster, reduce_scatter).items():
+                total[tier] += sent * times
     return _present(total, grid)
 
 
-def collectives(
-    scheme: dict[str, Any], grid: Grid, weights: float, accumulation: int, fetches: float = 2
-) -> list[Collective]:
-    """Collectives of a step of DDP, FSDP or DeepSpeed, with weights of ``weights`` bytes."""
-    if scheme["engine"] == "ddp":
-        return [Collective("all_reduce", "world", weights, 1)]
-    if scheme["engine"] == "deepspeed":
-        hpz = scheme.get("hpz")
-        # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
-        far = 1 if hpz else fetches * accumulation
-        near = [Collective("all_gather", hpz, weights, fetches * accumulation - 1)] if hpz else []
-        return [
-            Collective("all_gather", "world", weights, far),
-            *near,
-            Collective("reduce_scatter", "world", weights, accumulation),
-        ]
-    shard = scheme.get("shard", "world")
-    between = scheme.get("reshard_after_forward") or shard
-    steps = [
-        Collective("all_gather", shard, weights, accumulation),
-        Collective("all_gather", between, weights, accumulation),
-        Collective("reduce_scatter", shard, weights, accumulation),
-    ]
-    size = grid.scope_size(shard)
-    if size < grid.world_size:
-        steps.append(Collective("all_reduce", shard, weights / size, 1, across=True))
-    return steps
+def engine_of(entry: dict[str, Any]) -> Scheme:
+    """A catalog entry of another engine than hzero as the model knows it."""
+    keys = {key: value for key, value in entry.items() if key not in ("label", "reshard_after_forward")}
+    return Scheme(**keys, reshard=entry.get("reshard_after_forward"))
 
 
-def _collective_bytes(collective: Collective, cluster: Cluster, reduce_scatter: str) -> dict[Tier, float]:
-    grid = cluster.grid
-    within = TIERS[: SCOPES.index(collective.inside) + 1]
-    tiers = [tier for tier in TIERS if (tier in within) != collective.across]
+def _collective_bytes(crossing: Crossing, size: float, cluster: Cluster, reduce_scatter: str) -> dict[Tier, float]:
+    """Bytes that all groups of one collective send over an array of ``size`` bytes."""
+    grid, tiers = cluster.grid, crossing.tiers
     sizes = [grid.size(tier) for tier in tiers]
-    count = math.prod(sizes)
+    count = crossing.ranks
     groups = grid.world_size // count
-    pairwise = collective.kind == "reduce_scatter" and reduce_scatter == "all_to_all"
+    pairwise = crossing.kind == "reduce_scatter" and reduce_scatter == "all_to_all"
     # gloo reduces and then gathers around a ring, also where only a part of the sum is asked for.
-    rounds = (
-        2 if collective.kind == "all_reduce" or (collective.kind, reduce_scatter) == ("reduce_scatter", "gloo") else 1
-    )
+    twice = crossing.kind == "all_reduce" or (crossing.kind, reduce_scatter) == ("reduce_scatter", "gloo")
     total = dict.fromkeys(TIERS, 0.0)
     inside = 1
-    for tier, size, links in zip(tiers, sizes, ring_links(sizes)):
+    for tier, ranks, links in zip(tiers, sizes, ring_links(sizes)):
         if pairwise:  # every rank sends each of the others its part
-            sent = count * inside * (size - 1) * collective.size / count
-            inside *= size
+            sent = count * inside * (ranks - 1) * size / count
+            inside *= ranks
         else:
-            sent = links * rounds * collective.size * (count - 1) / count
-        total[tier] = groups * sent * collective.times
+            sent = links * (2 if twice else 1) * size * (count - 1) / count
+        total[tier] = groups * sent
     return total
 
 

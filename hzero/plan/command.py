@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ from rich.console import Console
 
 from hzero.arguments import Parser
 from hzero.config import TIERS
-from hzero.plan.links_file import read_links
+from hzero.model.profile import Profile
+from hzero.model.step import predict
+from hzero.plan import predicted
+from hzero.plan.against import against
+from hzero.plan.links_file import links_for
+from hzero.plan.scenario import KEYS, profile_of, read_scenario, scenario_of, split_keys, with_links
+from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
+from hzero.plan.tune import tune
+from hzero.settings.architecture import is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels
@@ -32,11 +41,21 @@ SHORT = {
     "preset": "zero.preset",
     "accumulation": "train.grad_accumulation",
 }
+#: Of the keys of a prediction those that ``--sweep`` reads.
+SWEPT = ("memory", "profile")
 _EPILOG = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero bench links`
+  hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
+  hzero plan --sweep nodes=1..9408 model=gpt_neox_20b topology=frontier train.micro_batch=2 --out scaling.png
+  hzero plan --from runs/default                       the prediction of a finished run beside what was measured
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 --trace step.json.gz     a predicted step for Perfetto
+
+predictions: a simulation of the step with the constants of a profile (profile=NAME or a .yaml; by default that of the
+topology), see docs/model.md for its errors. --tune also takes memory=64GB of a device, global_batch=SEQUENCES of all
+devices, and codecs=lossless|weights|all, what codecs may lose.
 
 link times: the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
 that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are those of flat rings,
@@ -58,6 +77,12 @@ def parser() -> argparse.ArgumentParser:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
     add("--itemsize", type=int, choices=(2, 4), help="bytes of one weight (default: of train.dtype; 2 for auto)")
     add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
+    mode = made.add_mutually_exclusive_group()
+    mode.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
+    mode.add_argument("--sweep", metavar="nodes=A..B", help="predict all schemes on these nodes, and draw them")
+    mode.add_argument("--from", dest="run", metavar="RUN", type=Path, help="compare a finished run with its prediction")
+    mode.add_argument("--trace", metavar="FILE", type=Path, help="write the predicted step for Perfetto")
+    add("--out", metavar="FILE", type=Path, help="where --tune writes its choice (JSON) and --sweep its picture (PNG)")
     add("--json", action="store_true", help="print JSON")
     return made
 
@@ -65,12 +90,58 @@ def parser() -> argparse.ArgumentParser:
 def run_plan(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
     parsed = parser().parse_intermixed_args(list(arguments))
-    result = compute(parsed.overrides, parsed.itemsize, parsed.links)
+    overrides = [_long(override) for override in parsed.overrides]
+    if parsed.out is not None and not (parsed.tune or parsed.sweep):
+        raise ConfigError("--out: given without --tune or --sweep")
+    if parsed.tune or parsed.sweep or parsed.run or parsed.trace:
+        if parsed.itemsize is not None:
+            raise ConfigError("--itemsize: a prediction takes that of train.dtype")
+        result, text = _prediction(parsed, overrides)
+    else:
+        result = compute(parsed.overrides, parsed.itemsize, parsed.links)
+        text = partial(show, result)
     if parsed.json:
         print(json.dumps(result, indent=1))
     else:
-        show(result, Console())
+        text(Console())
     return 0
+
+
+def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], Callable[[Console], None]]:
+    """What ``--tune``, ``--sweep``, ``--from`` and ``--trace`` print, as plain values and as text."""
+    if parsed.run is not None:
+        own, others = split_keys(overrides)
+        if others or parsed.links is not None or set(own) - {"profile"}:
+            raise ConfigError("--from: takes profile=NAME alone beside it; all else is in the run's folder")
+        comparison = against(parsed.run, own.get("profile"))
+        return predicted.comparison_dict(comparison), partial(predicted.show_comparison, comparison)
+    if parsed.sweep is not None:
+        counts = node_counts(parsed.sweep)
+        overrides = [*overrides, f"topology.nodes={counts[0]}"]
+    mode, reads = ("--tune", KEYS) if parsed.tune else ("--sweep", SWEPT) if parsed.sweep else ("--trace", KEYS[-1:])
+    for key in split_keys(overrides)[0]:
+        if key not in reads:
+            raise ConfigError(f"{key}: given with {mode}, which does not read it; it reads {', '.join(reads)}")
+    scenario = read_scenario(overrides, parsed.links)
+    if parsed.sweep is not None:
+        out = parsed.out or Path("scaling.png")
+        curves = sweep(scenario, counts)
+        draw(curves, scenario, out)
+        return predicted.sweep_dict(curves, scenario), partial(predicted.show_sweep, curves, scenario, out)
+    if parsed.trace is not None:
+        found = predict(_plan_of(scenario.settings), scenario.job, scenario.grid, scenario.profile, exact=True)
+        predicted.write_step(parsed.trace, found, scenario)
+        return predicted.step_dict(found), partial(predicted.show_trace, parsed.trace, found, scenario)
+    tuning = tune(scenario)
+    if parsed.out is not None:
+        predicted.write_choice(parsed.out, tuning, scenario)
+    return predicted.tuning_dict(tuning, scenario), partial(predicted.show_tuning, tuning, scenario, parsed.out)
+
+
+def _plan_of(settings: Settings) -> ShardPlan:
+    if settings.plan is None:
+        raise ConfigError("zero.preset: none given; hzero plan compares a preset with plain ZeRO-3 (as in preset=topo)")
+    return settings.plan
 
 
 def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path | None = None) -> dict[str, Any]:
@@ -81,10 +152,16 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         itemsize: Bytes of one weight; None takes those of ``train.dtype``.
         links: File of measured rates; None takes ``topology.bandwidth_gb_s``.
     """
-    settings = Settings(plain(compose([_long(override) for override in overrides])))
-    plan, grid = settings.plan, settings.grid
-    if plan is None:
-        raise ConfigError("zero.preset: none given; hzero plan compares a preset with plain ZeRO-3 (as in preset=topo)")
+    own, kept = split_keys([_long(override) for override in overrides])
+    for key in set(own) - {"profile"}:
+        raise ConfigError(f"{key}: given without --tune, which alone reads it")
+    settings = Settings(plain(compose(kept)))
+    plan, grid = _plan_of(settings), settings.grid
+    profile = profile_of(kept, own.get("profile"))
+    if profile is not None and "profile" not in own and not _holds(profile, grid):
+        profile = None  # the topology's name stands for the machine, but not its shape here
+    if profile is not None and links is not None:
+        profile = with_links(profile, links, grid)
     model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
     itemsize = itemsize or (4 if settings["train"]["dtype"] == "fp32" else 2)
     numels = model_numels(model)
@@ -119,30 +196,28 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "zero3_link_seconds": traffic_plan.link_seconds(stock, rates),
         "rates_gb_s": rates,
         "links": measured,
+        "predicted": None
+        if profile is None or is_general(model)
+        else predicted.steps_dict(scenario_of(settings, own, profile, itemsize), plan),
     }
 
 
-def _measured(path: Path, grid: Grid) -> dict[str, Any]:
-    """Rates of a grid's tiers from a links file, matched by name: the file's own grid may differ.
+def _holds(profile: Profile, grid: Grid) -> bool:
+    """Whether a profile's machine has such a grid."""
+    shape = grid.gpus_per_node, grid.gcds_per_gpu
+    return shape == (profile.gpus_per_node, profile.gcds_per_gpu) and grid.nodes <= profile.nodes
 
-    Raises:
-        ConfigError: A tier of more than one rank has not been measured.
-    """
-    links = read_links(path)
-    needed = [tier for tier in TIERS if grid.size(tier) > 1]
-    for tier in needed:
-        if tier not in links.tiers:
-            raise ConfigError(
-                f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "
-                f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
-            )
+
+def _measured(path: Path, grid: Grid) -> dict[str, Any]:
+    """Rates of a grid's tiers from a links file."""
+    links = links_for(path, grid)
     return {
         "file": str(path),
         "date": links.date,
         "grid": dict(links.grid),
         "backend": links.backend,
         "device": links.device,
-        "tiers": {tier: links.tiers[tier].model_dump() for tier in needed},
+        "tiers": {tier: links.tiers[tier].model_dump() for tier in TIERS if grid.size(tier) > 1},
     }
 
 
@@ -168,13 +243,13 @@ def _checksum_note(traffic: Sequence[traffic_plan.TierTraffic]) -> list[str]:
     if not added:
         return []
     return [
-        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; no number here has them"
+        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; only predictions have them"
     ]
 
 
 def _long(override: str) -> str:
     key, sign, value = override.partition("=")
     near = nearest(key, SHORT, cutoff=0.7) if sign and key.isidentifier() else None
-    if near and key not in SHORT and key not in Configuration.model_fields:
+    if near and key not in SHORT and key not in KEYS and key not in Configuration.model_fields:
         raise ConfigError(f"{key}: unknown key; did you mean {near!r}?")
     return f"{SHORT.get(key, key)}{sign}{value}"

@@ -16,6 +16,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from hzero.config import ALGORITHMS, TIERS, CodecName, NodeAllGather, Tier
 from hzero.files import replacing
+from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
 
 #: A bare collective, an all-gather by an algorithm other than the library's, or the role of a hop.
@@ -180,6 +181,22 @@ def write_links(path: Path, links: LinksFile) -> None:
             file.write(json.dumps(links.model_dump(by_alias=True), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def links_for(path: Path, grid: Grid) -> LinksFile:
+    """Reads a links file for a grid, whose tiers are matched by name: the file's own grid may differ.
+
+    Raises:
+        ConfigError: As `read_links`, or a tier of more than one rank of the grid has not been measured.
+    """
+    links = read_links(path)
+    for tier in TIERS:
+        if grid.size(tier) > 1 and tier not in links.tiers:
+            raise ConfigError(
+                f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "
+                f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
+            )
+    return links
 
 
 def read_links(path: Path) -> LinksFile:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from hzero.config import TIERS
 from hzero.formatting import size_text, table_of
+from hzero.plan.predicted import show_steps
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -40,6 +41,8 @@ def show(result: dict[str, Any], console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+    if result["predicted"] is not None:
+        show_steps(result["predicted"], console)
 
 
 def _memory(result: dict[str, Any]) -> Table:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hzero.config import ROLES, TIERS, CodecName, Role, Tier
-from hzero.sharding.plan import Hop, ShardPlan
-from hzero.sharding.records import chunk_numel, record_format
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel
+from hzero.sharding.sequence import stage_chains
 from hzero.topology import Grid
 
 #: Bytes of a checksum, one for each message of a peer.
@@ -45,40 +47,6 @@ class TierTraffic:
     checksum_bytes: int = 0
 
 
-class _Tally:
-    """Adds up hops by role and tier."""
-
-    def __init__(self, chunks: Sequence[int]) -> None:
-        self._chunks = chunks
-        self._wire: dict[tuple[Role, Tier], int] = {}
-        self._raw: dict[tuple[Role, Tier], int] = {}
-        self._crossings: dict[tuple[Role, Tier], int] = {}
-
-    def add(self, role: Role, hop: Hop, rows: int, itemsize: int, received: float, times: float) -> None:
-        key = (role, hop.tier)
-        message = record_format(hop.codec).message_bytes(self._chunks, rows, itemsize)
-        self._wire[key] = self._wire.get(key, 0) + round(round(message * received) * times)
-        raw = rows * sum(self._chunks) * itemsize * received
-        self._raw[key] = self._raw.get(key, 0) + round(round(raw) * times)
-        self._crossings[key] = self._crossings.get(key, 0) + round(times)
-
-    def rows(self, plan: ShardPlan) -> list[TierTraffic]:
-        return [
-            TierTraffic(
-                role=role,
-                tier=tier,
-                codec=plan.codecs[role][tier].codec,
-                wire_bytes=self._wire.get((role, tier), 0),
-                raw_bytes=self._raw.get((role, tier), 0),
-                crossings=self._crossings.get((role, tier), 0),
-                used=plan.grid.size(tier) > 1,
-                checksum_bytes=CHECKSUM_BYTES * (plan.grid.size(tier) - 1) if plan.checksum else 0,
-            )
-            for role in ROLES
-            for tier in TIERS
-        ]
-
-
 def plan_traffic(
     plan: ShardPlan,
     numels: Sequence[int],
@@ -102,22 +70,33 @@ def plan_traffic(
     Returns:
         One entry per role and tier, weights first, tiers innermost first.
     """
-    comm_itemsize = comm_itemsize or itemsize
-    tally = _Tally([chunk_numel(numel, plan.grid.world_size) for numel in numels])
-    refresh = plan.refresh_hops()
-    rows = 1
-    for hop in refresh:
-        tally.add("weights", hop, rows, itemsize, hop.size - 1, 1)
-        rows *= hop.size
-    for hop in plan.fetch_hops() if refresh else plan.gather_hops():
-        tally.add("weights", hop, rows, itemsize, hop.size - 1, fetches * accumulation)
-        rows *= hop.size
-    rows = plan.grid.world_size
-    for hops, times in ((plan.micro_hops(), accumulation), (plan.boundary_hops(), 1)):
-        for hop in hops:
-            tally.add("gradients", hop, rows, comm_itemsize, 1 - 1 / hop.size, times)
-            rows //= hop.size
-    return tally.rows(plan)
+    itemsizes: dict[Role, int] = {"weights": itemsize, "gradients": comm_itemsize or itemsize}
+    chunks = [chunk_numel(numel, plan.grid.world_size) for numel in numels]
+    wire: dict[tuple[Role, Tier], float] = defaultdict(float)
+    raw: dict[tuple[Role, Tier], float] = defaultdict(float)
+    crossings: dict[tuple[Role, Tier], float] = defaultdict(float)
+    for chain in stage_chains(plan, accumulation):
+        times = fetches - 1 if chain.phase == "backward" else 1
+        for crossing in chain.crossings:
+            key = (crossing.role, crossing.tiers[0])
+            size = itemsizes[crossing.role]
+            wire[key] += round(crossing.message_bytes(chunks, size) * crossing.received) * times
+            raw[key] += round(crossing.rows * sum(chunks) * size * crossing.received) * times
+            crossings[key] += times
+    return [
+        TierTraffic(
+            role=role,
+            tier=tier,
+            codec=plan.codecs[role][tier].codec,
+            wire_bytes=round(wire[role, tier]),
+            raw_bytes=round(raw[role, tier]),
+            crossings=round(crossings[role, tier]),
+            used=plan.grid.size(tier) > 1,
+            checksum_bytes=CHECKSUM_BYTES * (plan.grid.size(tier) - 1) if plan.checksum else 0,
+        )
+        for role in ROLES
+        for tier in TIERS
+    ]
 
 
 def node_bytes(traffic: Sequence[TierTraffic], plan: ShardPlan) -> int:

@@ -1,0 +1,91 @@
+"""Compute: floating-point operations of a model's buckets, and the time that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hzero.model.collectives import Phase
+from hzero.model.profile import Profile
+from hzero.sharding.shapes import gpt_neox_numels
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        name: For traces; equal buckets have equal names.
+        numels: Elements of every parameter.
+        flops: Of forward, per token.
+    """
+
+    name: str
+    numels: tuple[int, ...]
+    flops: float
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.numels)
+
+
+def model_buckets(model: dict[str, Any], bucket_numel: int) -> list[Bucket]:
+    """Buckets of a GPT-NeoX in the order of forward: as many parameters of a layer as fit, at least one.
+
+    Args:
+        model: The trainer's group ``model``.
+        bucket_numel: Max elements of a bucket of several parameters.
+    """
+    hidden, length = model["hidden_size"], model["seq_length"]
+    whole = gpt_neox_numels(hidden=hidden, layers=1, vocab=model["vocab_size"], intermediate=model["intermediate_size"])
+    embedding, layer, rest = whole[0], whole[1:-3], whole[-3:]
+    buckets = [Bucket("embedding", (embedding,), 0.0)]
+    parts = _split(layer, bucket_numel)
+    # Scores and their product with the values: 4 x length x hidden operations a token, in the bucket of the first matrix.
+    attention = [4.0 * length * hidden if index == 0 else 0.0 for index in range(len(parts))]
+    of_layer = [
+        Bucket(f"layer.{index}", tuple(part), 2.0 * sum(part) + extra)
+        for index, (part, extra) in enumerate(zip(parts, attention))
+    ]
+    buckets += of_layer * model["num_layers"]
+    return [*buckets, Bucket("head", tuple(rest), 2.0 * rest[-1])]
+
+
+def _split(numels: Sequence[int], limit: int) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for numel in numels:
+        if parts[-1] and sum(parts[-1]) + numel > limit:
+            parts.append([])
+        parts[-1].append(numel)
+    if len(parts) > 1 and sum(parts[-1]) < limit // 100:  # a bias that is left over
+        parts[-2] += parts.pop()
+    return parts
+
+
+def model_flops(buckets: Sequence[Bucket], tokens: int) -> float:
+    """Operations of forward and backward of ``tokens`` tokens, without what is computed again."""
+    return 3.0 * tokens * sum(bucket.flops for bucket in buckets)
+
+
+def compute_phase(profile: Profile, flops: float, tokens: int, world: int) -> Phase:
+    """Time of ``flops`` operations in a micro-batch of ``tokens`` tokens per rank.
+
+    Short micro-batches use a device badly: the rate is ``compute_tflops`` x tokens / (tokens + ``half_tokens``).
+    """
+    rate = profile.value("compute_tflops") * 1e12 * tokens / (tokens + profile.value("half_tokens"))
+    host = profile.value("host_us") / 1e6
+    if profile.cores:
+        share = world / profile.cores
+        return Phase(0.0, {"cores": (flops / rate + host) * share})
+    return Phase(host, {"compute": flops / rate}) if flops else Phase(host)
+
+
+def optimizer_phase(profile: Profile, shard: int, states: int, world: int) -> Phase:
+    """Time of Adam on a rank's ``shard`` elements, which reads and writes ``states`` bytes of each."""
+    fixed = profile.value("step_us") / 1e6
+    if profile.cores:
+        seconds = shard / 1e9 * profile.value("optimizer_s_per_g") * world / profile.cores
+        return Phase(fixed, {"cores": seconds})
+    return Phase(fixed, {"memory": shard * states / profile.value("hbm_gb_s") / 1e9})

@@ -1,0 +1,287 @@
+"""Tune: searches the settings of the stage with the shortest predicted step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hzero.config import SCOPES, TIERS, CodecName, Scope, parse_config
+from hzero.model import footprint
+from hzero.model.profile import Profile, Source
+from hzero.model.step import Prediction, predict
+from hzero.plan.scenario import Quality, Scenario
+from hzero.sharding.memory import CHANNELS
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.shapes import gpt_neox_numels
+from hzero.validation import ConfigError
+
+#: Number of settings that are shown, and refined.
+BEST = 10
+#: Elements of a bucket that are tried beside DeepSpeed's default.
+_OTHER_BUCKET = 200_000_000
+_CODECS: dict[Quality, tuple[tuple[CodecName, ...], tuple[CodecName, ...]]] = {
+    "lossless": (("none",), ("none",)),
+    "weights": (("none", "int8", "int4"), ("none",)),
+    "all": (("none", "int8", "int4"), ("none", "int8", "int4")),
+}
+#: What a machine may be other than its profile says, to see whether another setting would then be the best.
+_OTHERWISE: tuple[tuple[str, dict[str, float]], ...] = (
+    ("nodes at half the rate", {"net_rails_gb_s": 0.5, "net_ring_gb_s": 0.5, "net_all_reduce_gb_s": 0.5}),
+    ("nodes at twice the rate", {"net_rails_gb_s": 2, "net_ring_gb_s": 2, "net_all_reduce_gb_s": 2}),
+    ("latencies twice as long", {"launch_us": 2, "ring_net_us": 2, "ring_net_ll_us": 2, "pair_us": 2}),
+    ("compute at half the rate", {"compute_tflops": 0.5}),
+    ("kernels of codecs at a quarter of the memory's rate", {"hbm_gb_s": 0.25}),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of the stage and of the step.
+
+    Attributes:
+        weights: Scope of the weights.
+        gradients: Scope of the gradients.
+        weights_codec: Codec of the weights.
+        gradients_codec: Codec of the gradients.
+        inner: Whether tiers inside the node have the codecs too.
+        micro_batch: Sequences per rank and micro-step.
+        accumulation: Micro-steps per step.
+        checkpointing: Whether activations are computed again.
+        bucket_numel: DeepSpeed's prefetch and reduce bucket.
+        doubling_below: Messages between nodes of fewer bytes are gathered by doubling.
+    """
+
+    weights: Scope
+    gradients: Scope
+    weights_codec: CodecName
+    gradients_codec: CodecName
+    inner: bool
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+    bucket_numel: int
+    doubling_below: int = 0
+
+    def block(self) -> dict[str, Any]:
+        """The ``"hzero"`` block."""
+        inside: dict[str, CodecName] = {"weights": self.weights_codec, "gradients": self.gradients_codec}
+        codecs = {
+            role: {tier: name if self.inner or tier == "node" else "none" for tier in TIERS}
+            for role, name in inside.items()
+        }
+        block: dict[str, Any] = {
+            "preset": "lossless",
+            "shard": {"weights": self.weights, "gradients": self.gradients},
+            "codecs": codecs,
+        }
+        if self.doubling_below:
+            block["node_all_gather"] = {"algorithm": "doubling", "below_bytes": self.doubling_below}
+        return block
+
+    def overrides(self) -> list[str]:
+        """The same for `hzero train`, as Hydra's overrides."""
+        block = self.block()
+        found = [f"zero={block['preset']}"]
+        found += [f"zero.shard.{role}={scope}" for role, scope in block["shard"].items()]
+        for role, tiers in block["codecs"].items():
+            found += [f"zero.codecs.{role}.{tier}={name}" for tier, name in tiers.items() if name != "none"]
+        if self.doubling_below:
+            found += ["zero.node_all_gather.algorithm=doubling"]
+            found += [f"zero.node_all_gather.below_bytes={self.doubling_below}"]
+        found += [f"train.micro_batch={self.micro_batch}", f"train.grad_accumulation={self.accumulation}"]
+        found += [f"train.activation_checkpointing={str(self.checkpointing).lower()}"]
+        for key in ("stage3_prefetch_bucket_size", "reduce_bucket_size"):
+            found.append(f"+deepspeed.zero_optimization.{key}={self.bucket_numel}")
+        return found
+
+    def __str__(self) -> str:
+        where = "" if self.inner or (self.weights_codec, self.gradients_codec) == ("none", "none") else " between nodes"
+        return (
+            f"weights {self.weights} {self.weights_codec}, gradients {self.gradients} {self.gradients_codec}{where}; "
+            f"{self.micro_batch} x {self.accumulation}{', checkpointing' if self.checkpointing else ''}"
+            f"; buckets {self.bucket_numel / 1e6:g} M{', doubling' if self.doubling_below else ''}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A candidate and its predicted step."""
+
+    candidate: Candidate
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of a search.
+
+    Attributes:
+        best: The best, first first.
+        by_quality: The best of every quality that was allowed.
+        tried: Settings that were simulated.
+        left_out: Settings that do not fit into memory.
+        otherwise: For each way in which the machine may differ: the setting that would then be the best of these, and how
+            much longer the step of the first would be, as a share.
+    """
+
+    best: list[Found]
+    by_quality: dict[Quality, Found]
+    tried: int
+    left_out: int
+    otherwise: list[tuple[str, Candidate, float]]
+
+
+def tune(scenario: Scenario) -> Tuning:
+    """Searches scopes, codecs, micro-batches and checkpointing, then buckets and algorithms of the best.
+
+    Raises:
+        ConfigError: No setting fits into memory.
+    """
+    fitting: list[Candidate] = []
+    least, smallest, left_out = float("inf"), "", 0
+    for candidate in _candidates(scenario):
+        size = _memory(candidate, scenario)
+        if size < least:
+            least, smallest = size, str(candidate)
+        if size <= scenario.memory_bytes:
+            fitting.append(candidate)
+        else:
+            left_out += 1
+    if not fitting:
+        raise ConfigError(
+            f"memory: found {scenario.memory_bytes / 1e9:g} GB, and the smallest setting needs {least / 1e9:.1f} GB per "
+            f"device ({smallest}); possible: more nodes, a smaller model, or shorter sequences"
+        )
+    fitting.sort(key=lambda one: (one.checkpointing, -one.micro_batch))
+    found: list[Found] = []
+    tried = 0
+    for candidate in fitting:
+        if len(found) >= BEST and _compute_s(candidate, scenario) > found[BEST - 1].prediction.step_s:
+            continue  # compute alone takes longer
+        found.append(Found(candidate, _predicted(candidate, scenario)))
+        found.sort(key=_order)
+        tried += 1
+    by_quality = _by_quality(found)
+    refined = []
+    for one in dict.fromkeys([*found[:BEST], *by_quality.values()]):
+        best = one
+        for bucket, below in ((_OTHER_BUCKET, 0), (0, 1 << 20)):
+            now = best.candidate
+            other = replace(now, bucket_numel=bucket or now.bucket_numel, doubling_below=below or now.doubling_below)
+            if _memory(other, scenario) <= scenario.memory_bytes:
+                best = min(best, Found(other, _predicted(other, scenario)), key=_order)
+                tried += 1
+        refined.append(best)
+    refined.sort(key=_order)
+    return Tuning(refined[:BEST], _by_quality(refined), tried, left_out, _otherwise(refined, scenario))
+
+
+def _by_quality(found: Sequence[Found]) -> dict[Quality, Found]:
+    """The best of those that lose no more than a quality allows."""
+    best: dict[Quality, Found] = {}
+    for quality, (weights, gradients) in _CODECS.items():
+        for one in sorted(found, key=_order):
+            if one.candidate.weights_codec in weights and one.candidate.gradients_codec in gradients:
+                best[quality] = one
+                break
+    return best
+
+
+def _order(found: Found) -> tuple[float, int, bool, int]:
+    """Shortest first; of equal ones, to a thousandth, what loses least and is simplest."""
+    one = found.candidate
+    bits = {"none": 16, "bf16": 16, "int8": 8, "int4": 4}
+    lost = 32 - bits[one.weights_codec] - bits[one.gradients_codec]
+    step = float(f"{found.prediction.step_s:.3e}")
+    return step, lost, one.checkpointing, one.doubling_below + one.bucket_numel
+
+
+def _candidates(scenario: Scenario) -> Iterator[Candidate]:
+    per_rank = scenario.global_batch // scenario.grid.world_size
+    batches = [size for size in (1, 2, 4, 8, 16) if per_rank % size == 0]
+    weights, gradients = _CODECS[scenario.quality]
+    scopes = [(a, b) for a in SCOPES for b in SCOPES if SCOPES.index(a) <= SCOPES.index(b)]
+    sizes = [scenario.grid.scope_size(scope) for scope in SCOPES]
+    for (of_weights, of_gradients), codec, coded, inner, size, again in itertools.product(
+        scopes, weights, gradients, (True, False), batches, (False, True)
+    ):
+        if not inner and (codec == coded == "none" or scenario.grid.nodes == 1):
+            continue
+        if any(  # a scope that reaches no more ranks than the one inside it is the same
+            index and sizes[index] == sizes[index - 1] for index in map(SCOPES.index, (of_weights, of_gradients))
+        ):
+            continue
+        yield Candidate(
+            of_weights,
+            of_gradients,
+            codec,
+            coded,
+            inner,
+            size,
+            per_rank // size,
+            again,
+            scenario.job.bucket_numel,
+        )
+
+
+def _plan(candidate: Candidate, scenario: Scenario) -> ShardPlan:
+    return ShardPlan.from_config(parse_config(candidate.block()), scenario.grid, 0)
+
+
+def _memory(candidate: Candidate, scenario: Scenario) -> int:
+    model = scenario.job.model
+    numels = gpt_neox_numels(
+        hidden=model["hidden_size"],
+        layers=model["num_layers"],
+        vocab=model["vocab_size"],
+        intermediate=model["intermediate_size"],
+    )
+    states = footprint.state_bytes(
+        _plan(candidate, scenario),
+        scenario.grid,
+        numels,
+        itemsize=scenario.job.itemsize,
+        bucket_numel=candidate.bucket_numel,
+        accumulation=candidate.accumulation,
+        channels=0 if scenario.profile.library == "gloo" else CHANNELS,
+    )
+    return states + footprint.activation_bytes(model, candidate.micro_batch, candidate.checkpointing)
+
+
+def _compute_s(candidate: Candidate, scenario: Scenario) -> float:
+    """Seconds of a step's products at the profile's rate, which no communication shortens."""
+    model, profile = scenario.job.model, scenario.profile
+    if profile.cores:
+        return 0.0
+    tokens = candidate.micro_batch * model["seq_length"]
+    layer = 4 * model["hidden_size"] ** 2 + 2 * model["hidden_size"] * model["intermediate_size"]
+    flops = 2.0 * tokens * layer * model["num_layers"] * (4 if candidate.checkpointing else 3)
+    rate = profile.value("compute_tflops") * 1e12 * tokens / (tokens + profile.value("half_tokens"))
+    return candidate.accumulation * flops / rate
+
+
+def _predicted(candidate: Candidate, scenario: Scenario, profile: Profile | None = None) -> Prediction:
+    job = replace(
+        scenario.job,
+        micro_batch=candidate.micro_batch,
+        accumulation=candidate.accumulation,
+        checkpointing=candidate.checkpointing,
+        bucket_numel=candidate.bucket_numel,
+    )
+    return predict(_plan(candidate, scenario), job, scenario.grid, profile or scenario.profile)
+
+
+def _otherwise(best: Sequence[Found], scenario: Scenario) -> list[tuple[str, Candidate, float]]:
+    source = Source(what="changed, to see what follows", date="now", stack="none", kind="assumed")
+    found = []
+    for what, factors in _OTHERWISE:
+        if scenario.grid.nodes == 1 and what.startswith("nodes"):
+            continue
+        values = {name: scenario.profile.value(name) * factor for name, factor in factors.items()}
+        profile = scenario.profile.with_values(source, **values)
+        steps = [_predicted(one.candidate, scenario, profile).step_s for one in best]
+        winner = min(range(len(best)), key=lambda index: (float(f"{steps[index]:.3e}"), index))
+        found.append((what, best[winner].candidate, steps[0] / steps[winner] - 1))
+    return found

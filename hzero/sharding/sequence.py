@@ -1,0 +1,192 @@
+"""Sequence: the collectives that a bucket of parameters starts in one step, in order. No process group, no tensor.
+
+The stage's are read off the shard plan, those of other engines off their `Scheme`. `hzero.sharding.traffic` adds up the
+bytes of these chains, and `hzero.model` simulates their time: both see the same sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from hzero.config import DEFAULT_BLOCK_SIZE, SCOPES, TIERS, CodecConfig, Role, Scope, Tier
+from hzero.sharding.plan import Hop, ShardPlan
+from hzero.sharding.records import record_format
+from hzero.topology import Grid
+
+Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
+#: When a chain starts: ``refresh`` as soon as the step before has changed the weights, ``forward`` and ``backward`` in time
+#: for a use of the bucket, ``reduce`` when backward has made its gradients, ``after`` when the optimizer has stepped.
+Phase: TypeAlias = Literal["refresh", "forward", "backward", "reduce", "after"]
+PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One collective of a chain.
+
+    Attributes:
+        role: The kind of state.
+        kind: The collective.
+        tiers: Tiers whose coordinates differ among the ranks of a group.
+        ranks: Ranks of a group.
+        codec: Codec of the messages.
+        rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, the whole of which a
+            reduction leaves a part.
+    """
+
+    role: Role
+    kind: Kind
+    tiers: tuple[Tier, ...]
+    ranks: int
+    codec: CodecConfig
+    rows: int
+
+    @property
+    def received(self) -> float:
+        """Messages of this size that enter a rank."""
+        if self.kind == "all_gather":
+            return self.ranks - 1
+        return (2 if self.kind == "all_reduce" else 1) * (1 - 1 / self.ranks)
+
+    def message_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
+        return record_format(self.codec).message_bytes(chunks, self.rows, itemsize)
+
+    def array_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Bytes of the whole array over the group, as nccl-tests count sizes."""
+        return self.message_bytes(chunks, itemsize) * (self.ranks if self.kind == "all_gather" else 1)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Crossings of one bucket, one after the other.
+
+    Attributes:
+        phase: When it starts.
+        micro: Micro-step, from 0.
+        crossings: The collectives.
+    """
+
+    phase: Phase
+    micro: int
+    crossings: tuple[Crossing, ...]
+
+
+def stage_chains(plan: ShardPlan, accumulation: int) -> list[Chain]:
+    """What the stage starts for one bucket in one step."""
+    chains = []
+    refresh, fetch = plan.refresh_hops(), plan.fetch_hops() if plan.refresh_hops() else plan.gather_hops()
+    if refresh:
+        chains.append(Chain("refresh", 0, _gathers(refresh, 1)))
+    rows = plan.resident_rows if refresh else 1
+    for micro in range(accumulation):
+        chains += [Chain(phase, micro, _gathers(fetch, rows)) for phase in ("forward", "backward")]
+        crossings = _reductions(plan.micro_hops(), plan.grid.world_size)
+        if micro == accumulation - 1:
+            crossings += _reductions(plan.boundary_hops(), plan.gradient_rows)
+        chains.append(Chain("reduce", micro, crossings))
+    return chains
+
+
+def _gathers(hops: Sequence[Hop], rows: int) -> tuple[Crossing, ...]:
+    found = []
+    for hop in hops:
+        found.append(Crossing("weights", "all_gather", (hop.tier,), hop.size, hop.codec, rows))
+        rows *= hop.size
+    return tuple(found)
+
+
+def _reductions(hops: Sequence[Hop], rows: int) -> tuple[Crossing, ...]:
+    found = []
+    for hop in hops:
+        kind: Kind = "reduce_scatter" if hop.codec.codec == "none" else "all_to_all"
+        found.append(Crossing("gradients", kind, (hop.tier,), hop.size, hop.codec, rows))
+        rows //= hop.size
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Another engine than the stage, with flat collectives.
+
+    Attributes:
+        engine: ``ddp``; ``fsdp``, FSDP2 and HSDP; ``deepspeed``, ZeRO-1 to ZeRO-3 and ZeRO++.
+        stage: Of DeepSpeed.
+        shard: Scope over which FSDP shards; replicated across the rest.
+        reshard: Scope over which FSDP keeps weights sharded from forward to backward; None: ``shard``.
+        hpz: Scope of DeepSpeed's secondary copy; None for none.
+        quantized: Whether weights travel in 8 and gradients in 4 bits, as in ZeRO++.
+        visible: Devices that a rank sees, which ZeRO++ takes for its node; None: all devices of the node. With ``srun
+            --gpus-per-task=1``, as on Frontier, a rank sees one.
+    """
+
+    engine: Literal["ddp", "fsdp", "deepspeed"]
+    stage: Literal[1, 2, 3] = 3
+    shard: Scope = "world"
+    reshard: Scope | None = None
+    hpz: Scope | None = None
+    quantized: bool = False
+    visible: int | None = None
+
+
+def scheme_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
+    """What another engine starts for one bucket in one step."""
+    last = accumulation - 1
+    if scheme.engine == "ddp":
+        return [Chain("reduce", last, (_flat("gradients", "all_reduce", "world", grid),))]
+    if scheme.engine == "fsdp":
+        return _fsdp_chains(scheme, grid, accumulation)
+    if scheme.stage < 3:
+        reducing = range(accumulation) if scheme.stage == 2 else [last]
+        reduce = _flat("gradients", "reduce_scatter", "world", grid)
+        gather = _flat("weights", "all_gather", "world", grid)
+        return [*(Chain("reduce", micro, (reduce,)) for micro in reducing), Chain("after", last, (gather,))]
+    weights = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
+    far = replace(_flat("weights", "all_gather", "world", grid), codec=weights)
+    near = replace(_flat("weights", "all_gather", scheme.hpz, grid), codec=weights) if scheme.hpz else far
+    chains = []
+    for micro in range(accumulation):
+        # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
+        chains.append(Chain("forward", micro, (far if micro == 0 else near,)))
+        chains.append(Chain("backward", micro, (near,)))
+        chains.append(Chain("reduce", micro, _deepspeed_reductions(scheme, grid)))
+    return chains
+
+
+def _fsdp_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
+    chains = []
+    gather = _flat("weights", "all_gather", scheme.shard, grid)
+    again = _flat("weights", "all_gather", scheme.reshard or scheme.shard, grid)
+    reduce = _flat("gradients", "reduce_scatter", scheme.shard, grid)
+    outside = tuple(tier for tier in TIERS[SCOPES.index(scheme.shard) + 1 :] if grid.size(tier) > 1)
+    for micro in range(accumulation):
+        chains += [Chain("forward", micro, (gather,)), Chain("backward", micro, (again,))]
+        crossings = [reduce]
+        if outside and micro == accumulation - 1:
+            replicas = grid.world_size // grid.scope_size(scheme.shard)
+            crossings.append(Crossing("gradients", "all_reduce", outside, replicas, PLAIN, replicas))
+        chains.append(Chain("reduce", micro, tuple(crossings)))
+    return chains
+
+
+def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
+    """ZeRO++ reduces by an all-to-all inside what it takes for a node and one across (arXiv 2306.10209)."""
+    if not scheme.quantized:
+        return (_flat("gradients", "reduce_scatter", "world", grid),)
+    codec = CodecConfig(codec="int4", block_size=DEFAULT_BLOCK_SIZE)
+    if scheme.visible == 1:  # every device is a node of its own: one all-to-all over the world
+        return (replace(_flat("gradients", "all_to_all", "world", grid), codec=codec),)
+    inside = replace(_flat("gradients", "all_to_all", "node", grid), codec=codec, rows=grid.world_size)
+    if grid.nodes == 1:
+        return (inside,)
+    return inside, Crossing("gradients", "all_to_all", ("node",), grid.nodes, codec, grid.nodes)
+
+
+def _flat(role: Role, kind: Kind, scope: Scope, grid: Grid) -> Crossing:
+    """A collective over all ranks of a scope; shards are those of the world."""
+    tiers = tuple(tier for tier in TIERS[: SCOPES.index(scope) + 1] if grid.size(tier) > 1)
+    ranks = grid.scope_size(scope)
+    whole = grid.world_size
+    return Crossing(role, kind, tiers, ranks, PLAIN, whole // ranks if kind == "all_gather" else whole)

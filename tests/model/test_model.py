@@ -1,0 +1,210 @@
+"""The performance model: its resources, collectives and steps, and its errors on measured rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.calibration import (
+    Check,
+    all_reduce_rows,
+    calibrates,
+    collective_checks,
+    emulated_checks,
+    emulated_rows,
+    fabric,
+    fit_all_reduce,
+    fit_net_ring,
+    fit_recomputed,
+    fit_trained,
+    link_checks,
+    misordered,
+    training_checks,
+)
+from hzero.config import parse_config
+from hzero.model.collectives import Phase, transfer
+from hzero.model.profile import load_profile, profile_names
+from hzero.model.sharing import speeds
+from hzero.model.simulate import COMPUTE, Task, simulate
+from hzero.model.step import Job, Prediction, predict
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.sequence import PLAIN, Crossing, Scheme
+from hzero.topology import Grid
+from hzero.validation import ConfigError
+from tests.ranks import ROOT
+
+FRONTIER = load_profile("frontier-2026")
+
+
+def _model(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())
+
+
+def _preset(name: str, grid: Grid) -> ShardPlan:
+    return ShardPlan.from_config(parse_config({"preset": name}), grid, 0)
+
+
+def _predicted(scheme: str | Scheme, nodes: int, **keys: Any) -> Prediction:
+    grid = Grid(nodes, 4, 2)
+    made = _preset(scheme, grid) if isinstance(scheme, str) else scheme
+    exact = keys.pop("exact", False)
+    return predict(made, Job(_model("gpt_neox_20b"), **keys), grid, FRONTIER, exact=exact)
+
+
+# ---- resources and events -----------------------------------------------------------------------------------------------
+
+
+def test_transfers_share_a_full_resource_alike_and_leave_the_rest_to_others() -> None:
+    assert speeds([{"a": 1.0}, {"a": 1.0}]) == [0.5, 0.5]
+    assert speeds([{"a": 1.0, "b": 0.1}, {"a": 1.0}, {"b": 1.0}]) == pytest.approx([0.5, 0.5, 0.95])
+    assert speeds([{"a": 0.25}, {"a": 0.5}]) == [1.0, 1.0]
+    assert speeds([{"a": 1 / 50}, {"a": 1 / 50, "b": 1 / 10}], math.inf) == pytest.approx([40, 10])
+
+
+def test_tasks_wait_for_others_and_for_their_lane() -> None:
+    first = Task("wire", "first", [Phase(1.0, {"node": 2.0})], details={"tier": "node"})
+    second = Task("other", "second", [Phase(0.0, {"node": 2.0})], details={"tier": "node"})
+    compute = Task(COMPUTE, "compute", [Phase(0.0, {"compute": 1.0})], [first])
+    timeline = simulate([first, second, compute])
+    # The second is alone for a second, then both share the node until it has ended.
+    assert (second.end, first.end, compute.start, timeline.seconds) == pytest.approx((3.0, 4.0, 4.0, 5.0))
+    assert timeline.exposed == pytest.approx({"node": 4.0})
+    assert timeline.latency == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="nothing can start"):
+        late = Task("wire", "late", [Phase(1.0)])
+        simulate([Task("wire", "early", [Phase(1.0)], [late]), late])
+
+
+def test_a_flat_ring_waits_for_milliseconds_where_tiers_do_not() -> None:
+    """384 ranks: 383 steps of a flat ring, 47 between nodes; three tiers have 47 + 3 + 1 steps."""
+    grid = Grid(48, 4, 2)
+    flat = transfer(Crossing("weights", "all_gather", ("gcd", "gpu", "node"), 384, PLAIN, 1), 1 << 30, grid, FRONTIER)
+    tiers = [
+        transfer(Crossing("weights", "all_gather", (tier,), grid.size(tier), PLAIN, 1), 1 << 30, grid, FRONTIER)
+        for tier in ("node", "gpu", "gcd")
+    ]
+    assert flat.latency_s > 1.5e-3 > sum(phase.latency_s for phase in tiers)
+    doubled = Crossing("weights", "all_gather", ("node",), 48, PLAIN, 1)
+    short = [transfer(doubled, 1 << 20, grid, FRONTIER, algorithm=name).latency_s for name in ("library", "doubling")]
+    assert short[1] < short[0] / 3
+
+
+def test_messages_to_all_peers_pay_for_links_between_switch_groups() -> None:
+    crossing = Crossing("gradients", "all_to_all", ("node",), 256, PLAIN, 256)
+    near = transfer(crossing, 1 << 30, Grid(128, 4, 2), FRONTIER)
+    far = transfer(crossing, 1 << 30, Grid(256, 4, 2), FRONTIER)
+    assert "uplink" not in near.work
+    assert far.work["uplink"] == pytest.approx(far.work["node"] * 0.5 * 1.75)
+
+
+# ---- measured rows ------------------------------------------------------------------------------------------------------
+
+
+def test_the_profiles_hold_what_the_calibration_rows_give() -> None:
+    fits = {**fit_all_reduce(), **fit_recomputed(), **fabric(), **fit_net_ring(FRONTIER)}
+    assert {name: FRONTIER.value(name) for name in fits} == pytest.approx(fits, rel=0.01)
+    before = load_profile("frontier-2023")
+    assert before.value("compute_tflops") == pytest.approx(fit_trained(before), rel=0.01)
+
+
+def test_published_collectives_that_were_not_fit() -> None:
+    checks = [check for check in collective_checks(FRONTIER) if check.use == "K"]
+    assert len(checks) == sum(use == "K" for use, *_ in all_reduce_rows()) == 10
+    for check in checks:
+        assert abs(check.error) < (0.10 if check.size >= 1 << 24 else 0.25), check
+    # One of the two misses 10 %: nothing that was fit says what forwarding costs.
+    assert [abs(check.error) < 0.105 for check in link_checks()] == [True, True]
+
+
+def test_published_training_that_was_not_fit() -> None:
+    [check] = [check for check in training_checks(load_profile("frontier-2023")) if check.use == "K"]
+    assert abs(check.error) < 0.08
+
+
+def test_the_emulated_cluster() -> None:
+    checks = emulated_checks(emulated_rows("2026-11-22"), load_profile("emulated"))
+    for row, check in checks:
+        if not row.core_bound and calibrates(row):
+            assert abs(check.error) < 0.10, check
+    held_out = [check.error for row, check in checks if row.suite == "sweep"]
+    assert sum(abs(error) < 0.15 for error in held_out) >= len(held_out) - 2
+    assert max(map(abs, held_out)) < 0.18
+    assert not misordered(checks)
+    assert Check("K", "", 0, 2.0, 3.0).error == 0.5
+
+
+# ---- steps --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["topo", "zero3", Scheme("deepspeed", hpz="node", quantized=True, visible=1)])
+def test_layers_and_micro_steps_are_alike(scheme: str | Scheme) -> None:
+    keys = {"micro_batch": 1, "accumulation": 5}
+    short, exact = _predicted(scheme, 48, **keys), _predicted(scheme, 48, exact=True, **keys)
+    assert short.step_s == pytest.approx(exact.step_s, rel=0.02)
+    assert sum(short.exposed.values()) == pytest.approx(sum(exact.exposed.values()), rel=0.05, abs=0.01)
+    assert exact.timeline is not None and short.timeline is None
+
+
+def test_the_whole_machine_takes_less_than_a_second() -> None:
+    start = time.process_time()
+    found = _predicted("topo", 9408, micro_batch=2, accumulation=4)
+    assert time.process_time() - start < 1
+    assert found.step_s > _predicted("topo", 48, micro_batch=2, accumulation=4).step_s
+
+
+def test_compression_and_tiers_win_where_tokens_are_few() -> None:
+    keys = {"micro_batch": 1, "accumulation": 1}
+    steps = {name: _predicted(name, 48, **keys).step_s for name in ("topo", "lossless", "zeropp", "zero3")}
+    steps["flat"] = _predicted(Scheme("deepspeed"), 48, **keys).step_s
+    assert sorted(steps, key=steps.__getitem__)[0] == "topo"
+    assert steps["flat"] > steps["topo"]
+    one = _predicted(Scheme("deepspeed", hpz="node", quantized=True, visible=1), 512, **keys)
+    assert one.latency_s > _predicted(Scheme("deepspeed", hpz="node", quantized=True), 512, **keys).latency_s
+
+
+def test_a_checksum_is_a_second_short_collective() -> None:
+    grid, job = Grid(48, 4, 2), Job(_model("gpt_neox_20b"))
+    plans = [
+        ShardPlan.from_config(parse_config({"preset": "topo", "checksum": checksum}), grid, 0)
+        for checksum in (False, True)
+    ]
+    steps = [predict(plan, job, grid, FRONTIER) for plan in plans]
+    assert steps[0].step_s < steps[1].step_s < 1.2 * steps[0].step_s
+
+
+def test_a_step_with_everything_else_free_is_its_compute() -> None:
+    found = _predicted("topo", 1, micro_batch=8, accumulation=1, checkpointing=True)
+    assert found.compute_s <= found.step_s < 1.05 * found.compute_s
+    assert found.full == "compute"
+
+
+# ---- profiles -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_constant_names_its_source(tmp_path: Path) -> None:
+    assert set(profile_names()) >= {"frontier-2023", "frontier-2026", "lumi", "dgx_h200", "emulated"}
+    for name in profile_names():
+        assert load_profile(name).sources
+    broken = yaml.safe_load((ROOT / "hzero" / "model" / "profiles" / "dgx_h200.yaml").read_text())
+    del broken["constants"]["net_rails_gb_s"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(broken))
+    with pytest.raises(ConfigError, match=r"mine\.yaml: constants\.net_rails_gb_s: missing"):
+        load_profile(str(tmp_path / "mine.yaml"))
+    broken["constants"]["net_rails_gb_s"] = {"value": 1.0, "source": "hearsay"}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(broken))
+    with pytest.raises(ConfigError, match=r"constants\.net_rails_gb_s\.source: found 'hearsay', possible: assumed"):
+        load_profile(str(tmp_path / "other.yaml"))
+    with pytest.raises(ConfigError, match="did you mean 'frontier-2026'"):
+        load_profile("frontier-2027")
+
+
+def test_machines_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="nodes: found 9,409; frontier-2026 has 9,408"):
+        _predicted("topo", 9409)
+    with pytest.raises(ConfigError, match="found a node of 2 x 2 devices, expected 4 x 2"):
+        predict(_preset("topo", Grid(2, 2, 2)), Job(_model("gpt_neox_20b")), Grid(2, 2, 2), FRONTIER)

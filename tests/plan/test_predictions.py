@@ -1,0 +1,153 @@
+"""`hzero plan --tune`, `--sweep`, `--from` and `--trace`: what they choose, print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hzero.cli import main
+from hzero.config import parse_config
+from hzero.plan.scenario import read_scenario, with_links
+from hzero.plan.sweep import node_counts
+from hzero.settings.conf import compose, plain
+from hzero.settings.settings import Settings
+from hzero.validation import ConfigError
+
+FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_tune_chooses_what_fits_and_writes_what_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "choice.json"
+    keys = ["--tune", *FRONTIER, "nodes=48", "global_batch=384", "codecs=lossless", "memory=45GB"]
+    result = _json(capsys, *keys, "--out", str(out))
+    assert json.loads(out.read_text()) == result
+    assert 1 < len(result["best"]) <= 10
+    steps = [one["step_s"] for one in result["best"]]
+    assert steps == pytest.approx(sorted(steps), rel=2e-3)
+    first = result["best"][0]
+    assert all(one["memory_bytes"] <= 45e9 for one in result["best"])
+    assert result["left_out"] > 0
+    assert parse_config(first["block"]).codecs.weights.node.codec == "none"
+    settings = Settings(plain(compose([*FRONTIER, "topology.nodes=48", *first["overrides"]])))
+    train = settings["train"]
+    assert train["micro_batch"] * train["grad_accumulation"] * 384 == 384
+    assert settings.plan is not None
+    assert settings.plan.weights_scope == first["block"]["shard"]["weights"]
+    assert {row["if"] for row in result["otherwise"]} >= {"latencies twice as long", "compute at half the rate"}
+    assert "net_rails_gb_s" in result["assumed"]
+
+
+def test_tune_prefers_less_loss_where_the_model_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--tune", *FRONTIER, "nodes=48", "train.micro_batch=1", "codecs=weights"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "the first wins: compute is full",
+        "with codecs=lossless",
+        '"hzero": {"preset": "lossless"',
+        "hzero train",
+    ):
+        assert expected in text, expected
+
+
+def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "scaling.png"
+    result = _json(capsys, "--sweep", "nodes=2,48", *FRONTIER, "--out", str(out))
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert {"hzero topo", "DDP", "FSDP2", "HSDP, node", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ", "ZeRO++"} <= set(
+        result["curves"]
+    )
+    assert [point["nodes"] for point in result["curves"]["hzero topo"]] == [2, 48]
+    assert not result["curves"]["DDP"][0]["fits"]
+    assert node_counts("nodes=1..9408")[:3] == [1, 2, 4]
+    assert node_counts("nodes=1..9408")[-2:] == [8192, 9408]
+
+
+def test_a_predicted_step_opens_beside_a_measured_one(tmp_path: Path) -> None:
+    out = tmp_path / "step.json.gz"
+    assert main(["plan", "--trace", str(out), "model=gpt_neox_1m", "train.grad_accumulation=2"]) == 0
+    events = json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"compute", "weights node", "weights gcd", "gradients node"} <= tracks
+    spans = [event for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in spans) == 0
+    assert sum(event["name"] == "optimizer" for event in spans) == 1
+
+
+def test_a_run_beside_its_prediction(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(plain(compose(["model=gpt_neox_1m", "zero=topo"]))))
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"kind": "step", "step_s": 2.0}) + "\n" for _ in range(6)))
+    hops = {"tier": "node", "hops": 9, "seconds": 88.0, "hidden_seconds": 8.0}
+    (run / "summary.json").write_text(
+        json.dumps({"world_size": 8, "steps_here": 10, "step_s_median": 2.5, "traffic": [hops]})
+    )
+    result = _json(capsys, "--from", str(run))
+    assert result["step"]["measured_s"] == 2.0
+    assert result["parts"]["waiting for tier node"]["measured_s"] == 1.0
+    assert sum(part["measured_s"] for part in result["parts"].values()) == pytest.approx(2.0)
+    assert sum(part["predicted_s"] for part in result["parts"].values()) == pytest.approx(result["step"]["predicted_s"])
+    assert main(["plan", "--from", str(run)]) == 0
+    assert f"largest gap: {result['largest_gap']}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_measured_links_replace_those_of_the_profile(tmp_path: Path) -> None:
+    links: dict[str, Any] = {
+        "schema": "hzero-links-1", "date": "2026-11-22", "machine": {}, "versions": {}, "backend": "nccl", "device": "cuda",
+        "codecs": "device", "launcher": "", "grid": {"gcd": 2, "gpu": 4, "node": 2}, "settings": {}, "rows": [],
+        "tiers": {tier: {"gb_s": rate, "latency_us": 30.0} for tier, rate in (("gcd", 150.0), ("gpu", 70.0), ("node", 9.0))},
+    }  # fmt: skip
+    (tmp_path / "links.json").write_text(json.dumps(links))
+    scenario = read_scenario([*FRONTIER, "topology.nodes=48"], tmp_path / "links.json")
+    assert (scenario.profile.value("net_rails_gb_s"), scenario.profile.value("launch_us")) == (72.0, 30.0)
+    assert scenario.profile.sources["given"].kind == "measured"
+    del links["tiers"]["node"], links["grid"]["node"]
+    links["grid"]["node"] = 1
+    (tmp_path / "one.json").write_text(json.dumps(links))
+    with pytest.raises(ConfigError, match=r"one\.json: tiers\.node: missing, and the plan's grid"):
+        with_links(scenario.profile, tmp_path / "one.json", scenario.grid)
+
+
+def test_a_plan_predicts_where_a_profile_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    result = _json(capsys, *FRONTIER, "nodes=48")
+    assert list(result["predicted"]["steps"]) == ["hzero topo", "HSDP, node", "ZeRO-3", "hpZ", "ZeRO++"]
+    assert _json(capsys, "topology=mi300x", "nodes=2")["predicted"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tune", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20 GB, and the smallest setting needs"),
+        (["--tune", *FRONTIER, "nodes=9409"], "nodes: found 9,409; frontier-2026 has 9,408"),
+        (["--tune", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
+        (["--tune", *FRONTIER, "nodes=48", "memory=much"], "memory: found 'much', expected GB as in memory=64GB"),
+        (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
+        (["--tune", *FRONTIER, "nodes=48", "profile=emulated"], "profile emulated: found nodes of 4 x 2 devices, expected 2 x 2"),
+        (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for topology=mi300x"),
+        (["--tune", "topology=frontier", "nodes=2", "profile=none.yaml"], "profile: cannot read 'none.yaml'"),
+        (["--sweep", "nodes=9..2", *FRONTIER], "--sweep: found 'nodes=9..2', expected nodes=1..9408"),
+        (["--sweep", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
+        (["--from", "nowhere"], "--from: cannot read 'nowhere/config.yaml'"),
+        ([*FRONTIER, "nodes=2", "memory=3GB"], "memory: given without --tune"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: given with --sweep, which does not read it; it reads"),
+        ([*FRONTIER, "nodes=2", "--out", "x"], "--out: given without --tune or --sweep"),
+    ],
+)  # fmt: skip
+def test_input_that_cannot_be_used_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
