@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ def draw(curves: Sequence[Curve], scenario: Scenario, path: Path) -> None:
     error = scenario.profile.error
     for index, curve in enumerate(curves):
         rates = curve.tflops()
+        if all(math.isnan(rate) for rate in rates):  # fits nowhere; the table says so
+            continue
         style = "-" if curve.ours else "--"
         [line] = axes.plot(curve.nodes, rates, style, color=f"C{index % 10}", label=curve.name, linewidth=1.4)
         if error is not None:
