@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from hzero.validation import ConfigError
 
@@ -76,6 +77,37 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         raise
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file for reading that others may have put there: a pipe or a device could keep its reader forever.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller's
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def read_small(path: str | os.PathLike[str], limit: int = 1 << 26) -> bytes:
+    """Reads a file that others may have put there, such as a note or a summary.
+
+    Args:
+        path: The file.
+        limit: Max bytes. Twice what the note of a checkpoint of 75,264 ranks takes, the longest of all.
+
+    Raises:
+        OSError: As of `open_regular`.
+        ValueError: It is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{str(path)!r} is larger than {limit:,} bytes")
+    return content
+
+
 @contextlib.contextmanager
 def narrow(mask: int) -> Iterator[None]:
     """Inside, this process and those that it starts make files and folders without the permissions in ``mask``."""
@@ -90,19 +122,30 @@ def narrow(mask: int) -> Iterator[None]:
 def distrust(path: Path) -> str:
     """Why what a file or folder holds is not taken: others than this user and root can change it. Empty if they cannot.
 
-    A folder is judged with the files in it. One that is missing holds nothing, so nobody is distrusted.
+    A folder is judged with all that is in it; links, which lead elsewhere, are not taken. So is the folder around it, in
+    which others could put something else in its place, unless it has the sticky bit, as ``/tmp`` has. One that is missing
+    holds nothing, so nobody is distrusted.
     """
     try:
-        places = [path, *(place for place in (path.iterdir() if path.is_dir() else ()) if place.exists())]
-        entered = path.stat().st_mode & 0o011  # by others: what lies in a closed folder they cannot reach
-        for place in places:
-            found = place.stat()
-            if found.st_uid not in (os.geteuid(), 0):
-                return f"{str(place)!r} belongs to user {found.st_uid}"
-            if found.st_mode & 0o022 and (place == path or entered):
-                return f"{str(place)!r} can be written by its group or by others (mode {found.st_mode & 0o777:o})"
+        around = path.parent.stat().st_mode
+        if around & 0o002 and not around & stat.S_ISVTX:
+            return f"{str(path.parent)!r} can be written by others (mode {around & 0o777:o})"
+        entered = path.lstat().st_mode & 0o011  # by others: what lies in a closed folder they cannot reach
     except FileNotFoundError:
         return ""
     except OSError as error:
         return f"{str(path)!r} cannot be read: {error.strerror}"
+    for place in (path, *path.rglob("*")):
+        try:
+            found = place.lstat()
+        except FileNotFoundError:  # removed since it was listed
+            continue
+        except OSError as error:
+            return f"{str(place)!r} cannot be read: {error.strerror}"
+        if stat.S_ISLNK(found.st_mode):
+            return f"{str(place)!r} is a link"
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{str(place)!r} belongs to user {found.st_uid}"
+        if found.st_mode & 0o022 and (place == path or entered):
+            return f"{str(place)!r} can be written by its group or by others (mode {found.st_mode & 0o777:o})"
     return ""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from hzero.validation import printable
+
 
 def size_text(count: float) -> str:
     """Bytes with a decimal unit, such as 1.50 kB."""
@@ -24,10 +26,10 @@ def clock(seconds: float) -> str:
 
 
 def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table; columns whose name begins with * are aligned to the right."""
+    """A table; columns whose name begins with * are aligned to the right. Cells cannot command the terminal."""
     table = Table(title=title)
     for name in head:
         table.add_column(name.lstrip("*"), justify="right" if name.startswith("*") else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     return table

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
     elsewhere = False
 
     def __init__(self, message: str = "") -> None:
-        super().__init__("".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in message))
+        super().__init__(printable(message))
 
     @classmethod
     def of_rank_0(cls, message: str) -> Self:
@@ -34,6 +34,11 @@ class ConfigError(ValueError):
         error = cls(message)
         error.elsewhere = True
         return error
+
+
+def printable(text: str) -> str:
+    """A text that others may have written, with escapes in place of what breaks lines or commands a terminal."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:

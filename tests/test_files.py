@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hzero import cli
-from hzero.files import distrust, narrow, replacing
+from hzero.files import distrust, narrow, read_small, replacing
 from hzero.train import folder
 
 
@@ -69,5 +69,27 @@ def test_who_is_distrusted(tmp_path: Path) -> None:
     assert distrust(made) == f"'{made}/file' can be written by its group or by others (mode 666)"
     (made / "file").chmod(0o644)
     assert not distrust(made)
-    (made / "gone").symlink_to("nowhere")
+    (made / "inner").mkdir(mode=0o755)
+    (made / "inner" / "deep").touch(0o666)
+    assert "deep' can be written" in distrust(made)
+    (made / "inner" / "deep").unlink()
+    (made / "inner" / "link").symlink_to(made / "file")
+    assert distrust(made) == f"'{made}/inner/link' is a link"
+    (tmp_path / "beside").symlink_to(made)
+    assert distrust(tmp_path / "beside").endswith("beside' is a link")
+    (made / "inner" / "link").unlink()
+    tmp_path.chmod(0o777)  # others could put another entry in place of this one
+    for entry in (made, tmp_path / "none"):
+        assert distrust(entry) == f"'{tmp_path}' can be written by others (mode 777)"
+    tmp_path.chmod(0o1777)
     assert not distrust(made)
+
+
+def test_what_is_small_and_regular_is_read(tmp_path: Path) -> None:
+    (tmp_path / "note").write_bytes(b"12345")
+    assert read_small(tmp_path / "note", 5) == b"12345"
+    with pytest.raises(ValueError, match=r"note' is larger than 4 bytes"):
+        read_small(tmp_path / "note", 4)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        read_small(tmp_path / "pipe")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hzero.files import read_small
 from hzero.settings import architecture
 from hzero.settings.settings import Settings, model_vocab
 from hzero.train import data, examples
@@ -84,5 +85,5 @@ def _check_count(found: examples.Examples, settings: Settings, least: int, say: 
 
 def load(folder: Path, eval_share: float, source: str) -> data.Tokens | examples.Examples:
     """Maps a corpus that `prepare` has made."""
-    made = "examples" if "examples" in json.loads((folder / "meta.json").read_text()) else "text"
+    made = "examples" if "examples" in json.loads(read_small(folder / "meta.json")) else "text"
     return examples.load(folder, eval_share, source) if made == "examples" else data.load(folder, eval_share, source)

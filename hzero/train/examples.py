@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from hzero.files import read_small
 from hzero.train import tokenizer as tokenizers
 from hzero.train.data import complete, entry, id_type, keep, say_what_is_missing, text_files
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, printable
 
 _FORMAT = 1
 #: What a line may hold.
@@ -117,7 +118,7 @@ def prepare(data: dict[str, Any], vocab_size: int, tokenizer: Any, say: Callable
 
 def load(folder: Path, eval_share: float, source: str) -> Examples:
     """Maps tokenised examples."""
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads(read_small(folder / "meta.json"))
     ids = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     counted = np.memmap(folder / "counted.bin", dtype=np.uint8, mode="r")
     return Examples(ids, counted, np.load(folder / "examples.npy"), meta["key"], source, eval_share, meta["chat"])
@@ -150,7 +151,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"data.path: {where}: found {type(found).__name__}; possible: {_KINDS}")
     kinds = [kind for kind in (("messages",), ("prompt", "completion"), ("text",)) if all(k in found for k in kind)]
     if len(kinds) != 1:
-        names = ", ".join(key if key.isprintable() else ascii(key) for key in found)[:200]
+        names = ", ".join(map(printable, found))[:200]
         raise ConfigError(f"data.path: {where}: found keys {names or 'none'}; possible: {_KINDS}")
     if "messages" in found:
         messages = found["messages"]

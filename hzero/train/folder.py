@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from hzero.files import cannot_write, replacing
+from hzero.files import cannot_write, open_regular, read_small, replacing
 from hzero.launcher import STARTED
 from hzero.reasons import PlainError
 from hzero.validation import ConfigError
@@ -123,7 +123,7 @@ def read_config(path: Path) -> Any:
         ValueError: It is no YAML, larger than a mebibyte, nested deeply, or has references: a few bytes of either end a
             process, in libyaml's recursion or by their size written out.
     """
-    with open(path / CONFIG, "rb") as file:
+    with open_regular(path / CONFIG) as file:
         content, depth = file.read((1 << 20) + 1), 0
     try:
         for event in yaml.parse(content, _LOADER):
@@ -184,7 +184,7 @@ def under_way(path: Path) -> bool | None:
     It takes the lock for an instant itself, shared; `lock` tries twice for that reason.
     """
     try:
-        with open(path / _LOCK, encoding="utf-8") as file:
+        with open_regular(path / _LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -290,7 +290,7 @@ def read_metrics(path: Path, last: int | None = None) -> tuple[list[dict[str, An
     """
     rows, torn = [], 0
     lines: list[bytes] = []
-    with contextlib.suppress(FileNotFoundError), open(path / METRICS, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_regular(path / METRICS) as file:
         skipped = max(os.fstat(file.fileno()).st_size - last, 0) if last is not None else 0
         file.seek(skipped)
         lines = file.read().splitlines()[1 if skipped else 0 :]  # the first one may be cut
@@ -350,7 +350,7 @@ class Metrics:
 def finished(path: Path) -> bool:
     """Whether the run in a folder came to its end."""
     try:
-        return bool(json.loads((path / SUMMARY).read_text())["status"] == "finished")
+        return bool(json.loads(read_small(path / SUMMARY))["status"] == "finished")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.arguments import Parser
+from hzero.files import read_small
 from hzero.formatting import table_of
 from hzero.topology.show import console
 from hzero.train import folder
@@ -61,9 +62,7 @@ def read_run(path: Path) -> Run:
     if not steps:
         raise ConfigError(f"RUN: no step has been logged in {str(path / folder.METRICS)!r}")
     summary = _summary(path)
-    config = (
-        (path / folder.CONFIG).read_text(encoding="utf-8", errors="replace") if (path / folder.CONFIG).exists() else ""
-    )
+    config = read_small(path / folder.CONFIG).decode(errors="replace") if (path / folder.CONFIG).is_file() else ""
     evaluations = [row for row in rows if row["kind"] == "eval"]
     return Run(path.resolve().name, state_of(path, summary), steps, evaluations, summary, config, torn)
 
@@ -201,7 +200,7 @@ def _cells(run: dict[str, Any]) -> tuple[str, ...]:
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads((path / folder.SUMMARY).read_bytes())
+        summary = json.loads(read_small(path / folder.SUMMARY))
     except (OSError, ValueError, RecursionError):
         return {}
     return summary if isinstance(summary, dict) else {}

@@ -106,7 +106,7 @@ def test_examples_are_utf8_and_errors_stay_on_one_line() -> None:
         (b'{"text": "\xed\xa0\x80"}', "0xed"),
         ('{"text": "a"}'.encode("utf-16"), "0xff"),
         (b'{"text": "\0"}', "not JSON"),
-        (b'{"te\\nxt\\u001b[2J": 1}', r"'te\nxt\x1b[2J'"),
+        (b'{"te\\nxt\\u001b[2J": 1}', r"te\nxt\x1b[2J;"),
     ):
         with pytest.raises(ConfigError) as error:
             examples._parse(line, "chat.jsonl:7")

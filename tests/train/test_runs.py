@@ -85,6 +85,25 @@ def test_folders_of_others_and_half_written_ones_are_skipped(
     assert "FOLDER: no folder" in capsys.readouterr().err
 
 
+def test_runs_of_others_neither_command_the_terminal_nor_keep_the_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _run(tmp_path / "title", 3, 0, status="\x1b]0;PWNED\a\n")
+    os.mkfifo(_run(tmp_path / "pipe", 3, 0) / "summary.json")
+    huge = _run(tmp_path / "huge", 3, 0, status="finished")
+    os.truncate(huge / "summary.json", 3 << 30)
+    for name in ("config.yaml", "metrics.jsonl", ".hzero-run"):
+        left = _run(tmp_path / f"no-{name}", 3, 0)
+        (left / ".replaced").mkdir()  # such a folder is listed without the others
+        (left / name).unlink()
+        os.mkfifo(left / name)
+    assert main(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert r"\x1b]0;PWNED\x07\n" in out and not {"\x1b", "\a"} & set(out)
+    assert out.count("dead") == 2 and out.count("unknown") == 1 and out.count("skipped: ") == 2
+
+
 def test_runs_are_listed_without_torch(tmp_path: Path) -> None:
     _run(tmp_path / "one", 3, 0)
     code = (
