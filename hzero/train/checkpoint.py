@@ -195,7 +195,7 @@ def read(folder: Path, *, hashes: bool = True, warn: Any = lambda message: None)
         ConfigError: It is torn, damaged or no checkpoint; the message says what is missing.
     """
     try:
-        note = json.loads((folder / NOTE).read_text())
+        note = digests.read_note(folder / NOTE)
         identity, step = Identity(**note["identity"]), int(note["step"])
         sizes = {str(name): int(size) for name, size in note["files"].items()}
         noted = {str(name): str(digest) for name, digest in note.get(digests.HASHES, {}).items()}

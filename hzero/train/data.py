@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hzero.files import distrust, refusing
+from hzero.files import distrust, read_small, refusing
 from hzero.train import digests
 from hzero.train.tokenizer import errors_of_disk, fingerprint, train_tokenizer, with_end
 from hzero.validation import ConfigError
@@ -246,7 +246,7 @@ def prepare(
 
 def load(folder: Path, eval_share: float, source: str) -> Tokens:
     """Maps a tokenised corpus."""
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads(read_small(folder / "meta.json"))
     mapped = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     cut = len(mapped) - int(len(mapped) * eval_share)
     return Tokens(mapped[:cut], mapped[cut:], meta["key"], source)
@@ -283,11 +283,11 @@ def complete(folder: Path, say: Callable[[str], None] = lambda message: None) ->
     if not folder.is_dir():
         return False
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = digests.read_note(folder / "meta.json")
         hashes = {str(name): str(digest) for name, digest in meta.get(digests.HASHES, {}).items()}
         if not hashes:
             wrong: str | None = "an earlier release wrote it, without hashes"
-        elif not digests.holds(meta) or hashes.keys() != meta["files"].keys():
+        elif not digests.holds(meta):
             wrong = "meta.json is not what was written"
         else:
             wrong = digests.first_changed(folder, meta["files"], hashes)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from hzero.files import read_small
 from hzero.formatting import size_text
 from hzero.progress import Progress
 
@@ -81,7 +83,7 @@ def of_file(path: Path, seen: Any = lambda count: None) -> str:
 
     Args:
         path: The file.
-        seen: Is called with the number of bytes of each piece that has been read.
+        seen: Is called with the number of bytes of each piece that has been read; what it raises ends the reading.
     """
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
@@ -94,26 +96,36 @@ def of_file(path: Path, seen: Any = lambda count: None) -> str:
 def first_changed(folder: Path, sizes: Mapping[str, int], hashes: Mapping[str, str]) -> str | None:
     """Compares the files of a folder with what was noted of them; several at once, with progress.
 
+    At the first that differs, and at Ctrl-C, the others are read no further, and nobody waits for a read that hangs.
+
     Args:
         folder: The folder.
         sizes: Bytes of each file.
         hashes: Hash of each; without one a file's size alone is compared.
 
     Returns:
-        The first file that differs, and how; None if none does.
+        A file that differs, and how; None if none does.
     """
     for name, size in sizes.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        try:
+            status = os.stat(folder / name)
+            found = status.st_size if stat.S_ISREG(status.st_mode) else None
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
+            return f"{name[:200]} cannot be read: {getattr(error, 'strerror', None) or error}"
         if found != size:
             return f"{name} is missing" if found is None else f"{name} has {found} bytes instead of {size}"
     if not hashes:
         return None
     total, done, lock = sum(sizes[name] for name in hashes), 0, threading.Lock()
-    with Progress(total) as progress, ThreadPoolExecutor(_THREADS) as pool:
+    pool, stop = ThreadPoolExecutor(_THREADS), threading.Event()
+    with Progress(total) as progress:
 
         def seen(count: int) -> None:
             nonlocal done
+            if stop.is_set():
+                raise CancelledError
             with lock:
                 done += count
                 progress.update(done, f"checking {folder.name}: {size_text(done)} of {size_text(total)}")
@@ -125,9 +137,26 @@ def first_changed(folder: Path, sizes: Mapping[str, int], hashes: Mapping[str, s
                 return f"{name} cannot be read: {error.strerror or error}"
             return None if same else f"{name} is not what was written: its hash differs"
 
-        first = next((found for found in pool.map(check, hashes) if found), None)
-        pool.shutdown(cancel_futures=True)
-    return first
+        try:
+            checks = as_completed([pool.submit(check, name) for name in hashes])
+            return next((changed for checked in checks if (changed := checked.result())), None)
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Reads the note of a checkpoint or of a cache's entry, whoever wrote it.
+
+    Raises:
+        OSError: It is missing, or no regular file.
+        ValueError: It is no JSON, too large, or its step is not the number at the end of its folder's name.
+        TypeError, OverflowError, RecursionError: It is nothing that was written here.
+    """
+    note: dict[str, Any] = json.loads(read_small(path))
+    if "step" in note and int(note["step"]) != int(path.parent.name.rpartition("_")[2]):
+        raise ValueError(f"the step is {note['step']}")
+    return note
 
 
 def sealed(note: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,8 +165,13 @@ def sealed(note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def holds(note: Mapping[str, Any]) -> bool:
-    """Whether a note is as `sealed` left it, or was written before notes were sealed."""
-    return SEAL not in note or note[SEAL] == _of_note(note)
+    """Whether a note lists files of its folder and is as `sealed` left it; before notes were sealed they had no hashes."""
+    files, hashes = note["files"], note.get(HASHES, {})
+    if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        return False
+    if SEAL not in note and not hashes:
+        return True
+    return bool(hashes.keys() == files.keys() and note.get(SEAL) == _of_note(note))
 
 
 def _of_note(note: Mapping[str, Any]) -> str:

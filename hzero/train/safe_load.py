@@ -50,16 +50,20 @@ def only_tensors(trust: bool) -> Iterator[None]:
 def refuse_code(folder: Path, trust_by: str) -> None:
     """Refuses a checkpoint in which a file needs more than `ALLOWED`. Reads the names in the pickles and loads nothing.
 
+    It sees zip archives, as torch writes them; what else a file may be, `load` refuses.
+
     Args:
         folder: The checkpoint.
         trust_by: The key or option by which the user trusts it, for the message.
 
     Raises:
-        ConfigError: Names the file and what it needs.
+        ConfigError: Names the file and what it needs, or says that it is no regular file.
     """
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
     for path in sorted(folder.rglob("*.pt")):
+        if not path.is_file():  # torch would wait for a pipe
+            raise ConfigError(f"{str(path)!r} is no regular file")
         needed: set[str] = set()
         with contextlib.suppress(Exception):  # no archive of torch, which has errors of many kinds: `load` says so
             needed = set(get_unsafe_globals_in_checkpoint(str(path))) - set(ALLOWED)
@@ -79,15 +83,15 @@ def load(path: str, map_location: Any, trust: bool) -> Any:
     """``torch.load`` of a checkpoint's file.
 
     Raises:
-        ConfigError: It needs more than `ALLOWED`, or is no file of torch.
+        ConfigError: It needs more than `ALLOWED`, is damaged, or is no file of torch.
     """
     import torch
 
     try:
         with only_tensors(trust):
             return torch.load(path, map_location=map_location, weights_only=not trust)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         if found := _GLOBAL.search(str(error)):
             raise refusal(path, found[1], TRUST) from None
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path!r} cannot be loaded as tensors: {reason}") from None
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        raise ConfigError(f"{path!r} cannot be loaded as tensors: {reason.splitlines()[0][:200]}") from None

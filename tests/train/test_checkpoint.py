@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,69 @@ def test_a_changed_step_or_hash_in_the_note_is_noticed(tmp_path: Path) -> None:
         (tmp_path / "step_000008" / checkpoint.NOTE).write_text(json.dumps({**note, **change}))
         with pytest.raises(ConfigError, match=r"its complete\.json cannot be read"):
             checkpoint.read(tmp_path / "step_000008")
+
+
+def _outside(*names: str) -> dict[str, Any]:
+    return {"files": dict.fromkeys(names, 1), digests.HASHES: dict.fromkeys(names, "0" * 32)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 9}, {"files": {}}, {"files": {}, digests.HASHES: {}}, {digests.HASHES: {}}, _outside("a/../../b"), _outside("/b")],
+)  # fmt: skip
+def test_a_sealed_note_that_nothing_here_wrote_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = _save(tmp_path, 8) / checkpoint.NOTE
+    path.write_text(json.dumps(digests.sealed({**json.loads(path.read_text()), **change})))
+    with pytest.raises(ConfigError, match=r"its complete\.json cannot be read"):
+        checkpoint.read(path.parent)
+
+
+def test_a_note_that_cannot_be_read_is_skipped_at_once(tmp_path: Path) -> None:
+    _save(tmp_path, 4)
+    pipe, huge = (_save(tmp_path, step) / checkpoint.NOTE for step in (8, 12))
+    pipe.unlink()
+    os.mkfifo(pipe)
+    os.truncate(huge, 3 << 30)
+    said: list[str] = []
+    assert checkpoint.newest(tmp_path, said.append).step == 4  # type: ignore[union-attr]
+    assert len(said) == 2 and all("its complete.json cannot be read; skipped" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["n" * 5000, "loop", "\0", "\ud800"])
+def test_a_file_that_cannot_be_looked_at_is_named_and_the_checkpoint_before_it_taken(tmp_path: Path, name: str) -> None:
+    _save(tmp_path, 4)
+    path = _save(tmp_path, 8) / checkpoint.NOTE
+    (path.parent / "loop").symlink_to("loop")
+    path.write_text(json.dumps(digests.sealed({**json.loads(path.read_text()), **_outside(name)})))
+    said: list[str] = []
+    assert checkpoint.newest(tmp_path, said.append).step == 4  # type: ignore[union-attr]
+    assert len(said) == 1 and " cannot be read: " in said[0] and len(said[0]) < 500
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_hashing_stops_at_once(tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At Ctrl-C, and at the first file that differs, instead of when 8 GB are read."""
+    (tmp_path / "small").write_bytes(b"1")
+    for name in ("large", "larger"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 32)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    read = 0.0
+
+    def update(self: object, done: float, text: str) -> None:
+        nonlocal read
+        if interrupted and not read:
+            os.kill(os.getpid(), signal.SIGINT)
+        read = done
+
+    monkeypatch.setattr(digests.Progress, "update", update)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            digests.first_changed(tmp_path, sizes, dict.fromkeys(sizes, ""))
+    else:
+        found = digests.first_changed(tmp_path, sizes, dict.fromkeys(sizes, ""))
+        assert found is not None and "small" in found
+    assert read < 2 << 30
 
 
 def test_checkpoints_of_earlier_releases_load_with_one_warning(tmp_path: Path) -> None:
@@ -167,6 +231,23 @@ def test_a_planted_file_runs_nothing_and_is_refused_by_name(tmp_path: Path, zipp
     assert not made.exists()
     safe_load.load(str(path), None, trust=True)
     assert made.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript")
+def test_what_is_no_file_of_torch_is_one_line(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(999)}, tmp_path / "cut")
+    os.truncate(tmp_path / "cut", 2000)
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(tmp_path / "script"))
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no pickle")
+    (tmp_path / "folder").mkdir()
+    for name in ("cut", "script", "empty", "text", "folder", "none"):
+        with pytest.raises(ConfigError, match=rf"{name}' cannot be loaded as tensors: \w") as error:
+            safe_load.load(str(tmp_path / name), None, trust=False)
+        assert len(str(error.value)) < len(str(tmp_path)) + 250
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(ConfigError, match=r"pipe\.pt' is no regular file"):
+        safe_load.refuse_code(tmp_path, safe_load.TRUST)
 
 
 def test_the_loss_scalers_of_deepspeed_load(tmp_path: Path) -> None:
