@@ -65,10 +65,9 @@ def run(overrides: Sequence[str]) -> int:
 
     before = signal.signal(signal.SIGTERM, _leave)
     argv = sys.argv
-    sys.argv = ["hzero train", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     try:
-        check(overrides)
+        sys.argv = ["hzero train", *check(overrides)]
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None

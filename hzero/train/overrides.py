@@ -25,11 +25,14 @@ _PLUGIN = ("hydra._internal.core_plugins.", "hydra_plugins.")
 _NAMED = re.compile(r"[+~]*(?:hydra[./](?:callbacks|job_logging|hydra_logging)\b|hydra\.job\.env_set\b|[^=]*@hydra\b)")
 
 
-def check(arguments: Sequence[str]) -> None:
+def check(arguments: Sequence[str]) -> list[str]:
     """Refuses arguments that Hydra does not know, or by which it would run code that the configuration names.
 
     Hydra calls whatever ``_target_`` names, from the command line as from a file in a folder that ``--config-dir`` adds.
     So its blocks are composed here first, which calls nothing.
+
+    Returns:
+        The arguments with the overrides first: Hydra's own parser takes none that stand on both sides of an option.
 
     Raises:
         ConfigError: Names the argument, or the key.
@@ -42,7 +45,11 @@ def check(arguments: Sequence[str]) -> None:
         raise refused(parser, message)
 
     parser.error = refuse  # type: ignore[assignment, method-assign]
-    parsed = parser.parse_args(list(arguments))
+    parsed = parser.parse_intermixed_args(list(arguments))
+    ordered = list(arguments)
+    for override in parsed.overrides:
+        ordered.remove(override)
+    ordered = [*parsed.overrides, *ordered]
     check_values(parsed.overrides)
     check_options(parsed.overrides, _GROUPS, "`hzero train --help`")
     if parsed.experimental_rerun is not None:
@@ -53,7 +60,7 @@ def check(arguments: Sequence[str]) -> None:
         if _NAMED.match(override):
             raise _refusal(override.partition("=")[0].lstrip("+~"))
     if parsed.config_dir is None and not any("hydra" in text for text in arguments):
-        return
+        return ordered
     path = create_config_search_path(str(conf_dir()))
     if parsed.config_dir is not None:
         path.prepend("command-line", f"file://{os.path.abspath(parsed.config_dir)}")
@@ -73,6 +80,7 @@ def check(arguments: Sequence[str]) -> None:
     for key, target in _targets(found, "hydra"):
         if not str(target).startswith(_PLUGIN):
             raise _refusal(key)
+    return ordered
 
 
 def _targets(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -150,6 +150,7 @@ ARGUMENTS = {
     "train --cfg jb": "hzero train: argument --cfg/-c: invalid choice: 'jb'",
     "report --png x.txt": "hzero report: unknown argument '--png'",
     "runs --josn": "hzero runs: unknown argument '--josn'; did you mean '--json'",
+    "train train.steps=1 -m train.seed=two": "train.seed: found 'two'",
     "export": "hzero export: the following arguments are required: RUN",
     "topology show": "hzero topology: the following arguments are required",
     "doctor a b": "hzero doctor: unknown argument 'b'",
