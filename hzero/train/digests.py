@@ -166,7 +166,7 @@ def sealed(note: Mapping[str, Any]) -> dict[str, Any]:
 
 def holds(note: Mapping[str, Any]) -> bool:
     """Whether a note lists files of its folder and is as `sealed` left it; before notes were sealed they had no hashes."""
-    files, hashes = note["files"], note.get(HASHES, {})
+    files, hashes = note.get("files"), note.get(HASHES, {})
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return False
     if SEAL not in note and not hashes:
