@@ -96,7 +96,7 @@ def of_file(path: Path, seen: Any = lambda count: None) -> str:
 def first_changed(folder: Path, sizes: Mapping[str, int], hashes: Mapping[str, str]) -> str | None:
     """Compares the files of a folder with what was noted of them; several at once, with progress.
 
-    At the first that differs, and at Ctrl-C, the others are read no further, and nobody waits for a read that hangs.
+    At the first that differs, and at Ctrl-C, the others are read no further than the piece at hand, which nobody waits for.
 
     Args:
         folder: The folder.
@@ -139,7 +139,10 @@ def first_changed(folder: Path, sizes: Mapping[str, int], hashes: Mapping[str, s
 
         try:
             checks = as_completed([pool.submit(check, name) for name in hashes])
-            return next((changed for checked in checks if (changed := checked.result())), None)
+            if changed := next((changed for checked in checks if (changed := checked.result())), None):
+                return changed
+            pool.shutdown()  # its threads have done their work; ranks are forked from a process without them
+            return None
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
