@@ -36,7 +36,7 @@ import psutil
 from hzero.launcher import STARTED, die_with_parent
 from hzero.progress import Progress
 from hzero.train.checkpoint import NOTE
-from hzero.train.folder import CHECKPOINTS, LOGS, METRICS, SUMMARY
+from hzero.train.folder import CHECKPOINTS, LOGS, SUMMARY, read_metrics
 from hzero.train.worker import RANK_IMPORTS
 
 #: The job: short steps, and a checkpoint every fifth.
@@ -166,12 +166,7 @@ class Command:
 
 def steps_of(run: Path) -> dict[int, float | None]:
     """Losses by step, as the metrics have them."""
-    rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in (run / METRICS).read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+    return {row["step"]: row["loss"] for row in read_metrics(run)[0] if row["kind"] == "step"}
 
 
 def moment(when: str, command: Command, chance: random.Random) -> bool:

@@ -22,7 +22,7 @@ def refused(parser: argparse.ArgumentParser, message: str) -> ConfigError:
     if unknown != message:
         first = unknown.split()[0]
         options = [name for action in parser._actions for name in action.option_strings]
-        near = nearest(first, options, 0.7) if first.startswith("-") else None
+        near = nearest(first, options, 0.75) if first.startswith("-") else None
         message = f"unknown argument {first!r}" + (f"; did you mean {near!r}?" if near else ".")
         if not near and first.startswith("-") and any(action.dest == "overrides" for action in parser._actions):
             message = f"unknown option {first!r}; keys are given as KEY=VALUE, as in train.steps=10."

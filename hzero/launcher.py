@@ -184,6 +184,9 @@ class Ranks:
                 pipes.started()
 
     def _spawn(self, rank: int, environment: dict[str, str], pipes: RankPipes) -> subprocess.Popen[bytes]:
+        if self._command[1:2] == ["-m"] and not {"", os.getcwd()} & set(sys.path):
+            # Or Python would look for modules in the current folder first, where others may have put some.
+            environment["PYTHONSAFEPATH"] = "1"
         return subprocess.Popen(
             self._command,
             env=environment,
