@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -106,7 +107,7 @@ class Command:
 
     def _train(self, overrides: list[str]) -> None:
         status = 1
-        with contextlib.suppress(BaseException):
+        try:
             os.setsid()
             die_with_parent()
             for number, name in ((1, self._log.with_suffix(".out")), (2, self._log)):
@@ -116,6 +117,10 @@ class Command:
 
             sys.argv = ["hzero", "train", *overrides]
             status = main(sys.argv[1:])
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -227,10 +232,9 @@ def stop_command(command: Command, chance: random.Random) -> None:
 def fill_disk(command: Command, chance: random.Random) -> None:
     """Nothing is left on the disk of the run for some seconds."""
     ballast = command.run.parent / "ballast"
-    with contextlib.suppress(OSError), open(ballast, "wb") as file:
-        while True:
-            file.write(bytes(1 << 16))
-            file.flush()
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        while file.write(bytes(1 << 16)):
+            pass
     time.sleep(chance.uniform(0.5, 3.0))
     ballast.unlink()
 

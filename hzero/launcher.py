@@ -308,7 +308,8 @@ class Ranks:
         # rank that waited for others is to blame only where no other is.
         if killed or not reasons:
             rank = (killed or list(failed))[0]
-            end = f"hzero: rank {rank} died: {_cause(codes[rank])}; all ranks are ended"
+            others = f"; stopped (SIGSTOP): ranks {stopped}" if stopped else ""
+            end = f"hzero: rank {rank} died: {_cause(codes[rank])}{others}; all ranks are ended"
             self._say("\n".join([*self._pipes[rank].tail(), end]))
         elif causes:
             self._say(f"{reasons[causes[0]].text.rstrip()}\nhzero: rank {causes[0]} failed; all ranks are ended")

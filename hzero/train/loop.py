@@ -359,10 +359,12 @@ def start_process_group(timeout_s: float) -> None:
 
 
 def _give_up(seconds: float) -> None:
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    rank = os.environ.get("RANK", "?")
+    why = f"the store at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')} does not answer, which "
+    why += "rank 0 serves: rank 0 is frozen, or another process has that port"
     print(
-        f"hzero: rank {os.environ.get('RANK', '?')} has not met the others within {seconds:g} s (train.timeout_s, twice): "
-        f"the store at {where}, which rank 0 serves, does not answer; rank 0 is frozen, or another process has that port",
+        f"hzero: rank {rank} has not met the others within {seconds:g} s (train.timeout_s, twice): "
+        f"{why if rank != '0' else 'one of them is frozen or has not been started'}",
         file=sys.stderr,
         flush=True,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hzero.launcher import GRACE_S, INTERRUPTED, Ranks
+from hzero.launcher import GRACE_S, INTERRUPTED, Ranks, local_ranks
 from tests.forks import fork, torchrun
 from tests.ranks import ROOT
 
@@ -61,6 +61,15 @@ def test_a_full_disk_does_not_hide_the_cause(tmp_path: Path) -> None:
     assert (tmp_path / "rank1.traceback").read_text() == lines[0]
     status, said = _launched(tmp_path, " print('step 3', file=sys.stderr)\n os.kill(os.getpid(), 9)")
     assert status == 1 and "step 3" in said and "died: signal SIGKILL" in said, said
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    """Whoever else ended, and without a reason."""
+    said: list[str] = []
+    script = "if [ $RANK = 1 ]; then kill -STOP $$; else sleep 0.5; exit 1; fi"
+    ranks = Ranks(["sh", "-c", script], local_ranks(2), tmp_path, say=said.append)
+    assert ranks.run() == 1
+    assert "hzero: rank 0 died: exit status 1; stopped (SIGSTOP): ranks [1]; all ranks are ended" in said
 
 
 def test_who_waited_for_another_rank_is_not_to_blame(tmp_path: Path) -> None:
