@@ -178,7 +178,13 @@ def test_a_checkpoint_is_good_once_a_finite_step_has_come_after_it(tmp_path: Pat
     found = checkpoint.newest(tmp_path, said.append)
     assert found is not None and found.step == 2
     assert said == [f"resume: {str(third)!r}: the steps around it were not finite; skipped"]
-    assert checkpoint.read(third).step == 3, "by name it can be had"
+    said.clear()
+    chosen = checkpoint.find(str(third), tmp_path, IDENTITY, trust=True, warn=said.append)
+    assert chosen is not None and chosen.step == 3, "by name it can be had"
+    assert said == [f"resume: {str(third)!r}: the steps around it were not finite"]
+    said.clear()
+    checkpoint.find(str(second), tmp_path, IDENTITY, trust=True, warn=said.append)
+    assert not said
     checkpoint.judge(second, False, keep=1)
     with pytest.raises(ConfigError, match=r"step_000003'?: the steps around it were not finite, and there is no other"):
         checkpoint.newest(tmp_path)
@@ -193,6 +199,14 @@ def test_a_checkpoint_of_an_earlier_life_keeps_no_place_of_the_last_good_one(tmp
     found = checkpoint.newest(tmp_path)
     assert found is not None and found.step == 5
     assert (tmp_path / "step_000004").is_dir()
+
+
+def test_a_note_that_cannot_be_read_is_no_good_checkpoint(tmp_path: Path) -> None:
+    """Or the good one before it would be removed."""
+    _save(tmp_path, 1)
+    (_save(tmp_path, 2) / checkpoint.NOTE).write_text("{")
+    _save(tmp_path, 3, keep=1, good=None)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000001", "step_000003"]
 
 
 def test_a_note_that_is_damaged_cannot_be_judged(tmp_path: Path) -> None:
