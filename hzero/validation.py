@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -39,6 +39,12 @@ class ConfigError(ValueError):
 def printable(text: str) -> str:
     """A text that others may have written, with escapes in place of what breaks lines or commands a terminal."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
+def some(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first ``most`` items of a list, and how many follow."""
+    left = len(items) - most
+    return separator.join(items[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def nearest(value: Any, possible: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -34,6 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hzero.collectives.record import HopCount, Lane, Record, where
 from hzero.reasons import PeerError
+from hzero.validation import some
 
 T = TypeVar("T")
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
@@ -44,6 +45,8 @@ _SILENT = 4
 _ANSWER_S = 3.0
 #: Records that one question may read: at least the first, and at most so many that all ranks together read the second.
 _READ, _READ_BY_ALL = 64, 2**18
+#: Ranks that an answer describes one by one.
+_NAMED = 8
 
 
 class Missing(NamedTuple):
@@ -299,15 +302,13 @@ class Recorder:
                 "it is frozen or gone",
             )
 
-    def _follow(self, lane: Lane | None, number: int) -> Missing:
+    def _follow(self, first: Lane | None, hop: int) -> Missing:
         """Goes from who waits to whom it waits for, until somebody does not wait."""
         silent: dict[int, str] = {}
         busy: dict[int, str] = {}
         waiting: dict[int, str] = {}
         asked: set[tuple[Lane | None, int]] = set()
-        todo: deque[tuple[int, Lane | None, int, Sequence[int] | None]] = deque(
-            [(self._record.rank, lane, number, None)]
-        )
+        todo: deque[tuple[int, Lane | None, int, Sequence[int] | None]] = deque([(self._record.rank, first, hop, None)])
         lanes = {" ".join(known): known for known in self._hops}
         read = 0
         while todo:
@@ -336,8 +337,7 @@ class Recorder:
                         todo.append((peer, None, 0, None))
         found = silent or busy or waiting
         if found:
-            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-            return Missing(tuple(sorted(found)), f"waited for {'; '.join(list(found.values())[:8])}{more}")
+            return Missing(tuple(sorted(found)), f"waited for {some(list(found.values()), _NAMED, '; ')}")
         return Missing((), f"none of the {read} ranks that it asked is missing; others may name one")
 
     def _peers(self, rank: int, lane: Lane | None) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from hzero.config import TIERS
+from hzero.files import read_small
 from hzero.model.profile import Profile, load_profile, profile_names
 from hzero.model.step import Job, Prediction, predict
 from hzero.plan.scenario import PROFILES
@@ -108,7 +109,7 @@ def against(run: Path, profile_name: str | None) -> Comparison:
 
 def _read(path: Path, load: Any) -> dict[str, Any]:
     try:
-        content = load(path.read_text(encoding="utf-8"))
+        content = load(read_small(path))
     except OSError as error:
         raise ConfigError(
             f"--from: cannot read {str(path)!r}: {error.strerror}; give the folder of a finished run"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
 #: Longest report of one rank.
 MAX_REPORT_BYTES = 4096
@@ -239,6 +239,4 @@ def _failure(failed: list[tuple[int, str]], world_size: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED]))
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some([str(rank) for rank in ranks], _NAMED)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hzero.config import TIERS
 from hzero.topology.grid import Grid
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
 #: Nodes, and ranges of ranks, that a message names.
 _NAMED = 64
@@ -114,10 +114,9 @@ def _refusal(table: _Table, shapes: dict[str, list[int]]) -> str:
     ranks = {host: {r for package in packages.values() for r in package.values()} for host, packages in table.items()}
     left = sum(map(len, ranks.values())) - len(dropped)
     where = [host for host, own in ranks.items() if not own.isdisjoint(dropped)]
-    on = ", ".join(where[:_NAMED]) + (f" and {len(where) - _NAMED} more" if len(where) > _NAMED else "")
     return (
         f"topology: the world is no grid of nodes x packages x devices: {named}{more}{others}. Dropping the ranks "
-        f"{_ranges(dropped)} (on {on}) leaves {Grid(left // (gpus * gcds), gpus, gcds)}"
+        f"{_ranges(dropped)} (on {some(where, _NAMED)}) leaves {Grid(left // (gpus * gcds), gpus, gcds)}"
     )
 
 

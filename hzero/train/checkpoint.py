@@ -145,11 +145,10 @@ def judge(folder: Path, good: bool, keep: int) -> None:
 def _rotate(newest: Path, keep: int) -> None:
     """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep`` and the newest good one beside them."""
     tags = [path for _, path in _tags(newest.parent)]
-    complete = [
-        path for path in tags[: tags.index(newest) + 1] if (path / NOTE).exists()
-    ]  # later ones are of an earlier life
+    older = tags[: tags.index(newest)]  # later ones are of an earlier life of the run
+    complete = [path for path in (*older, newest) if (path / NOTE).exists()]
     kept = {*complete[-keep:], *[path for path in complete if _is_good(path)][-1:]}
-    for old in tags[: tags.index(newest)]:
+    for old in older:
         if old not in kept:
             with contextlib.suppress(OSError):  # one too many is no reason to stop
                 remove(old)

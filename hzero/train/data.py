@@ -20,7 +20,7 @@ import numpy as np
 from hzero.files import distrust, read_small, refusing
 from hzero.train import digests
 from hzero.train.tokenizer import errors_of_disk, fingerprint, train_tokenizer, with_end
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
 #: Folders that are not the standard library itself, or not everywhere part of it.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
@@ -130,10 +130,9 @@ def say_what_is_missing(
     if limit and total > limit:
         say(f"data.max_bytes: taking the first {limit:,} of the {total:,} bytes of {source}")
     if left_out:
-        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
         say(
             f"warning: {len(left_out):,} files of {source} are left out, since they are not text of UTF-8: "
-            f"{', '.join(left_out[:3])}{more}"
+            f"{some(left_out, 3)}"
         )
 
 

@@ -359,12 +359,13 @@ def start_process_group(timeout_s: float) -> None:
 
 
 def _give_up(seconds: float) -> None:
-    rank = os.environ.get("RANK", "?")
-    why = f"the store at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')} does not answer, which "
-    why += "rank 0 serves: rank 0 is frozen, or another process has that port"
+    rank, host, port = (os.environ.get(name, "?") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    why = "one of them is frozen or has not been started"
+    if rank != "0":
+        why = f"the store at {host}:{port} does not answer, which rank 0 serves: "
+        why += "rank 0 is frozen, or another process has that port"
     print(
-        f"hzero: rank {rank} has not met the others within {seconds:g} s (train.timeout_s, twice): "
-        f"{why if rank != '0' else 'one of them is frozen or has not been started'}",
+        f"hzero: rank {rank} has not met the others within {seconds:g} s (train.timeout_s, twice): {why}",
         file=sys.stderr,
         flush=True,
     )

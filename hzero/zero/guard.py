@@ -14,6 +14,7 @@ from hzero.codecs import Codec
 from hzero.config import ROLES, CodecConfig, Role, Tier
 from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan
+from hzero.validation import some
 from hzero.zero.refusals import ZeroParameter
 
 logger = logging.getLogger("hzero")
@@ -106,8 +107,7 @@ class Guard:
         parts = []
         for what, marks in zip(("gradients", "weights"), spoilt.tolist()):
             names = [name for (name, _), mark in zip(named, marks) if mark]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            listed = f": {', '.join(names[:_NAMED])}{more}" if names else ""
+            listed = f": {some(names, _NAMED)}" if names else ""
             parts.append(f"Not finite in the {what} of {len(names)} of {len(named)} parameters{listed}")
         # Tiers of one codec have one ratio.
         tiers: dict[tuple[Role, CodecConfig], list[Tier]] = {}
