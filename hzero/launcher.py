@@ -79,6 +79,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def renew_thread_pool() -> None:
+    """Gives a forked process a pool of ``OMP_NUM_THREADS`` threads of its own, while it has one thread.
+
+    PyTorch replaces the parent's pool at the first use, without a lock: of two threads of a transport that come at once, one
+    finds no pool ("Invalid thread pool!"). Source: PyTorch's ``caffe2/utils/threadpool/pthreadpool-cpp.cc``.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
 class _Fork:
     """A forked rank, with the part of the interface of `subprocess.Popen` that `Ranks` uses."""
 
@@ -223,6 +234,7 @@ class Ranks:
                 gc.freeze()  # or collections would copy the memory that the ranks share
                 os.environ.clear()
                 os.environ.update(environment)
+                renew_thread_pool()
                 sys.argv = self._command[2:]
                 runpy.run_module(self._command[2], run_name="__main__", alter_sys=True)
         except BaseException:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hzero.launcher import die_with_parent
+from hzero.launcher import die_with_parent, renew_thread_pool
 from hzero.train.worker import RANK_IMPORTS
 from tests import mutants
 
@@ -69,6 +69,7 @@ def _enter(
 def run_script(script: str, *arguments: str) -> None:
     """Runs a script in this process as Python would."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork of torchrun's agent has its handler
+    renew_thread_pool()
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()

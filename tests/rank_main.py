@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.launcher import die_with_parent
+from hzero.launcher import die_with_parent, renew_thread_pool
 
 #: Maximum wait of one collective in a check: a hang must fail, and soon.
 HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
@@ -28,6 +28,7 @@ HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
 def _run_rank(rank: int, checks: Sequence[str]) -> None:
     """Runs the checks on one rank; leaves at the first that fails."""
     die_with_parent()
+    renew_thread_pool()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     out = Path(os.environ["HZERO_CHECKS_OUT"])
     name = "start"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from hzero.launcher import GRACE_S, INTERRUPTED, Ranks, local_ranks
 from tests.forks import fork, torchrun
@@ -90,6 +95,37 @@ def test_what_ranks_print_is_in_their_logs(tmp_path: Path) -> None:
     status, said = _launched(tmp_path, " os.write(2, b'y' * 300_000 + b'end')")
     assert (status, said) == (0, "")
     assert [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)] == ["y" * 300_000 + "end"] * 2
+
+
+#: Forks from a process that was forked itself before PyTorch made its pool, as a rank is; threads of C need the pool at once.
+POOL = """
+import ctypes, os, sys, torch
+from hzero.launcher import renew_thread_pool
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+torch.set_num_threads(1)
+need = ctypes.cast(ctypes.CDLL(sys.argv[1])._ZN2at16init_num_threadsEv, ctypes.c_void_p)
+pthread, threads = ctypes.CDLL(None), (ctypes.c_ulong * 8)()
+for _ in range(100):
+    if not os.fork():
+        renew_thread_pool()
+        for number in range(8):
+            pthread.pthread_create(ctypes.byref(threads, 8 * number), None, need, None)
+        for thread in threads:
+            pthread.pthread_join(ctypes.c_ulong(thread), None)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(1)
+"""
+
+
+def test_a_forked_rank_has_a_thread_pool_before_its_threads_come() -> None:
+    """Without `renew_thread_pool` about one fork in three dies of PyTorch's "Invalid thread pool!"."""
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not hasattr(ctypes.CDLL(str(torch_cpu)), "_ZN2at16init_num_threadsEv"):
+        pytest.skip("this build of PyTorch does not export at::init_num_threads")
+    done = subprocess.run([sys.executable, "-c", POOL, torch_cpu], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 #: A rank of `hzero train` under torchrun, which gets no further than to its settings.
