@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.launcher import GRACE_S, INTERRUPTED, Ranks, local_ranks
+from hzero.launcher import GRACE_S, INTERRUPTED, STARTED, UNFINISHED, Ranks, local_ranks
 from tests.forks import fork, torchrun
 from tests.ranks import ROOT
 
@@ -49,6 +49,16 @@ def _launched(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
     environments = [{**os.environ, "RANK": str(rank), "PYTHONPATH": str(ROOT)} for rank in range(ranks)]
     status = Ranks(command, environments, folder, start_timeout=60, say=said.append).run()
     return status, "\n".join(said)
+
+
+def test_a_signal_is_passed_on_once_the_work_has_begun_and_unfinished_work_is_no_failure(tmp_path: Path) -> None:
+    """Ranks that end as unfinished one after the other; a signal that came before they could take it waits."""
+    wait = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); open(sys.argv[1], 'w'); signal.pause()"
+    command = [sys.executable, "-c", wait, str(tmp_path / STARTED)]
+    environments: Any = (os.kill(os.getpid(), signal.SIGUSR1) or dict(os.environ) for _ in range(1))
+    assert Ranks(command, environments, tmp_path, passed_on=(signal.SIGUSR1,)).run() == UNFINISHED
+    status, said = _launched(tmp_path, " time.sleep(rank / 10)\n return 75 * (1 - rank)")
+    assert (status, said) == (UNFINISHED, "")
 
 
 def test_a_full_disk_does_not_hide_the_cause(tmp_path: Path) -> None:
@@ -124,7 +134,9 @@ def test_a_forked_rank_has_a_thread_pool_before_its_threads_come() -> None:
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if not hasattr(ctypes.CDLL(str(torch_cpu)), "_ZN2at16init_num_threadsEv"):
         pytest.skip("this build of PyTorch does not export at::init_num_threads")
-    done = subprocess.run([sys.executable, "-c", POOL, torch_cpu], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", POOL, torch_cpu], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -137,7 +149,7 @@ from hzero.train import application
 application.Settings = lambda *args, **named: (open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60))
 ctypes.CDLL(None).prctl(1, 0)  # torch's forks end with their agent, and ranks that torchrun starts as programs do not
 os.environ.update(bootstrap().environment())
-application._train_as_rank(OmegaConf.create({}))
+application._train_as_rank(OmegaConf.create({}), 0.0)
 """
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,11 @@ def _start(folder: Path, *overrides: str) -> Command:
 def _losses(run: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def _status(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
 
 
 def _ranks(process: Command) -> list[int]:
@@ -110,6 +116,15 @@ def test_what_a_run_leaves_is_its_users_alone(folder: Path) -> None:
 def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: Path) -> None:
     run, job = folder / "runs" / "stopped", ("zero=lossless", "run.name=stopped", "resume=auto")
     process = _start(folder, *job)
+    _wait_for_step(run, 1, process)
+    assert _status(run)["state"] in ("running", "saving")
+    os.kill(_ranks(process)[1], signal.SIGUSR1)  # all ranks stop after the same step
+    code, out, err = process.finish(timeout=120)
+    assert code == 75 and "stopped in time for the end of the job after step" in out, out + err
+    assert _status(run)["state"] == "timed out" and _status(run)["step"] == max(_losses(run)) < 12
+
+    (run / "logs" / "started").unlink()
+    process = _start(folder, *job)
     _wait_for_step(run, 5, process)
     ranks = _ranks(process)
     assert len(ranks) == 4
@@ -117,6 +132,7 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
     code, out, err = process.finish(timeout=120)
     assert code == 1 and "rank 2 died: signal SIGKILL" in err, out + err
     assert all(not Path(f"/proc/{pid}").exists() for pid in ranks), "a rank was left behind"
+    assert _status(run)["state"] == "failed" and "rank 2 died: signal SIGKILL" in _status(run)["reason"]
 
     (run / "logs" / "started").unlink()  # else metrics of the killed run would be taken for the next one's
     process = _start(folder, *job)
@@ -143,6 +159,9 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
         and f"going on after step {int(before.name[5:])}" in out
     ), out + err
     assert _losses(run) == _losses(folder / "runs" / "whole")
+    jobs = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [job["state"] for job in jobs] == ["timed out", "failed", "interrupted", "done"]
+    assert [job["from"] for job in jobs[1:3]] == [jobs[0]["step"], jobs[2]["from"]] and jobs[3]["step"] == 12
 
 
 def test_checkpoints_that_cannot_serve_are_refused_in_one_line(
