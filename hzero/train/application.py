@@ -173,6 +173,15 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
     tokens, tokenizer = corpus.prepare(settings, _say)
     identity, trust = checkpoint.identity_of(settings, tokens.key), settings["checkpoint"]["trust"]
     found = checkpoint.find(resume, run_dir, identity, trust=trust, warn=_warn)
+    if found is not None:
+        given, settings = settings, checkpoint.with_its_batch(settings, found)
+        if settings is not given:
+            _say(
+                f"train.grad_accumulation={settings['train']['grad_accumulation']} in place of "
+                f"{given['train']['grad_accumulation']}: the checkpoint's steps have {found.identity.sequences} sequences"
+            )
+        if found.identity.world_size != settings.world_size:
+            _say(f"{found.folder.name} of {found.identity.world_size} ranks goes on with {settings.world_size}")
     steps = settings["train"]["steps"]
     # A run that was stopped between its last step and its summary has an evaluation left to do.
     unfinished = resume == "auto" and not folder.finished(run_dir)

@@ -54,8 +54,9 @@ class Saver:
         return self._saved_s or 10.0 + self._states() / 1e8
 
     def load(self, found: checkpoint.Checkpoint) -> None:
-        """Loads a checkpoint. Collective."""
-        self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
+        """Loads a checkpoint of any number of ranks. Collective."""
+        with self._files.reading(found.folder, found.identity.world_size):
+            self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
         self._bytes = found.bytes
         if found.good is None and dist.get_rank() == 0 and found.folder.parent == self._folder:
             self._unjudged.append(found.folder)
