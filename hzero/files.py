@@ -40,7 +40,7 @@ def cannot_write(key: str, path: str | os.PathLike[str], error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
+def replacing(path: str | os.PathLike[str], mode: str = "w", *, durable: bool = True) -> Iterator[IO[Any]]:
     """Opens a file that replaces ``path`` when the block ends without an exception, and is removed otherwise.
 
     Readers see the old content or the new, never a part. Several processes may write the same path; the last one wins.
@@ -50,6 +50,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     Args:
         path: The file to write or replace. Its folder must exist.
         mode: ``"w"`` for UTF-8 text, ``"wb"`` for bytes.
+        durable: False for a file that a power cut may empty and that nobody may wait for.
 
     Yields:
         The open file.
@@ -64,7 +65,8 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o644 & ~mask)  # only their owner may read mkstemp's files

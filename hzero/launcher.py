@@ -33,8 +33,9 @@ from hzero.validation import ConfigError
 
 #: How long ranks may take to stop after Ctrl-C, in seconds.
 GRACE_S = 60.0
-#: Exit statuses: after Ctrl-C, and for input that the ranks refuse.
-INTERRUPTED, REFUSED = 130, 2
+#: Exit statuses: after Ctrl-C, for input that the ranks refuse, and for work that has saved what it did and is to be started
+#: again (EX_TEMPFAIL of sysexits.h).
+INTERRUPTED, REFUSED, UNFINISHED = 130, 2, 75
 #: File in the folder of logs that rank 0 makes when the work begins.
 STARTED = "started"
 _PR_SET_PDEATHSIG = 1
@@ -126,6 +127,7 @@ class Ranks:
         timeout_key: The key or option that sets ``start_timeout``, for the message.
         stopping: What Ctrl-C does, for the message.
         stopping_early: The same before `STARTED` is there.
+        passed_on: Signals that the ranks get as well, once `STARTED` is there.
         say: Takes a line for the user.
     """
 
@@ -140,6 +142,7 @@ class Ranks:
         timeout_key: str = "",
         stopping: str = "the ranks are told to end (again to end them at once)",
         stopping_early: str | None = None,
+        passed_on: Sequence[int] = (),
         say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
     ) -> None:
         self._command = list(command)
@@ -149,6 +152,7 @@ class Ranks:
         self._started = logs / STARTED
         self._start_timeout, self._timeout_key = start_timeout, timeout_key
         self._stopping, self._stopping_early = stopping, stopping_early or stopping
+        self._passed_on, self._received = passed_on, list[int]()
         self._say = say
         self._processes: list[subprocess.Popen[bytes] | _Fork] = []
         self._pipes: list[RankPipes] = []
@@ -158,13 +162,14 @@ class Ranks:
         """Runs the ranks to their end.
 
         Returns:
-            0 if all ended well, 130 after an interruption, 2 if the ranks refused their input, 1 if a rank failed or the
-            start took too long.
+            0 if all ended well, 75 if they are not finished and have not failed, 130 after an interruption, 2 if the ranks
+            refused their input, 1 if a rank failed or the start took too long.
         """
         for stale in (*self._logs.glob("rank*"), self._started):
             with contextlib.suppress(OSError):
                 stale.unlink()
-        handlers = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        handlers: dict[int, Any] = {s: signal.signal(s, self._interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        handlers |= {s: signal.signal(s, lambda number, frame: self._received.append(number)) for s in self._passed_on}
         try:
             self._start()
             if self._interrupts:  # one that was being started then was not told
@@ -214,7 +219,8 @@ class Ranks:
         sys.stderr.flush()
         parent = os.getpid()
         # A signal that comes before the rank has handlers of its own waits: ours would swallow it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        handled = (signal.SIGINT, signal.SIGTERM, *self._passed_on)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         if pid := os.fork():
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return _Fork(pid)
@@ -223,7 +229,8 @@ class Ranks:
             os.setsid()
             die_with_parent()
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in handled[1:]:
+                signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
@@ -257,8 +264,10 @@ class Ranks:
         deadline = time.monotonic() + self._start_timeout
         interrupted_at: float | None = None
         while True:
+            if self._received and self._started.exists():
+                self._tell(self._received.pop(0))
             codes = [process.poll() for process in self._processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, UNFINISHED)]
             running = [rank for rank, code in enumerate(codes) if code is None]
             if self._interrupts:
                 interrupted_at = interrupted_at or time.monotonic()
@@ -274,7 +283,7 @@ class Ranks:
                 self._read(1.0)  # others that failed for the same reason may still be writing theirs
                 return self._report(failed)
             elif not running:
-                return 0
+                return UNFINISHED if UNFINISHED in codes else 0
             elif not self._started.exists() and time.monotonic() > deadline:
                 stopped = self._stopped()
                 why = f"; stopped (SIGSTOP): ranks {stopped}" if stopped else ""
@@ -350,18 +359,18 @@ def _cause(code: int) -> str:
     return f"signal {name}{', perhaps out of memory' if name == 'SIGKILL' else ''}"
 
 
-def run_rank(work: Callable[[], None]) -> NoReturn:
+def run_rank(work: Callable[[], int | None]) -> NoReturn:
     """Does the work of a rank that `Ranks` has started, and ends the process. If the work fails, the parent is told why.
 
     Args:
-        work: The work.
+        work: The work. It may return an exit status.
     """
     sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
     reasons = int(os.environ.pop(REASONS, -1))
     if reasons >= 0:
         os.set_inheritable(reasons, False)
     try:
-        work()
+        status = work()
     except BaseException as error:
         said = json.dumps(Reason.of(error)).encode() + b"\n"
         with contextlib.suppress(OSError):  # the parent is gone
@@ -371,7 +380,7 @@ def run_rank(work: Callable[[], None]) -> NoReturn:
             sys.stderr.flush()
         os._exit(1)  # a process group with a dead member can take minutes to be torn down
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(status or 0)
 
 
 def end_with_parent() -> None:

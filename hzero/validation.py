@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
+import re
 import reprlib
 import typing
 from collections.abc import Iterable, Sequence
@@ -60,6 +63,28 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
     return ConfigError(
         f"{key}{': ' if key else ''}unknown {what} {reprlib.repr(value)}{hint} Possible: {', '.join(names)}"
     )
+
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
+
+
+def seconds_of(duration: str | float) -> float:
+    """Seconds of a duration such as ``2h``, ``1h30m``, ``1d``, ``45s``, or a number of seconds.
+
+    Raises:
+        ValueError: Says what was found and what is possible; it follows a key.
+    """
+    text = str(duration)
+    seconds = -1.0
+    if _DURATION.fullmatch(text):
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
+    else:
+        with contextlib.suppress(ValueError):
+            seconds = float(duration)
+    if not 0 < seconds < math.inf or isinstance(duration, bool):
+        raise ValueError(f"found {reprlib.repr(duration)}, possible: a duration such as 2h, 1h30m or 45s, or seconds")
+    return seconds
 
 
 class Frozen(BaseModel):

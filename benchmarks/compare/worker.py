@@ -136,8 +136,7 @@ class _Turns:
                 self._tokens.batch(
                     seed=train["seed"],
                     step=step,
-                    rank=self._rank,
-                    micro=micro,
+                    first=(micro * self._world + self._rank) * train["micro_batch"],
                     size=train["micro_batch"],
                     length=self._config["model"]["seq_length"],
                 )

@@ -6,10 +6,10 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
 
 from hzero.config import HZeroConfig
-from hzero.validation import Frozen
+from hzero.validation import Frozen, seconds_of
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -17,6 +17,8 @@ Rate = Annotated[FiniteFloat, Field(ge=0)]
 #: Seconds of a wait, at most eleven days: larger ones overflow in torch.
 Timeout = Annotated[FiniteFloat, Field(ge=1, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
+#: A duration: ``2h``, ``1h30m``, ``45s``, or seconds.
+Duration = Annotated[str | int | float, AfterValidator(lambda value: seconds_of(value) and value)]
 #: Adam's two decay rates.
 Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 
@@ -122,6 +124,7 @@ class TrainBlock(Frozen):
     monitor: Literal["tensorboard", "wandb", "csv"] | None
     guard: Count
     timeout_s: Timeout
+    time_limit: Duration | None
 
 
 class CheckpointBlock(Frozen):

@@ -78,6 +78,7 @@ class Settings:
     """
 
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
+        self._launched = world_size
         model = config.get("model")
         general = isinstance(model, dict) and architecture.is_general(model)
         validated(HFConfiguration if general else Configuration, config, "")
@@ -93,6 +94,11 @@ class Settings:
         self.block = self._block(declared)
         self.plan = ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0) if self.block else None
         self._check_windows()
+
+    def with_accumulation(self, count: int) -> Settings:
+        """The same with another number of micro-steps per step."""
+        train = {**self.config["train"], "grad_accumulation": count}
+        return Settings({**self.config, "train": train}, self._launched)
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]

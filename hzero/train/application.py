@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
@@ -16,41 +19,46 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hzero.files import FULL, cannot_write
+from hzero.files import FULL, cannot_write, refusing
 from hzero.formatting import size_text
 from hzero.launcher import (
     INTERRUPTED,
     REFUSED,
     STARTED,
+    UNFINISHED,
     PatientStream,
     Ranks,
     end_with_parent,
     local_ranks,
     on_rank_0,
 )
-from hzero.reasons import PlainError, disk_error
+from hzero.reasons import PeerError, PlainError, disk_error
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.topology.bootstrap import bootstrap
-from hzero.train import checkpoint, corpus, data, export, folder, monitor
+from hzero.train import checkpoint, corpus, data, export, folder, monitor, stop
+from hzero.train import status as run_status
 from hzero.train.overrides import check
+from hzero.train.stop import TIME_SIGNAL
 from hzero.train.worker import RANK_IMPORTS, prepare_process, train_rank, write_job
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, seconds_of
 
 
 def run(overrides: Sequence[str]) -> int:
     """Runs the application on Hydra's arguments; ``-m``, ``--help`` and ``--cfg job`` are among them.
 
     Returns:
-        Exit status: 0, 1 if a rank failed, 2 for input that cannot be used (one line on stderr), 130 after Ctrl-C.
+        Exit status: 0, 1 if a rank failed, 2 for input that cannot be used (one line on stderr), 75 if the run has saved and
+        stopped before its last step (`hzero.train.stop`), 130 after Ctrl-C.
     """
     statuses: list[int] = []
+    began = time.time()
 
     def task(config: DictConfig) -> None:
         # In a multirun the first bad run must not keep the others from running.
         try:
-            statuses.append(_train(config))
+            statuses.append(_train(config, began))
         except (ConfigError, PlainError) as error:
             if not error.elsewhere:
                 print(f"hzero: error: {error}", file=sys.stderr)
@@ -62,8 +70,10 @@ def run(overrides: Sequence[str]) -> int:
             statuses.append(1)
         if statuses[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as well
+        if statuses[-1] == UNFINISHED:
+            raise SystemExit(UNFINISHED)  # the same
 
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, TIME_SIGNAL)}
     argv = sys.argv
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
     try:
@@ -77,24 +87,26 @@ def run(overrides: Sequence[str]) -> int:
         return left.code if isinstance(left.code, int) else 0
     finally:
         sys.argv = argv
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return max(statuses, default=0)
 
 
 def _leave(number: int, frame: object) -> None:
-    """SIGTERM while text is tokenised: leaves by an exception, so that the half-built corpus is removed."""
-    raise SystemExit(128 + number)
+    """A signal while text is tokenised: leaves by an exception, so that the half-built corpus is removed."""
+    raise SystemExit(UNFINISHED if number == TIME_SIGNAL else 128 + number)
 
 
-def _train(config: DictConfig) -> int:
+def _train(config: DictConfig, began: float) -> int:
     outside = _rank_of_a_launcher()
     if outside is not None:
         os.environ.update(outside)
-        return _train_as_rank(config)
+        return _train_as_rank(config, began)
     settings = Settings(plain(config))
     with contextlib.ExitStack() as claims:
-        run_dir = _prepare(settings, claims)
+        run_dir = _prepare(settings, claims, began)
         logs = run_dir / folder.LOGS
+        said: list[str] = []
         ranks = Ranks(
             [sys.executable, "-m", "hzero.train.worker", str(run_dir)],
             local_ranks(settings.world_size, settings["launcher"]["threads"]),
@@ -104,6 +116,8 @@ def _train(config: DictConfig) -> int:
             timeout_key="launcher.start_timeout_s",
             stopping="the ranks finish their step and save (again to stop at once)",
             stopping_early="training had not begun",
+            passed_on=(TIME_SIGNAL,),
+            say=lambda line: _say_and_keep(line, said),
         )
         try:
             status = ranks.run()
@@ -112,18 +126,36 @@ def _train(config: DictConfig) -> int:
                 raise
             folder.undo(run_dir)
             raise ConfigError(cannot_write("run.dir", run_dir, error)) from None
+        found = run_status.read(run_dir)
         begun = (logs / STARTED).exists()
         if not begun and (status in (REFUSED, INTERRUPTED) or folder.set_aside(run_dir)):
             folder.undo(run_dir)
+        if status == 1 or (begun and status == INTERRUPTED):  # ranks that end well have noted it
+            _note_end(run_dir, "failed" if status == 1 else "interrupted", said, found)
         return status
 
 
-def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
+def _note_end(run_dir: Path, state: run_status.State, said: Sequence[str], found: dict[str, Any]) -> None:
+    """Notes why a job has ended, if its run is there: nothing is left of one that has never begun."""
+    lines = [line for text in said for line in text.splitlines()]
+    reason = next((line for line in lines if line.endswith("all ranks are ended")), lines[0] if lines else None)
+    with contextlib.suppress(OSError):  # the disk is full
+        if folder.holds_run(run_dir):
+            run_status.end(run_dir, state, reason, found)
+
+
+def _say_and_keep(line: str, said: list[str]) -> None:
+    said.append(line)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> Path:
     """Checks and prepares everything before anything is written into the run's folder.
 
     Args:
         settings: The run's settings.
         claims: Receives the lock of the folder, which is released at the end of the run.
+        began: When the command was started, in seconds of the clock.
 
     Returns:
         The run's folder.
@@ -141,6 +173,15 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     tokens, tokenizer = corpus.prepare(settings, _say)
     identity, trust = checkpoint.identity_of(settings, tokens.key), settings["checkpoint"]["trust"]
     found = checkpoint.find(resume, run_dir, identity, trust=trust, warn=_warn)
+    if found is not None:
+        given, settings = settings, checkpoint.with_its_batch(settings, found)
+        if settings is not given:
+            _say(
+                f"train.grad_accumulation={settings['train']['grad_accumulation']} in place of "
+                f"{given['train']['grad_accumulation']}: the checkpoint's steps have {found.identity.sequences} sequences"
+            )
+        if found.identity.world_size != settings.world_size:
+            _say(f"{found.folder.name} of {found.identity.world_size} ranks goes on with {settings.world_size}")
     steps = settings["train"]["steps"]
     # A run that was stopped between its last step and its summary has an evaluation left to do.
     unfinished = resume == "auto" and not folder.finished(run_dir)
@@ -156,11 +197,17 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
             "the newest run with a checkpoint" if resume == "auto" else f"run.overwrite=true would replace {directory}"
         )
         _say(f"run folder {run_dir} ({why})")
+    with refusing("run.dir", run_dir):
+        run_status.end_lost(run_dir)
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
     try:
         export.describe(run_dir, settings["model"], tokenizer)
-        write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, found.folder if found else None)
+        limit = settings["train"]["time_limit"]
+        ends_at = stop.ends_at(seconds_of(limit) if limit is not None else None, began)
+        resume_from = found.folder if found else None
+        write_job(run_dir, data.entry(settings["data"], tokens.key), tokens.source, resume_from, ends_at)
+        run_status.begin(run_dir, step=found.step if found else 0, steps=steps, ranks=settings.world_size)
     except BaseException as error:
         if isinstance(error, OSError):
             error.filename = error.filename or str(run_dir)  # errors of a write name no file
@@ -222,11 +269,13 @@ def _rank_of_a_launcher() -> dict[str, str] | None:
     return start.environment() if start.world_size > 1 else None
 
 
-def _train_as_rank(config: DictConfig) -> int:
+def _train_as_rank(config: DictConfig, began: float) -> int:
     """Trains as one rank of a launcher: rank 0 prepares, the others wait for it."""
     import torch.distributed as dist
 
     end_with_parent()
+    stops = stop.Stop()
+    stops.remember(TIME_SIGNAL)
     settings = Settings(plain(config), world_size=int(os.environ["WORLD_SIZE"]))
     prepare_process(settings["launcher"]["threads"])
     from hzero.train.loop import start_process_group  # imports DeepSpeed, which looks for an accelerator at once
@@ -238,20 +287,29 @@ def _train_as_rank(config: DictConfig) -> int:
     sys.stdout = PatientStream(sys.stdout)  # type: ignore[assignment]
     with contextlib.ExitStack() as claims:
         try:
-            run_dir = Path(on_rank_0(lambda: str(_prepare(settings, claims).resolve()), patient))
+            run_dir = Path(on_rank_0(lambda: str(_prepare(settings, claims, began).resolve()), patient))
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank 0 has not prepared text and run folder within {patience} (launcher.start_timeout_s): {error}"
             ) from error
         try:
-            train_rank(run_dir)
+            status = train_rank(run_dir, stops)
         except BaseException as error:
-            if dist.get_rank() == 0 and not (run_dir / folder.LOGS / STARTED).exists():
-                folder.undo(run_dir)
+            blamed = error.ranks if isinstance(error, PeerError) else ()
+            if dist.get_rank() == next(rank for rank in itertools.count() if rank not in blamed):
+                found = run_status.read(run_dir)
+                if not (run_dir / folder.LOGS / STARTED).exists():
+                    folder.undo(run_dir)
+                _note_end(run_dir, "failed", str(error).splitlines() or [repr(error)], found)
             if isinstance(error, PlainError):
                 if not error.elsewhere:
                     print(f"{error}", file=sys.stderr, flush=True)
                 os._exit(1)  # a process group with a dead member can take minutes to be torn down
             raise
+        if status:
+            # Launchers end the ranks that are left once one ends with a status other than 0, so all have to be done.
+            dist.barrier()
+            sys.stdout.flush()
+            os._exit(status)
         dist.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""Batches of one rank, which depend on seed, step, rank and micro-step alone, so that a resumed run sees the same."""
+"""Batches of one rank: its share of a step's sequences, which depend on seed and step alone, so a resumed run sees the same."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ class _Windows(Batches):
         ids = self._text.batch(
             seed=self.train["seed"],
             step=step,
-            rank=self.rank,
-            micro=micro,
+            first=(micro * self.world + self.rank) * self.train["micro_batch"],
             size=self.train["micro_batch"],
             length=self.length,
         )

@@ -18,21 +18,22 @@ from hzero.settings import architecture
 from hzero.settings.settings import Settings
 from hzero.train import digests, safe_load
 from hzero.train.folder import NOTE
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
 _TAG = re.compile(r"step_(\d+)$")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Properties that a checkpoint and the run that loads it must share.
+    """What a checkpoint tells of its run. Model, data, seed and type are those of the run that loads it; the ranks need not be.
 
     Attributes:
         model: Hash of the model's shape.
         data: Hash of the tokenised text, the share of it that is kept for evaluation, and whether examples are packed.
         seed: Of weights and batches.
-        world_size: Ranks; ZeRO-3 writes one file per rank.
+        world_size: Ranks; ZeRO-3 writes two files per rank.
         dtype: Type of the weights.
+        sequences: Of all ranks in a step; None for a checkpoint of an earlier release.
     """
 
     model: str
@@ -40,11 +41,12 @@ class Identity:
     seed: int
     world_size: int
     dtype: str
+    sequences: int | None = None
 
 
 def identity_of(settings: Settings, data_key: str) -> Identity:
     """The identity of a run's checkpoints."""
-    model = settings["model"]
+    model, train = settings["model"], settings["train"]
     # The other keys of the group fix the shape of a GPT-NeoX.
     shape = (
         architecture.shape_of(model)
@@ -54,9 +56,10 @@ def identity_of(settings: Settings, data_key: str) -> Identity:
     return Identity(
         model=hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
         data=f"{data_key} {settings['data']['eval_share']}{'' if settings['data']['packing'] else ' unpacked'}",
-        seed=settings["train"]["seed"],
+        seed=train["seed"],
         world_size=settings.world_size,
         dtype=settings.dtype,
+        sequences=settings.world_size * train["micro_batch"] * train["grad_accumulation"],
     )
 
 
@@ -198,7 +201,7 @@ def read(folder: Path, *, hashes: bool = True, warn: Any = lambda message: None)
         identity, step = Identity(**note["identity"]), int(note["step"])
         sizes = {str(name): int(size) for name, size in note["files"].items()}
         noted = {str(name): str(digest) for name, digest in note.get(digests.HASHES, {}).items()}
-        if not digests.holds(note):
+        if not digests.holds(note) or type(identity.sequences) not in (int, type(None)) or identity.sequences == 0:
             raise ValueError("changed")
     except FileNotFoundError:
         raise ConfigError(f"resume: {str(folder)!r} is not a complete checkpoint: it has no {NOTE}") from None
@@ -277,12 +280,37 @@ def find(
     return found
 
 
+def with_its_batch(settings: Settings, found: Checkpoint) -> Settings:
+    """The settings, with the accumulation that makes a step of this run's ranks as large as a step of the checkpoint's run.
+
+    Raises:
+        ConfigError: No accumulation does; the message says which ranks and micro-batches could.
+    """
+    wanted, train, world = found.identity.sequences, settings["train"], settings.world_size
+    at_once = train["micro_batch"] * world
+    if wanted is None or wanted == at_once * train["grad_accumulation"]:
+        return settings
+    if wanted % at_once:
+        size = train["micro_batch"]
+        possible = [f"{some(_divisors(wanted // size), 20)} ranks" if wanted % size == 0 else "other ranks"]
+        if wanted % world == 0:
+            possible.append(f"train.micro_batch={some(_divisors(wanted // world), 20)} with {world} ranks")
+        raise ConfigError(
+            f"resume: {str(found.folder)!r} was trained with {wanted} sequences in a step, which {world} ranks with "
+            f"train.micro_batch={size} cannot do; possible: {'; '.join(possible)}"
+        )
+    return settings.with_accumulation(wanted // at_once)
+
+
+def _divisors(number: int) -> list[str]:
+    return [str(count) for count in range(1, number + 1) if number % count == 0]
+
+
 def _compare(found: Checkpoint, identity: Identity) -> None:
     said = {
         "model": "was saved by a model of another shape (the model group differs)",
         "data": "was trained on other text (data.path, data.max_bytes, data.eval_share, data.packing or the tokenizer differ)",
         "seed": f"was trained with train.seed={found.identity.seed}, not {identity.seed}",
-        "world_size": f"was saved by {found.identity.world_size} ranks, and this run has {identity.world_size}",
         "dtype": f"was trained in {found.identity.dtype}, not {identity.dtype}",
     }
     for name, message in said.items():

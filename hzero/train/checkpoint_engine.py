@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from hzero.train import digests, safe_load
+from hzero.train.reshard import MODEL, OPTIMIZER, Resharding, resharding
 from hzero.validation import ConfigError
 
 
@@ -45,11 +47,34 @@ class TrainerCheckpointEngine(CheckpointEngine):
         self.name = type(self).__name__
         self.written: dict[str, tuple[int, str]] = {}
         self.failure: str | None = None
+        self._engine = engine
+        self._resharding: Resharding | None = None
         self._trust, self._zipped = trust, stock.zipfile_serialization
         # The one file that DeepSpeed writes past its checkpoint engine, on rank 0.
         copy_scripts = engine._copy_recovery_script
         engine._copy_recovery_script = lambda save_path: self._try(save_path, lambda: copy_scripts(save_path))
         engine.checkpoint_engine = self
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path, world_size: int) -> Iterator[None]:
+        """Inside, the engine loads a checkpoint that ranks of any number have written.
+
+        Of this layout, every rank loads its own files; of another one, what `Resharding` makes of theirs.
+
+        Args:
+            folder: The checkpoint.
+            world_size: Ranks that wrote it.
+        """
+        load = functools.partial(safe_load.load, map_location="cpu", trust=self._trust)
+        self._resharding = resharding(self._engine, folder, world_size, load)
+        names = self._engine._get_all_ckpt_names
+        if self._resharding is not None:
+            path = str(self._resharding.path(0, MODEL))  # this rank may have written none
+            self._engine._get_all_ckpt_names = lambda checkpoints_path, tag: [path]
+        try:
+            yield
+        finally:
+            self._engine._get_all_ckpt_names, self._resharding = names, None
 
     def begin(self) -> None:
         """Forgets the last save."""
@@ -80,6 +105,8 @@ class TrainerCheckpointEngine(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file. Raises `ConfigError` if it holds more than tensors."""
+        if self._resharding is not None:
+            return self._resharding.load(next(kind for kind in (MODEL, OPTIMIZER) if path.endswith(kind)))
         return safe_load.load(path, map_location, self._trust)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:

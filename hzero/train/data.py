@@ -152,14 +152,21 @@ class Tokens:
     key: str
     source: str
 
-    def batch(self, *, seed: int, step: int, rank: int, micro: int, size: int, length: int) -> np.ndarray:
-        """A training batch that depends on its arguments alone, so that a resumed run sees the same batches.
+    def batch(self, *, seed: int, step: int, first: int, size: int, length: int) -> np.ndarray:
+        """Sequences of a step, each of which depends on seed, step and its number alone: on no rank, and on no run before.
+
+        Args:
+            seed: Of the run.
+            step: The step.
+            first: Number of the first sequence in the step.
+            size: Sequences.
+            length: Tokens of each.
 
         Returns:
             int64 ``[size, length]``: windows at random places.
         """
-        random = np.random.default_rng([seed, step, rank, micro])
-        starts = random.integers(0, len(self.train) - length + 1, size)
+        places = len(self.train) - length + 1
+        starts = [np.random.default_rng([seed, step, first + i]).integers(0, places) for i in range(size)]
         return np.stack([self.train[s : s + length] for s in starts]).astype(np.int64)
 
     def evaluation_batch(self, *, index: int, size: int, length: int) -> np.ndarray:

@@ -30,8 +30,10 @@ NOTE = "complete.json"
 TRACE, PROFILE = "trace-rank0.json.gz", "profile-rank0.json.gz"
 #: Texts that the model wrote; event files; configuration and tokenizer.
 SAMPLES, MONITOR, MODEL = "samples.jsonl", "monitor", "model"
+#: The state of the run, and a line for each of its jobs.
+STATUS, HISTORY = "status.json", "history.jsonl"
 #: Everything that a run writes, and that replacing a run removes.
-OWN = (CONFIG, METRICS, SUMMARY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, CHECKPOINTS)
+OWN = (CONFIG, METRICS, SUMMARY, STATUS, HISTORY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, CHECKPOINTS)
 #: libyaml's loader where PyYAML has it: the one in Python takes 3 ms for the configuration of a run. A SafeLoader either way.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
@@ -210,7 +212,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
                     (path / name).rename(path / _REPLACED / name)
         elif holds_run(path):
             (path / _CONTINUED).mkdir()
-            for name in (CONFIG, METRICS, SUMMARY, SAMPLES):
+            for name in (CONFIG, METRICS, SUMMARY, STATUS, SAMPLES):
                 if (path / name).exists():
                     shutil.copy2(path / name, path / _CONTINUED / name)
         (path / LOGS).mkdir(exist_ok=True)

@@ -35,6 +35,8 @@ from hzero.train.packing import check_packing
 from hzero.train.recordings import Recordings
 from hzero.train.sample import Sampler
 from hzero.train.saver import Saver
+from hzero.train.status import Status
+from hzero.train.stop import Reason, Stop
 from hzero.train.summary import build_summary, print_summary
 from hzero.zero.guard import scaling_can_help
 
@@ -89,10 +91,16 @@ class Loop:
         run_dir: The run's folder, which exists.
         corpus: The tokenised text or examples.
         resume_from: Checkpoint to resume from.
+        stop: Knows whether this rank has been asked to stop.
     """
 
     def __init__(
-        self, settings: Settings, run_dir: Path, corpus: Tokens | Examples, resume_from: checkpoint.Checkpoint | None
+        self,
+        settings: Settings,
+        run_dir: Path,
+        corpus: Tokens | Examples,
+        resume_from: checkpoint.Checkpoint | None,
+        stop: Stop,
     ) -> None:
         self._settings, self._run_dir = settings, run_dir
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -118,14 +126,11 @@ class Loop:
         if resume_from is not None:
             self._saver.load(resume_from)
             self._done = resume_from.step
-        self._stop = False
+        self._stop = stop
         self._not_finite = 0  # steps in a row
         self._rows: list[dict[str, Any]] = []
         self._said: set[str] = set()
-        signal.signal(signal.SIGTERM, self._ask_to_stop)
-
-    def _ask_to_stop(self, number: int, frame: object) -> None:
-        self._stop = True
+        stop.remember(signal.SIGTERM)
 
     def _warn(self, message: str) -> None:
         """Says a warning once, on the user's terminal: the logs may be on the disk that is full."""
@@ -133,12 +138,17 @@ class Loop:
             self._said.add(message)
             print(f"warning: {message}", flush=True)
 
-    def run(self) -> None:
-        """Trains to the last step or until asked to stop; evaluates, saves and writes the summary."""
+    def run(self) -> Reason | None:
+        """Trains to the last step or until asked to stop; evaluates, saves and writes the summary.
+
+        Returns:
+            Why it has stopped before, the same on all ranks.
+        """
         train, every = self._settings["train"], self._settings["checkpoint"]["every"]
         sample, first = self._settings["sample"], self._rank == 0
         metrics = folder.Metrics(self._run_dir, self._warn) if first else None
-        stopped = False
+        status = Status(self._run_dir, self._warn) if first else None
+        stopped: Reason | None = None
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
         if self._batches.packs:
@@ -160,6 +170,9 @@ class Loop:
             if self._done:
                 progress.message(f"going on after step {self._done}")
             for step in range(self._done + 1, train["steps"] + 1):
+                began = time.monotonic()
+                if status is not None:
+                    status.set("running", self._done)
                 recordings.before(step)
                 shared_recorder().step = step - 1
                 try:
@@ -173,7 +186,7 @@ class Loop:
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
                 self._guard(row, progress)
                 with folder.may_write(self._run_dir, self._warn):
-                    recordings.after(step, stopped)
+                    recordings.after(step, stopped is not None)
                 last = step == train["steps"]
                 progress.update(
                     step,
@@ -183,15 +196,19 @@ class Loop:
                 )
                 if not last and not stopped and train["eval_every"] and step % train["eval_every"] == 0:
                     evaluation = self._evaluate(step, metrics, monitor)
-                if (every and (last or step % every == 0)) or stopped:
-                    failure = self._saver.save(step, last=last or stopped)
-                    if failure is not None and first:
-                        self._warn(f"{failure}; training goes on")
                 if not last and not stopped and sample["every"] and step % sample["every"] == 0:
                     self._write_sample(step, progress)
+                self._stop.stepped(time.monotonic() - began)
+                if (every and (last or step % every == 0)) or stopped:
+                    if status is not None:
+                        status.set("saving", step)
+                    failure = self._saver.save(step, last=last or stopped is not None)
+                    if failure is not None and first:
+                        self._warn(f"{failure}; training goes on")
                 if stopped:
                     again = f"resume=auto run.dir={self._run_dir}"
-                    progress.message(f"stopped after step {step}; the same command with {again} goes on from there")
+                    why = "stopped" if stopped == "interrupted" else "stopped in time for the end of the job"
+                    progress.message(f"{why} after step {step}; the same command with {again} goes on from there")
                     break
         if own is not None:
             own.weights.refresh()  # the last step's
@@ -210,10 +227,13 @@ class Loop:
         if metrics is not None:
             metrics.close()
         monitor.close()
-        self._sum_up(evaluation, traffic, interrupted=stopped)
+        self._sum_up(evaluation, traffic, stopped)
+        if status is not None:
+            status.end(stopped or "done", self._done)
+        return stopped
 
-    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """One optimizer step. Returns its metrics, the same on all ranks, and whether any rank was asked to stop."""
+    def _step(self, step: int) -> tuple[dict[str, Any], Reason | None]:
+        """One optimizer step. Returns its metrics and whether any rank was asked to stop, both the same on all ranks."""
         train = self._settings["train"]
         started = time.perf_counter()
         rate = learning_rate(train, step)
@@ -228,10 +248,12 @@ class Loop:
             total += loss.detach().float()
             self._engine.backward(loss)
             self._engine.step()
-        # The ranks agree on the loss and on stopping in one message.
-        shared = torch.stack([total / train["grad_accumulation"], torch.tensor(float(self._stop), device=self._device)])
+        # The ranks agree on the loss and on stopping in one message; of the clocks rank 0's counts.
+        timed = self._stop.timed or (self._rank == 0 and self._stop.is_due(self._saver.longest_s))
+        flags = torch.tensor([self._stop.asked, timed], dtype=torch.float32, device=self._device)
+        shared = torch.cat([(total / train["grad_accumulation"])[None], flags])
         dist.all_reduce(shared)
-        loss_mean, stops = shared.tolist()
+        loss_mean, asked, times = shared.tolist()
         seconds = time.perf_counter() - started
         tokens = self._batches.tokens(step)
         per_second = (tokens - self._batches.tokens(step - 1)) / seconds
@@ -249,7 +271,7 @@ class Loop:
             "skipped": bool(getattr(self._engine.optimizer, "overflow", False)),
         }
         self._rows.append(row)
-        return row, stops > 0
+        return row, "timed out" if times else "interrupted" if asked else None
 
     def _guard(self, row: dict[str, Any], progress: Progress) -> None:
         """Notices a step that is not finite; with too many in a row the run ends, on all ranks, since they share the row.
@@ -309,7 +331,7 @@ class Loop:
         dist.all_reduce(total)
         return float(total) / self._world / train["eval_batches"]
 
-    def _sum_up(self, evaluation: dict[str, float], traffic: list[dict[str, Any]], interrupted: bool) -> None:
+    def _sum_up(self, evaluation: dict[str, float], traffic: list[dict[str, Any]], stopped: Reason | None) -> None:
         own = hzero.state(self._engine)
         mine = {"traffic": traffic, "memory": own.memory(self._engine.optimizer) if own is not None else {}}
         everyones: list[Any] = [None] * self._world if self._rank == 0 else []
@@ -325,7 +347,7 @@ class Loop:
                 traced=[row["tiers"] for row in rows if row["kind"] == "trace"],
                 everyones=everyones,
                 evaluation=evaluation,
-                interrupted=interrupted,
+                status=stopped or "finished",
                 plan=own.plan if own is not None else None,
             )
             print_summary(summary)

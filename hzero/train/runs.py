@@ -16,7 +16,7 @@ from hzero.arguments import Parser
 from hzero.files import read_small
 from hzero.formatting import table_of
 from hzero.topology.show import console
-from hzero.train import folder
+from hzero.train import folder, status
 from hzero.train.summary import loss_window
 from hzero.validation import ConfigError
 
@@ -73,16 +73,20 @@ def numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def state_of(path: Path, summary: dict[str, Any]) -> str:
-    """``finished`` or ``interrupted``, as the summary says; without one ``running``, ``failed``, ``dead`` or ``unknown``.
+    """As the summary says; without one as ``status.json`` does, while the run is under way or where it has noted its end.
 
-    A run that failed has left a rank's error; one that is dead has left nothing, as after a SIGKILL or a loss of power.
-    Unknown are runs whose folder is mounted without locks.
+    Else ``failed``, where a rank has left an error; ``dead``, where nothing was left, as after a SIGKILL or a loss of power; or
+    ``unknown``, where the folder is mounted without locks.
     """
     if summary:
         return str(summary.get("status", "unknown"))
-    held = folder.under_way(path)
-    if held is not False:
-        return "running" if held else "unknown"
+    held, noted = folder.under_way(path), str(status.read(path).get("state", ""))
+    if held:
+        return noted if noted in status.ALIVE else "running"
+    if noted and (noted not in status.ALIVE or held is None):
+        return noted
+    if held is None:
+        return "unknown"
     logs = path / folder.LOGS
     return "failed" if any([*logs.glob("rank*.traceback"), *logs.glob("rank*.refused")]) else "dead"
 
@@ -131,8 +135,9 @@ def parser() -> argparse.ArgumentParser:
         prog="hzero runs",
         description="Lists runs, the one with the newest metrics first: state, steps, loss (mean over the last steps, as in the "
         "summary), tokens/s, preset and model.",
-        epilog="states: running; finished; interrupted (resume=auto goes on); failed (a rank left its error in logs/); dead "
-        "(ended without a word, as after a SIGKILL); unknown (the folder is mounted without locks).",
+        epilog="states: pending (it starts); running; saving; finished; interrupted, timed out (resume=auto goes on); failed "
+        "(the reason is in status.json and logs/); dead (ended without a word, as after a SIGKILL); unknown (the folder is "
+        "mounted without locks).",
     )
     made.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, default=Path("runs"), help="default: runs")
     made.add_argument("--json", action="store_true", help="print JSON")

@@ -7,6 +7,7 @@ import os
 import pickle
 import pkgutil
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,14 @@ def refusal(path: str | os.PathLike[str], needed: str, trust_by: str) -> ConfigE
     )
 
 
-def load(path: str, map_location: Any, trust: bool) -> Any:
+def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> Any:
     """``torch.load`` of a checkpoint's file.
+
+    Args:
+        path: The file.
+        map_location: As for ``torch.load``.
+        trust: Whether it may hold more than tensors.
+        mmap: Whether tensors of a zip archive are read where they are used, and not all at once.
 
     Raises:
         ConfigError: It needs more than `ALLOWED`, is damaged, or is no file of torch.
@@ -89,7 +96,8 @@ def load(path: str, map_location: Any, trust: bool) -> Any:
 
     try:
         with only_tensors(trust):
-            return torch.load(path, map_location=map_location, weights_only=not trust)
+            mmap = mmap and zipfile.is_zipfile(path)
+            return torch.load(path, map_location=map_location, weights_only=not trust, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         if found := _GLOBAL.search(str(error)):
             raise refusal(path, found[1], TRUST) from None

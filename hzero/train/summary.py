@@ -35,7 +35,7 @@ def build_summary(
     traced: Sequence[dict[str, Any]],
     everyones: Sequence[dict[str, Any]],
     evaluation: dict[str, float],
-    interrupted: bool,
+    status: str,
     plan: ShardPlan | None,
 ) -> dict[str, Any]:
     """The content of ``summary.json``.
@@ -49,7 +49,7 @@ def build_summary(
         traced: Shares of hidden time by tier, of every traced step.
         everyones: Wire log (``traffic``) and ``memory`` of every rank.
         evaluation: Losses with decoded and with exact weights.
-        interrupted: Whether the run was asked to stop.
+        status: ``finished``, or why the run was stopped before.
         plan: The stage's plan; None for stock ZeRO-3.
     """
     sizes, accumulation = model_numels(settings["model"]), settings["train"]["grad_accumulation"]
@@ -63,7 +63,7 @@ def build_summary(
     first, last, window = ends(losses)
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
     return {
-        "status": "interrupted" if interrupted else "finished",
+        "status": status,
         "steps": steps,
         "steps_here": len(rows),
         "loss_first": first,

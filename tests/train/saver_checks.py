@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import os
 import shutil
 from typing import Any, NamedTuple
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.utils import safe_get_full_optimizer_state
 
-from hzero.train import checkpoint, safe_load
+import hzero
+from hzero.train import checkpoint, reshard, safe_load
 from hzero.train.folder import WriteError
 from hzero.train.saver import Saver
-from tests.zero.training import AwkwardNet, block_of, ds_config, engine_of, masters_of, shared_folder, train
+from tests.zero.training import (
+    LR,
+    AwkwardNet,
+    assert_losses,
+    block_of,
+    ds_config,
+    engine_of,
+    masters_of,
+    shared_folder,
+    train,
+)
 
 
 class _Usage(NamedTuple):
@@ -93,3 +108,68 @@ def check_a_save_that_fails_leaves_the_one_before() -> None:
     for name, master in masters_of(resumed).items():
         assert torch.equal(master, masters[name]), name
     resumed.destroy()
+
+
+def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
+    """Of three ranks, and cut into other sub-groups: masters, states, frozen weights, and every group's own hyperparameters."""
+    folder = shared_folder()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    identity = checkpoint.Identity("shape", "text", 0, world, "bf16")
+
+    def engine(preset: str, seed: int, **zero: int) -> Any:
+        model = AwkwardNet(seed=seed)
+        rates = {"weight_decay": 0.0, "lr": 1e-4} if seed == 0 else {"weight_decay": 0.3}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trained[:3]}, {"params": trained[3:], **rates}]
+        config = ds_config(block_of(preset), bf16={"enabled": True}, zero_optimization={"stage": 3, **zero})
+        return hzero.initialize(model=model, model_parameters=groups, config=config)[0]
+
+    def saver_of(built: Any) -> Saver:
+        return Saver(built, folder, identity, keep=9, max_failures=1, trust=False)
+
+    def state_of(built: Any) -> dict[str, torch.Tensor]:
+        found = masters_of(built)
+        for name, param in built.module.named_parameters():
+            if param.requires_grad:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    found[f"{name} {key}"] = safe_get_full_optimizer_state(param, key).clone()
+            else:
+                with deepspeed.zero.GatheredParameters([param]):
+                    found[name] = param.detach().clone()
+        return found
+
+    built = engine("topo", 0)
+    saver = saver_of(built)
+    train(built, 2)
+    assert saver.save(2) is None
+    dist.barrier()
+    expected = state_of(built)
+    assert len(expected) > 20
+    next_loss = train(built, 1, first=2)
+    shapes = built._get_zero_param_shapes()
+    built.destroy()
+
+    # As three ranks would have written it: this world is the one that it is cut from, so both directions are tried.
+    source, target = folder / "step_000002", folder / "step_000003"
+    load = functools.partial(safe_load.load, map_location="cpu", trust=False)
+    if rank == 0:
+        target.mkdir()
+        for other in range(3):
+            cut = reshard.Resharding(source, world, reshard.Layout(3, shapes), other, [0, 1], load)
+            for kind in (reshard.MODEL, reshard.OPTIMIZER):
+                torch.save(cut.load(kind), target / cut.path(0, kind).name.replace("rank_0", f"rank_{other}", 1))
+    dist.barrier()
+    for tag, old_world, zero in ((target, 3, {}), (source, world, {"sub_group_size": 40})):
+        resumed = engine("zero3", 9, **zero)
+        found = checkpoint.Checkpoint(tag, 2, dataclasses.replace(identity, world_size=old_world), 1, True)
+        saver_of(resumed).load(found)
+        assert (len(resumed.optimizer.fp16_groups) > 2) == bool(zero)
+        got = state_of(resumed)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name
+        groups = resumed.optimizer.param_groups
+        assert [(group["lr"], group["weight_decay"]) for group in groups] == [(LR, 0.01), (1e-4, 0.0)]
+        assert resumed.global_steps == 2
+        assert_losses(train(resumed, 1, first=2), next_loss, 2e-2)  # of `zero3` the weights are not rounded
+        resumed.destroy()

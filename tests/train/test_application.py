@@ -82,5 +82,5 @@ def test_a_rank_of_a_launcher_is_prepared_before_deepspeed_looks_for_accelerator
     monkeypatch.delitem(sys.modules, "hzero.train.loop", raising=False)
     monkeypatch.setattr(application, "prepare_process", prepare)
     with pytest.raises(KeyboardInterrupt):
-        application._train_as_rank(compose([]))
+        application._train_as_rank(compose([]), 0.0)
     assert imported == [False]

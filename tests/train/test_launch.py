@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.launcher import GRACE_S, INTERRUPTED, Ranks, local_ranks
+from hzero.launcher import GRACE_S, INTERRUPTED, STARTED, UNFINISHED, Ranks, local_ranks
 from tests.forks import fork, torchrun
 from tests.ranks import ROOT
 
@@ -49,6 +49,16 @@ def _launched(folder: Path, body: str, ranks: int = 2) -> tuple[int, str]:
     environments = [{**os.environ, "RANK": str(rank), "PYTHONPATH": str(ROOT)} for rank in range(ranks)]
     status = Ranks(command, environments, folder, start_timeout=60, say=said.append).run()
     return status, "\n".join(said)
+
+
+def test_a_signal_is_passed_on_once_the_work_has_begun_and_unfinished_work_is_no_failure(tmp_path: Path) -> None:
+    """Ranks that end as unfinished one after the other; a signal that came before they could take it waits."""
+    wait = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); open(sys.argv[1], 'w'); signal.pause()"
+    command = [sys.executable, "-c", wait, str(tmp_path / STARTED)]
+    environments: Any = (os.kill(os.getpid(), signal.SIGUSR1) or dict(os.environ) for _ in range(1))
+    assert Ranks(command, environments, tmp_path, passed_on=(signal.SIGUSR1,)).run() == UNFINISHED
+    status, said = _launched(tmp_path, " time.sleep(rank / 10)\n return 75 * (1 - rank)")
+    assert (status, said) == (UNFINISHED, "")
 
 
 def test_a_full_disk_does_not_hide_the_cause(tmp_path: Path) -> None:
@@ -139,7 +149,7 @@ from hzero.train import application
 application.Settings = lambda *args, **named: (open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60))
 ctypes.CDLL(None).prctl(1, 0)  # torch's forks end with their agent, and ranks that torchrun starts as programs do not
 os.environ.update(bootstrap().environment())
-application._train_as_rank(OmegaConf.create({}))
+application._train_as_rank(OmegaConf.create({}), 0.0)
 """
 
 

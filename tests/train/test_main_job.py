@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,11 @@ def _start(folder: Path, *overrides: str) -> Command:
 def _losses(run: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def _status(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
 
 
 def _ranks(process: Command) -> list[int]:
@@ -110,6 +116,15 @@ def test_what_a_run_leaves_is_its_users_alone(folder: Path) -> None:
 def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: Path) -> None:
     run, job = folder / "runs" / "stopped", ("zero=lossless", "run.name=stopped", "resume=auto")
     process = _start(folder, *job)
+    _wait_for_step(run, 1, process)
+    assert _status(run)["state"] in ("running", "saving")
+    os.kill(_ranks(process)[1], signal.SIGUSR1)  # all ranks stop after the same step
+    code, out, err = process.finish(timeout=120)
+    assert code == 75 and "stopped in time for the end of the job after step" in out, out + err
+    assert _status(run)["state"] == "timed out" and _status(run)["step"] == max(_losses(run)) < 12
+
+    (run / "logs" / "started").unlink()
+    process = _start(folder, *job)
     _wait_for_step(run, 5, process)
     ranks = _ranks(process)
     assert len(ranks) == 4
@@ -117,6 +132,7 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
     code, out, err = process.finish(timeout=120)
     assert code == 1 and "rank 2 died: signal SIGKILL" in err, out + err
     assert all(not Path(f"/proc/{pid}").exists() for pid in ranks), "a rank was left behind"
+    assert _status(run)["state"] == "failed" and "rank 2 died: signal SIGKILL" in _status(run)["reason"]
 
     (run / "logs" / "started").unlink()  # else metrics of the killed run would be taken for the next one's
     process = _start(folder, *job)
@@ -143,6 +159,25 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
         and f"going on after step {int(before.name[5:])}" in out
     ), out + err
     assert _losses(run) == _losses(folder / "runs" / "whole")
+    jobs = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [job["state"] for job in jobs] == ["timed out", "failed", "interrupted", "done"]
+    assert [job["from"] for job in jobs[1:3]] == [jobs[0]["step"], jobs[2]["from"]] and jobs[3]["step"] == 12
+
+
+def test_a_run_goes_on_with_other_ranks_and_another_preset_and_back(folder: Path) -> None:
+    """From two nodes to one, where a step takes two micro-steps, and from hzero to stock ZeRO-3; then the reverse."""
+    whole, run, job = folder / "runs" / "whole", folder / "runs" / "moved", ("run.name=moved", "checkpoint.every=2")
+    start = f"resume='{whole}/checkpoints/step_000008'"
+    code, out, err = _start(folder, *job, "zero=stock", "topology.nodes=1", start).finish()
+    assert code == 0 and "step_000008 of 4 ranks goes on with 2" in out, out + err
+    assert "train.grad_accumulation=2 in place of 1: the checkpoint's steps have 8 sequences" in out
+    assert "from 4 to 2 ranks: " in out
+    shutil.rmtree(run / "checkpoints" / "step_000012")
+    code, out, err = _start(folder, *job, "zero=lossless", "resume=auto").finish()
+    assert code == 0 and "step_000010 of 2 ranks goes on with 4" in out, out + err
+    expected = {step: loss for step, loss in _losses(whole).items() if step > 8}
+    assert _losses(run) == pytest.approx(expected, rel=1e-5)
+    assert [json.loads(line)["ranks"] for line in (run / "history.jsonl").read_text().splitlines()] == [2, 4]
 
 
 def test_checkpoints_that_cannot_serve_are_refused_in_one_line(
@@ -170,7 +205,11 @@ def test_checkpoints_that_cannot_serve_are_refused_in_one_line(
     cases = {
         (f"resume={whole}", "model.num_layers=3", "train.steps=20"): "a model of another shape",
         (f"resume={whole}", "train.seed=1", "train.steps=20"): "train.seed=0, not 1",
-        (f"resume={whole}", "topology.nodes=3", "train.steps=20"): "was saved by 4 ranks, and this run has 6",
+        (
+            f"resume={whole}",
+            "topology.nodes=3",
+            "train.steps=20",
+        ): "which 6 ranks with train.micro_batch=2 cannot do; possible: 1, 2, 4 ranks",
         (f"resume={whole}",): "train.steps: found 12, but the run has 12 steps already",
         (f"resume={torn}/checkpoints/step_000012", "train.steps=20"): "is torn",
         (
