@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from hzero.validation import ConfigError, one_of
 Quality = Literal["lossless", "weights", "all"]
 #: Keys of a prediction that the trainer's configuration does not have.
 KEYS = ("memory", "global_batch", "codecs", "profile")
+#: DeepSpeed's key of the elements that are gathered together.
+BUCKET = "stage3_prefetch_bucket_size"
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -125,15 +128,7 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, items
             f"profile {profile.name}: found nodes of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
             f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
         )
-    zero = settings["deepspeed"].get("zero_optimization", {})
-    job = Job(
-        model,
-        micro_batch=train["micro_batch"],
-        accumulation=train["grad_accumulation"],
-        checkpointing=train["activation_checkpointing"],
-        itemsize=itemsize or (4 if train["dtype"] == "fp32" else 2),
-        bucket_numel=zero.get("stage3_prefetch_bucket_size", BUCKET_NUMEL),
-    )
+    job = job_of(settings, itemsize or (4 if train["dtype"] == "fp32" else 2))
     quality = own.get("codecs", "all")
     if quality not in ("lossless", "weights", "all"):
         raise one_of("codecs", quality, ("lossless", "weights", "all"))
@@ -147,6 +142,24 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, items
             )
     memory = _bytes(own["memory"]) if "memory" in own else int(profile.value("memory_gb") * 1e9)
     return Scenario(settings, job, grid, profile, memory, quality, batch)  # type: ignore[arg-type]
+
+
+def job_of(settings: Settings, itemsize: int) -> Job:
+    """What a configuration trains; ``itemsize`` is that of a weight.
+
+    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for.
+    """
+    train, zero = settings["train"], settings["deepspeed"].get("zero_optimization", {})
+    bucket_numel = zero.get(BUCKET, BUCKET_NUMEL)
+    return Job(
+        settings["model"],
+        micro_batch=train["micro_batch"],
+        accumulation=train["grad_accumulation"],
+        checkpointing=train["activation_checkpointing"],
+        itemsize=itemsize,
+        bucket_numel=bucket_numel,
+        ahead=int(zero.get("stage3_max_live_parameters", math.inf) >= 2 * bucket_numel),
+    )
 
 
 def profile_of(overrides: Sequence[str], name: str | None) -> Profile | None:

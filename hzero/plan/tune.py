@@ -11,7 +11,7 @@ from hzero.config import SCOPES, TIERS, CodecName, Scope, parse_config
 from hzero.model import footprint
 from hzero.model.profile import Profile, Source
 from hzero.model.step import Prediction, predict
-from hzero.plan.scenario import Quality, Scenario
+from hzero.plan.scenario import BUCKET, Quality, Scenario
 from hzero.sharding.memory import CHANNELS
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
@@ -92,7 +92,7 @@ class Candidate:
             found += [f"zero.node_all_gather.below_bytes={self.doubling_below}"]
         found += [f"train.micro_batch={self.micro_batch}", f"train.grad_accumulation={self.accumulation}"]
         found += [f"train.activation_checkpointing={str(self.checkpointing).lower()}"]
-        for key in ("stage3_prefetch_bucket_size", "reduce_bucket_size"):
+        for key in (BUCKET, "reduce_bucket_size"):
             found.append(f"+deepspeed.zero_optimization.{key}={self.bucket_numel}")
         return found
 
@@ -141,7 +141,7 @@ def tune(scenario: Scenario) -> Tuning:
     """
     fitting: list[Candidate] = []
     least, smallest, left_out = float("inf"), "", 0
-    for candidate in _candidates(scenario):
+    for candidate in candidates(scenario):
         size = _memory(candidate, scenario)
         if size < least:
             least, smallest = size, str(candidate)
@@ -164,13 +164,14 @@ def tune(scenario: Scenario) -> Tuning:
         found.sort(key=_order)
         tried += 1
     by_quality = _by_quality(found)
+    given = BUCKET in scenario.settings["deepspeed"].get("zero_optimization", {})
     refined = []
     for one in dict.fromkeys([*found[:BEST], *by_quality.values()]):
         best = one
-        for bucket, below in ((_OTHER_BUCKET, 0), (0, 1 << 20)):
+        for bucket, below in ((0 if given else _OTHER_BUCKET, 0), (0, 1 << 20)):
             now = best.candidate
             other = replace(now, bucket_numel=bucket or now.bucket_numel, doubling_below=below or now.doubling_below)
-            if _memory(other, scenario) <= scenario.memory_bytes:
+            if other != now and _memory(other, scenario) <= scenario.memory_bytes:
                 best = min(best, Found(other, _predicted(other, scenario)), key=_order)
                 tried += 1
         refined.append(best)
@@ -198,7 +199,8 @@ def _order(found: Found) -> tuple[float, int, bool, int]:
     return step, lost, one.checkpointing, one.doubling_below + one.bucket_numel
 
 
-def _candidates(scenario: Scenario) -> Iterator[Candidate]:
+def candidates(scenario: Scenario) -> Iterator[Candidate]:
+    """All settings of a search, those that do not fit into memory too."""
     per_rank = scenario.global_batch // scenario.grid.world_size
     batches = [size for size in (1, 2, 4, 8, 16) if per_rank % size == 0]
     weights, gradients = _CODECS[scenario.quality]
