@@ -13,8 +13,8 @@ from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
 Tier: TypeAlias = Literal["gcd", "gpu", "node"]
-#: The ranks reached by a tier and all tiers inside it: scope i of `SCOPES` reaches tiers 0..i.
-Scope: TypeAlias = Literal["package", "node", "world"]
+#: The ranks that a state is sharded over, see `tiers_inside`. The order of `SCOPES` is narrowest first.
+Scope: TypeAlias = Literal["device", "package", "node", "world"]
 #: A payload format.
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4"]
 #: The kind of state that a message carries.
@@ -27,6 +27,18 @@ SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
 CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
+
+
+def tiers_inside(scope: Scope) -> tuple[Tier, ...]:
+    """Tiers that a scope reaches, innermost first: none of one device, all of the world."""
+    return TIERS[: SCOPES.index(scope)]
+
+
+def tiers_outside(scope: Scope) -> tuple[Tier, ...]:
+    """The others, innermost first."""
+    return TIERS[SCOPES.index(scope) :]
+
+
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 DEFAULT_GUARD = 10
@@ -49,6 +61,10 @@ class Preset(NamedTuple):
 
 
 PRESETS: dict[str, Preset] = {
+    "zero1": Preset("device", "device", "none", "none"),
+    "zero2": Preset("device", "world", "none", "none"),
+    "replica": Preset("device", "device", "int8", "int4"),
+    "half": Preset("node", "node", "int8", "int4"),
     "zero3": Preset("world", "world", "none", "none"),
     "hpz": Preset("node", "world", "none", "none"),
     "zeropp": Preset("node", "world", "int8", "int4"),
@@ -174,6 +190,7 @@ class _Block(Frozen):
     shard: ShardConfig
     codecs: CodecsConfig
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
+    resident: Literal["decoded", "payload"] | None = None
     error_feedback: tuple[Tier, ...] = ()
     refresh_message_bytes: int = Field(0, ge=0)
     node_all_gather: NodeAllGather = NodeAllGather()
@@ -210,6 +227,9 @@ class HZeroConfig(_Block):
         shard: Shard degrees.
         codecs: Codecs per role and tier.
         block_size: Elements that share a scale; a codec may have its own.
+        resident: Form of weights over the device: `decoded`, the default, once a step, in the bytes of the weights' type; or
+            as `payload`, in the codec's bytes, which forward and backward decode at every use. Weights over a wider scope
+            are always kept as payload.
         error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at zero
             after a resume.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
@@ -286,7 +306,12 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         raise ConfigError(
             f"{path}.shard.weights: {shard.weights!r} is wider than {path}.shard.gradients {shard.gradients!r}; degrees "
             f"nest, weights <= gradients <= world, so weights may be "
-            f"{' or '.join(SCOPES[: SCOPES.index(shard.gradients) + 1])}"
+            f"{', '.join(SCOPES[: SCOPES.index(shard.gradients) + 1])}"
+        )
+    if parsed.resident == "decoded" and shard.weights != "device":
+        raise ConfigError(
+            f"{path}.resident: found 'decoded' with weights over the {shard.weights}, whose payloads are gathered at every use; "
+            f"possible with {path}.shard.weights 'device'"
         )
     return HZeroConfig(
         **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written

@@ -18,6 +18,10 @@ from hzero.validation import ConfigError
 
 def test_presets_are_the_documented_points() -> None:
     expected = {
+        "zero1": ("device", "device", "none", "none"),
+        "zero2": ("device", "world", "none", "none"),
+        "replica": ("device", "device", "int8", "int4"),
+        "half": ("node", "node", "int8", "int4"),
         "zero3": ("world", "world", "none", "none"),
         "hpz": ("node", "world", "none", "none"),
         "zeropp": ("node", "world", "int8", "int4"),
@@ -65,7 +69,7 @@ BAD: list[tuple[Any, str]] = [
     ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
     ({"shard": {"weight": "node"}}, "hzero.shard: unknown key 'weight'; did you mean 'weights'"),
     ({"shard": {"weights": "nod"}}, "hzero.shard.weights: unknown value 'nod'; did you mean 'node'"),
-    ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be package or node"),
+    ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be device, package, node"),
     ({"shard": "node"}, "hzero.shard: found 'node'"),
     ({"codecs": {"weights": {"gpuu": "int8"}}}, "hzero.codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
     ({"codecs": {"weights": {"gpu": "int9"}}}, "hzero.codecs.weights.gpu.codec: unknown value 'int9'"),
@@ -89,6 +93,8 @@ BAD: list[tuple[Any, str]] = [
     ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "hzero.node_all_gather.below_bytes: found -1"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "hzero.node_all_gather: found algorithm 'pairs' without below_bytes"),
     ({"exact_evaluation": "yes"}, "hzero.exact_evaluation: found 'yes'"),
+    ({"resident": "decoded"}, "hzero.resident: found 'decoded' with weights over the package"),
+    ({"resident": "whole"}, "hzero.resident: unknown value 'whole'. Possible: decoded, payload"),
     ({"checksum": 1}, "hzero.checksum: found 1"),
     ({"canary": 100}, "hzero.canary: found 100, expected a block with keys every_steps"),
     ({"canary": {"every": 100}}, "hzero.canary: unknown key 'every'; did you mean 'every_steps'"),

@@ -19,6 +19,7 @@ import pytest
 import hzero
 from hzero.cli import main
 from hzero.config import DEFAULT_PRESET, PRESETS, parse_config
+from hzero.plan.presets import PURPOSES
 from tests.ranks import ROOT
 
 DOCS = ROOT / "docs"
@@ -100,7 +101,8 @@ def _rows(head: str) -> dict[str, list[str]]:
 def test_table_of_presets() -> None:
     rows = _rows("| preset | weights")
     assert {name: tuple(", ".join(cells[:2]).split(", ")) for name, cells in rows.items()} == PRESETS
-    assert [name for name, cells in rows.items() if "the default" in cells[2]] == [DEFAULT_PRESET]
+    assert {name: cells[2] for name, cells in rows.items()} == PURPOSES
+    assert [name for name, purpose in PURPOSES.items() if "the default" in purpose] == [DEFAULT_PRESET]
 
 
 def _planned(preset: str, accumulation: int) -> dict[str, float]:

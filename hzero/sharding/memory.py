@@ -62,7 +62,9 @@ def plan_memory(
     chunks = [chunk_numel(numel, world) for numel in numels]
     shard = sum(chunks)
     resident = 0
-    if plan.resident:
+    if plan.resident and plan.decoded:
+        resident = shard * world * itemsize
+    elif plan.resident:
         resident = record_format(plan.resident_codec).message_bytes(chunks, plan.resident_rows, itemsize)
     residual: int = sum(
         2 * 4 * shard * _rows_before(plan, tier)
@@ -82,15 +84,15 @@ def plan_memory(
         StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
         StateMemory(
             "gradient accumulators",
-            4 * shard * plan.gradient_rows if plan.accumulates and accumulation > 1 else 0,
+            _accumulator_bytes(plan, numels, shard) if accumulation > 1 else 0,
             _accumulators_what(plan, accumulation),
         ),
         StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
         StateMemory("error feedback", residual, "float32 residuals, kept and of this step" if residual else "none"),
         StateMemory(
             "transient gather",
-            round(bucket * (itemsize + gather_bits)),
-            f"whole weights and payload of {bucket:,} elements",
+            0 if plan.decoded else round(bucket * (itemsize + gather_bits)),
+            "none: the weights are whole" if plan.decoded else f"whole weights and payload of {bucket:,} elements",
         ),
         StateMemory(
             "transient refresh",
@@ -155,6 +157,12 @@ def _rows_before(plan: ShardPlan, tier: Tier) -> int:
     return 0
 
 
+def _accumulator_bytes(plan: ShardPlan, numels: Sequence[int], shard: int) -> int:
+    if not plan.accumulates:
+        return 0
+    return 4 * (shard * plan.gradient_rows if plan.micro_hops() else sum(numels))  # no hop has padded them
+
+
 def _accumulators_what(plan: ShardPlan, accumulation: int) -> str:
     if not plan.accumulates:
         return "none: gradients are over the world"
@@ -164,4 +172,6 @@ def _accumulators_what(plan: ShardPlan, accumulation: int) -> str:
 def _resident_what(plan: ShardPlan) -> str:
     if not plan.resident:
         return "none: the weights' scope is the whole world"
+    if plan.decoded:
+        return "decoded, whole on every device"
     return f"{plan.resident_codec.codec} over the {plan.weights_scope}"

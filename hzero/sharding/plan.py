@@ -6,7 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hzero.config import ROLES, SCOPES, TIERS, CodecConfig, CodecsConfig, HZeroConfig, NodeAllGather, Role, Scope, Tier
+from hzero.config import (
+    ROLES,
+    SCOPES,
+    TIERS,
+    CodecConfig,
+    CodecsConfig,
+    HZeroConfig,
+    NodeAllGather,
+    Role,
+    Scope,
+    Tier,
+    tiers_inside,
+    tiers_outside,
+)
 from hzero.sharding.records import element_bytes
 from hzero.topology import Grid
 
@@ -31,14 +44,16 @@ class ShardPlan:
     """One rank's view of the stage: which hops weights and gradients make, and what the rank keeps in between.
 
     A machine has three tiers, innermost first: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``.
-    The scope that ends at a tier is the package, the node or the world. Every parameter is cut into as many shards as
-    the world has ranks, and rank r owns shard r: that is DeepSpeed's partition, which the optimizer and checkpoints use.
-    A scope then says where a state stops being replicated. Optimizer states are sharded over the world; weights and
-    gradients each have a scope of their own, and scopes nest: weights <= gradients <= world.
+    The scope that ends at a tier is the package, the node or the world; the scope inside all tiers is the device. Every
+    parameter is cut into as many shards as the world has ranks, and rank r owns shard r: that is DeepSpeed's partition,
+    which the optimizer and checkpoints use. A scope then says where a state stops being replicated. Optimizer states are
+    sharded over the world; weights and gradients each have a scope of their own, and scopes nest: weights <= gradients <=
+    world.
 
     Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
     keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
-    the tiers inside, by `fetch_hops`. Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
+    the tiers inside, by `fetch_hops`: none where the scope is the device, so there the payload is complete, or is kept
+    decoded (`decoded`). Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
     the gradients' scope and leave `gradient_rows` shards per rank to accumulate; once per step `boundary_hops` cross the
     others. A tier of size 1 is no hop.
 
@@ -78,6 +93,7 @@ class ShardPlan:
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
         checksum: Whether every message carries a checksum.
+        decoded: Whether resident weights are kept decoded: whole, in their own type.
         adaptations: How the preset was adapted to the machine, for a warning.
         notes: Settings that have no effect here.
     """
@@ -93,6 +109,7 @@ class ShardPlan:
     refresh_message_bytes: int = 0
     node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
     checksum: bool = False
+    decoded: bool = False
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -105,7 +122,7 @@ class ShardPlan:
         scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
         from_preset: dict[Role, bool] = {"weights": config.preset_shard, "gradients": config.preset_gradients}
         for role in reversed(ROLES):
-            if from_preset[role] and grid.scope_size(scopes[role]) == 1:
+            if from_preset[role] and scopes[role] != "device" and grid.scope_size(scopes[role]) == 1:
                 # Weights may not become wider than gradients that the user fixed.
                 widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
                 allowed = SCOPES[SCOPES.index(scopes[role]) : SCOPES.index(widest) + 1]
@@ -139,6 +156,7 @@ class ShardPlan:
             config.refresh_message_bytes,
             config.node_all_gather,
             config.checksum,
+            weights == "device" and config.resident != "payload",
         )
 
     def __str__(self) -> str:
@@ -165,11 +183,11 @@ class ShardPlan:
 
     def refresh_hops(self) -> tuple[Hop, ...]:
         """Hops from primary shards to resident payloads: once per step. None where weights are sharded over the world."""
-        return self._hops("weights", TIERS[: SCOPES.index(self.weights_scope) : -1])
+        return self._hops("weights", tiers_outside(self.weights_scope)[::-1])
 
     def fetch_hops(self) -> tuple[Hop, ...]:
         """Hops from resident payloads to whole weights, at every use."""
-        return self._hops("weights", TIERS[SCOPES.index(self.weights_scope) :: -1])
+        return self._hops("weights", tiers_inside(self.weights_scope)[::-1])
 
     def reduce_hops(self) -> tuple[Hop, ...]:
         """Hops from whole gradients to this rank's shard, innermost first."""
@@ -177,11 +195,11 @@ class ShardPlan:
 
     def micro_hops(self) -> tuple[Hop, ...]:
         """Hops of every micro-step."""
-        return self._hops("gradients", TIERS[: SCOPES.index(self.gradients_scope) + 1])
+        return self._hops("gradients", tiers_inside(self.gradients_scope))
 
     def boundary_hops(self) -> tuple[Hop, ...]:
         """Hops of the boundary, once per step."""
-        return self._hops("gradients", TIERS[SCOPES.index(self.gradients_scope) + 1 :])
+        return self._hops("gradients", tiers_outside(self.gradients_scope))
 
     @property
     def resident(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hzero.config import DEFAULT_BLOCK_SIZE, SCOPES, TIERS, CodecConfig, Role, Scope, Tier
+from hzero.config import DEFAULT_BLOCK_SIZE, CodecConfig, Role, Scope, Tier, tiers_inside, tiers_outside
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.sharding.records import record_format
 from hzero.topology import Grid
@@ -86,7 +86,8 @@ def stage_chains(plan: ShardPlan, accumulation: int) -> list[Chain]:
         crossings = _reductions(plan.micro_hops(), plan.grid.world_size)
         if micro == accumulation - 1:
             crossings += _reductions(plan.boundary_hops(), plan.gradient_rows)
-        chains.append(Chain("reduce", micro, crossings))
+        if crossings:
+            chains.append(Chain("reduce", micro, crossings))
     return chains
 
 
@@ -160,7 +161,7 @@ def _fsdp_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
     gather = _flat("weights", "all_gather", scheme.shard, grid)
     again = _flat("weights", "all_gather", scheme.reshard or scheme.shard, grid)
     reduce = _flat("gradients", "reduce_scatter", scheme.shard, grid)
-    outside = tuple(tier for tier in TIERS[SCOPES.index(scheme.shard) + 1 :] if grid.size(tier) > 1)
+    outside = tuple(tier for tier in tiers_outside(scheme.shard) if grid.size(tier) > 1)
     for micro in range(accumulation):
         chains += [Chain("forward", micro, (gather,)), Chain("backward", micro, (again,))]
         crossings = [reduce]
@@ -186,7 +187,7 @@ def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
 
 def _flat(role: Role, kind: Kind, scope: Scope, grid: Grid) -> Crossing:
     """A collective over all ranks of a scope; shards are those of the world."""
-    tiers = tuple(tier for tier in TIERS[: SCOPES.index(scope) + 1] if grid.size(tier) > 1)
+    tiers = tuple(tier for tier in tiers_inside(scope) if grid.size(tier) > 1)
     ranks = grid.scope_size(scope)
     whole = grid.world_size
     return Crossing(role, kind, tiers, ranks, PLAIN, whole // ranks if kind == "all_gather" else whole)

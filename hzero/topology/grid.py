@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hzero.config import SCOPES, TIERS, Scope, Tier
+from hzero.config import Scope, Tier, tiers_inside
 
 
 class Coordinates(NamedTuple):
@@ -64,7 +64,7 @@ class Grid:
 
     def scope_size(self, scope: Scope) -> int:
         """Ranks reached by a scope."""
-        return math.prod(self.size(tier) for tier in TIERS[: SCOPES.index(scope) + 1])
+        return math.prod(self.size(tier) for tier in tiers_inside(scope))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank stands.

@@ -89,6 +89,9 @@ class Gradients:
             deliver: Takes this rank's shards where gradients are sharded over the world.
         """
         params = list(params)
+        if not self._micro_hops and self._plan.accumulates:
+            self._accumulate_whole(params, dtype, scale, last)
+            return
         flat = []
         for param in params:
             # Without a hop nothing else copies it from DeepSpeed's bucket, which the next gradients overwrite.
@@ -120,6 +123,35 @@ class Gradients:
             self._reducing.append((chain, None if self._plan.accumulates else partial(deliver, params)))
             while len(self._reducing) > IN_FLIGHT:  # each holds its message twice
                 self._finish_first()
+
+    def _accumulate_whole(self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, last: bool) -> None:
+        """`micro` where the gradients' scope is one device: no hop, and whole gradients are added where they lie.
+
+        Those of a window's only micro-step cross as they are.
+        """
+        flat = [self._collectives.used(param.grad).reshape(-1) for param in params]
+        for param in params:
+            param.grad = None
+        if self._divides_first(dtype):
+            torch._foreach_div_(flat, self._plan.grid.world_size)
+        self._waiting.update((param.ds_id, param) for param in params)
+        with self._all_or_nothing():
+            if last and not any(param.ds_id in self._accumulators for param in params):
+                self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
+                return
+            for param, grad in zip(params, flat):
+                kept = self._accumulators.get(param.ds_id)
+                if kept is not None:
+                    kept.add_(grad)
+                else:
+                    self._keep(param.ds_id, grad.to(torch.float32, copy=True))
+            if last:
+                self._cross(params, dtype, scale, self._next_seed())
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+
+    def _keep(self, key: int, accumulator: torch.Tensor) -> None:
+        self._accumulators[key] = accumulator
+        self._held_bytes += accumulator.numel() * accumulator.element_size()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -171,8 +203,7 @@ class Gradients:
             if kept is not None and kept is not partial_sum:
                 kept.add_(partial_sum)
             elif kept is None:
-                kept = self._accumulators[param.ds_id] = partial_sum.to(torch.float32)
-                self._held_bytes += kept.numel() * kept.element_size()
+                self._keep(param.ds_id, partial_sum.to(torch.float32))
         if crossing_seed is not None:
             self._cross(params, dtype, scale, crossing_seed)
         else:
@@ -182,6 +213,16 @@ class Gradients:
         """Submits accumulated sums to the outer tiers; their accumulators are freed as soon as they are encoded."""
         sums = [self._accumulators.pop(param.ds_id) for param in params]
         self._held_bytes -= sum(tensor.numel() * tensor.element_size() for tensor in sums)
+        self._submit_crossing(params, dtype, scale, seed, sums)
+
+    def _submit_crossing(
+        self,
+        params: list[ZeroParameter],
+        dtype: torch.dtype,
+        scale: float,
+        seed: int,
+        sums: list[torch.Tensor],
+    ) -> Chain[list[torch.Tensor]]:
         chain: Chain[list[torch.Tensor]] = self._collectives.reduce(
             self._boundary_hops,
             self._bucket(params, dtype),
@@ -192,6 +233,7 @@ class Gradients:
             scale=scale,
         )
         self._crossing.append((params, dtype, chain))
+        return chain
 
     def boundary(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
         """Sends the partial sums that still wait over the outer tiers and delivers this rank's shards.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,66 +24,11 @@ from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
+from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle
 from hzero.zero.refusals import ZeroParameter
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")
-
-
-@dataclass
-class _Managed:
-    """One parameter that this engine gathers.
-
-    Attributes:
-        param: The parameter, with DeepSpeed's attributes.
-        stock: DeepSpeed's functions of `_PATCHED`, by name.
-        own: The stage's functions in their place.
-        payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
-        chunk: Elements of each of its records.
-        refresh: The chain that builds the payload.
-        decoded: Whether ``param.data``, while it is available, came through a codec.
-    """
-
-    param: ZeroParameter
-    stock: dict[str, Any]
-    own: dict[str, Any] = field(default_factory=dict)
-    payload: torch.Tensor | None = None
-    chunk: int = 0
-    refresh: Chain[None] | None = None
-    decoded: bool = False
-
-
-class GatherHandle:
-    """Handle of one gather, as DeepSpeed's coordinator waits on it."""
-
-    def __init__(self, params: Sequence[ZeroParameter], chain: Chain[list[torch.Tensor]]) -> None:
-        self._params = params
-        self._chain: Chain[list[torch.Tensor]] | None = chain
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Makes the parameters available.
-
-        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
-        current stream waits for them.
-        """
-        if self._chain is None:
-            return
-        for param, flat in zip(self._params, self._chain.wait()):
-            param.data = flat[: param.ds_numel].view(param.ds_shape)
-            param.ds_status = ZeroParamStatus.AVAILABLE
-        self._chain = None  # it holds the tensors of all parameters
-
-
-class Handles:
-    """Several handles as one."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Waits on each handle."""
-        for handle in self._handles:
-            handle.wait(handle_dependency=handle_dependency)
 
 
 class Weights:
@@ -108,7 +52,7 @@ class Weights:
         self._evaluating = False  # see `follow_mode`
         self._mode_hook: Any = None
         self._version = 0
-        self._managed: dict[int, _Managed] = {}
+        self._managed: dict[int, Managed] = {}
         self._stale: set[int] = set()
         self._changed: Any = None
         self._encoder: Chain[Any] | None = None
@@ -123,7 +67,7 @@ class Weights:
         if param.ds_id in self._managed:
             return
         stock = {name: getattr(param, name) for name in _PATCHED}
-        managed = _Managed(param, stock)
+        managed = Managed(param, stock)
         managed.own = {
             "all_gather_coalesced": self.gather,
             "all_gather": partial(self._all_gather, managed),
@@ -142,7 +86,7 @@ class Weights:
         for managed in list(self._managed.values()):
             self._release(managed)
 
-    def _release(self, managed: _Managed) -> None:
+    def _release(self, managed: Managed) -> None:
         param = managed.param
         self._put_away_decoded(managed)
         for name, function in managed.own.items():
@@ -167,7 +111,7 @@ class Weights:
         owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
         return owner if isinstance(owner, Weights) else None
 
-    def _all_gather(self, managed: _Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+    def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """``param.all_gather``: exact, except for a parameter that a forward reads outside its own module."""
         if param_list is None:
             in_forward = getattr(self._module._parameters, "_in_forward", False)
@@ -189,7 +133,7 @@ class Weights:
 
     def _partition(
         self,
-        managed: _Managed,
+        managed: Managed,
         param_list: Any = None,
         hierarchy: int = 0,
         has_been_updated: bool = False,
@@ -252,12 +196,13 @@ class Weights:
         """Frees all resident payloads; their next use rebuilds them."""
         self.collectives.pipeline.drain()
         for managed in self._managed.values():
-            managed.payload = None
+            managed.payload = managed.whole = None
         self._stale.update(self._managed)
 
     def resident_bytes(self) -> int:
-        """Memory of the resident payloads on this rank, in bytes."""
-        return sum(m.payload.numel() for m in self._managed.values() if m.payload is not None)
+        """Memory of the resident payloads, or of the resident weights, on this rank, in bytes."""
+        kept = [tensor for m in self._managed.values() for tensor in (m.payload, m.whole) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def primary_bytes(self) -> int:
         """Memory of the primary shards on this rank, in bytes."""
@@ -291,7 +236,7 @@ class Weights:
             self._evaluating = not module.training
             self._put_away_all()
 
-    def _put_away_decoded(self, managed: _Managed) -> None:
+    def _put_away_decoded(self, managed: Managed) -> None:
         param = managed.param
         if managed.decoded and param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
             param.partition()
@@ -338,6 +283,9 @@ class Weights:
         self.refresh(params)
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
+            self._managed[param.ds_id].decoded = self._lossy
+        if self._plan.decoded:
+            return ResidentHandle([self._managed[param.ds_id] for param in params], self.collectives)
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in params:
             by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
@@ -355,8 +303,6 @@ class Weights:
         else:
             codec, rows = self._first_codec, 1
             payload = self._encoding(params, bucket, codec)
-        for param in params:
-            self._managed[param.ds_id].decoded = self._lossy
         decode = partial(self.collectives.decode_gathered, bucket)
         refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
         chain = self.collectives.gather(
@@ -411,7 +357,7 @@ class Weights:
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
             return
-        by_dtype: dict[torch.dtype, list[_Managed]] = {}
+        by_dtype: dict[torch.dtype, list[Managed]] = {}
         ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
         for managed in (self._managed[key] for key in sorted(ready)):
             by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
@@ -431,7 +377,7 @@ class Weights:
                 self._ahead.append(chain)
             self._stale -= {managed.param.ds_id for managed in bucket}
 
-    def _start_refresh(self, managed: Sequence[_Managed]) -> Chain[None]:
+    def _start_refresh(self, managed: Sequence[Managed]) -> Chain[None]:
         params = [m.param for m in managed]
         bucket, codec = self._bucket(params), self._first_codec
         chain = self.collectives.gather(
@@ -448,13 +394,17 @@ class Weights:
         return chain
 
     def _keep(
-        self, managed: Sequence[_Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
+        self, managed: Sequence[Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:
-        """Lays a refreshed payload ``[outer][tensor][1][record]`` out by parameter, ``[tensor][outer][record]``.
+        """Lays a refreshed payload ``[outer][tensor][1][record]`` out by parameter, ``[tensor][outer][record]``, or decodes it.
 
         A gather of parameters that follow each other then sends a part of it as it is. The memory is freed when all of
         them have been refreshed again.
         """
+        if self._plan.decoded:
+            for own, whole in zip(managed, self.collectives.decode_gathered(bucket, message, codec, outer)):
+                own.whole = whole
+            return
         resident = self._resident_codec
         if resident.format != codec.format:
             message, _ = self.collectives.transcode(

@@ -356,7 +356,7 @@ def test_the_suite_tune_has_what_the_search_chooses_among(
     ]  # fmt: skip
     scenario = read_scenario(tune_report.arguments_of(rows[0]))
     searched = [one for one in candidates(scenario) if not one.checkpointing]
-    assert len(searched) == len(rows) == 60
+    assert len(searched) == len(rows) == 100
     assert all(sum(tune_report.is_setting(one, row) for row in rows) == 1 for one in searched)
 
     pick = tune_report.chosen(rows)
@@ -368,8 +368,8 @@ def test_the_suite_tune_has_what_the_search_chooses_among(
     assert tune_report.main() == 0
     report = (tmp_path / "2026-11-21-tune.md").read_text()
     assert "**3.0%** is the measured step" in report and f"Chosen: {pick.scheme}, 2 x 1" in report
-    assert "It is number 2 of 60 settings" in report
-    assert len(read_rows(tmp_path / "2026-11-21-tune.jsonl")[0]) == 60
+    assert "It is number 2 of 100 settings" in report
+    assert len(read_rows(tmp_path / "2026-11-21-tune.jsonl")[0]) == 100
     assert tune_report.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert tune_report.rank_correlation([1, 2, 3], [5, 5, 9]) == pytest.approx(0.866, abs=1e-3)
 

@@ -124,7 +124,9 @@ def test_a_forked_rank_has_a_thread_pool_before_its_threads_come() -> None:
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if not hasattr(ctypes.CDLL(str(torch_cpu)), "_ZN2at16init_num_threadsEv"):
         pytest.skip("this build of PyTorch does not export at::init_num_threads")
-    done = subprocess.run([sys.executable, "-c", POOL, torch_cpu], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", POOL, torch_cpu], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hzero.config import SCOPES
 from tests.zero.training import (
     assert_losses,
     ds_config,
@@ -18,7 +19,7 @@ from tests.zero.training import (
     train_ddp,
 )
 
-STEPS = {1: 4, 4: 3}  # optimizer steps, by micro-steps per step
+STEPS = {1: 4, 3: 3, 4: 3}  # optimizer steps, by micro-steps per step
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LAYOUTS = {8: (2, 2, 2), 6: (3, 1, 2)}
 
@@ -90,6 +91,16 @@ def check_layouts_with_tiers_of_size_one() -> None:
     ]
     for block, layout, order in cases:
         _compare({**block, "topology": order}, layout, 1, steps=3)
+
+
+def check_lattice_of_scopes() -> None:
+    """Weights and gradients over every pair of scopes that nests, from ZeRO-1 to ZeRO-3."""
+    pairs = [(w, g) for w in SCOPES for g in SCOPES if SCOPES.index(w) <= SCOPES.index(g)]
+    assert len(pairs) == 10
+    for number, (weights, gradients) in enumerate(pairs):
+        block = {"preset": "lossless", "shard": {"weights": weights, "gradients": gradients}}
+        _compare(block, LAYOUTS[WORLD], 3 if number % 2 else 1)
+    _compare({"preset": "zero1", "resident": "payload"}, LAYOUTS[WORLD], 3)
 
 
 def check_determinism() -> None:

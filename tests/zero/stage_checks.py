@@ -399,19 +399,24 @@ def check_offloaded_states_come_back() -> None:
 def check_memory_is_what_the_plan_says() -> None:
     from hzero.sharding.memory import plan_memory
 
-    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"]), 2))
-    train(engine, 2, 2)
-    state = hzero.state(engine)
-    state.settle()
-    measured = state.memory(engine.optimizer)
-    numels = [p.ds_numel for p in engine.module.parameters()]
-    planned = {m.name: m.bytes for m in plan_memory(state.plan, numels, itemsize=4, accumulation=2)}
-    assert measured["resident weights"] == planned["resident weights"]
-    trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
-    planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4, accumulation=2)}
-    assert measured["gradient accumulators"] == planned["gradient accumulators"]
-    assert measured["error feedback"] == planned["error feedback"]
-    engine.destroy()
+    for preset, changes in (
+        ("topo", {"error_feedback": ["node"]}),
+        ("replica", {}),
+        ("replica", {"resident": "payload"}),
+    ):
+        engine = engine_of(ds_config(block_of(preset, **changes), 2))
+        train(engine, 2, 2)
+        state = hzero.state(engine)
+        state.settle()
+        measured = state.memory(engine.optimizer)
+        numels = [p.ds_numel for p in engine.module.parameters()]
+        planned = {m.name: m.bytes for m in plan_memory(state.plan, numels, itemsize=4, accumulation=2)}
+        assert measured["resident weights"] == planned["resident weights"] > 0, preset
+        trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
+        planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4, accumulation=2)}
+        assert measured["gradient accumulators"] == planned["gradient accumulators"] > 0, preset
+        assert measured["error feedback"] == planned["error feedback"]
+        engine.destroy()
     engine = engine_of(ds_config(block_of("topo")))
     train(engine, 2)
     assert hzero.state(engine).memory(engine.optimizer)["gradient accumulators"] == 0  # every window has one micro-step

@@ -1,0 +1,90 @@
+"""A parameter that the stage gathers, and the handles of its gathers, on which DeepSpeed's coordinator waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from hzero.collectives import Chain, TieredCollectives
+from hzero.zero.refusals import ZeroParameter
+
+
+@dataclass
+class Managed:
+    """One parameter that this engine gathers.
+
+    Attributes:
+        param: The parameter, with DeepSpeed's attributes.
+        stock: DeepSpeed's functions that the stage replaces, by name.
+        own: The stage's functions in their place.
+        payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
+        whole: Resident weights ``[world * chunk]``, decoded, in place of a payload; None likewise.
+        chunk: Elements of each of its records.
+        refresh: The chain that builds the payload.
+        decoded: Whether ``param.data``, while it is available, came through a codec.
+    """
+
+    param: ZeroParameter
+    stock: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+    payload: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    chunk: int = 0
+    refresh: Chain[None] | None = None
+    decoded: bool = False
+
+
+class GatherHandle:
+    """Handle of one gather, as DeepSpeed's coordinator waits on it."""
+
+    def __init__(self, params: Sequence[ZeroParameter], chain: Chain[list[torch.Tensor]]) -> None:
+        self._params = params
+        self._chain: Chain[list[torch.Tensor]] | None = chain
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Makes the parameters available.
+
+        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
+        current stream waits for them.
+        """
+        if self._chain is None:
+            return
+        for param, flat in zip(self._params, self._chain.wait()):
+            param.data = flat[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        self._chain = None  # it holds the tensors of all parameters
+
+
+class ResidentHandle:
+    """Handle of parameters that are resident decoded. It starts nothing, and waits for their refresh."""
+
+    def __init__(self, managed: Sequence[Managed], collectives: TieredCollectives) -> None:
+        self._managed = managed
+        self._collectives = collectives
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Makes the parameters available, as `GatherHandle.wait` does."""
+        for own in self._managed:
+            assert own.refresh is not None, "gather has started it"
+            own.refresh.wait()
+            assert own.whole is not None, "the refresh has made it"
+            param = own.param
+            param.data = self._collectives.used(own.whole)[: param.ds_numel].view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        self._managed = ()
+
+
+class Handles:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Waits on each handle."""
+        for handle in self._handles:
+            handle.wait(handle_dependency=handle_dependency)
