@@ -21,13 +21,13 @@ import yaml
 
 from benchmarks.compare.traffic import engine_of
 from benchmarks.rows import StepsRow, read_rows
-from hzero.config import TIERS, parse_config
+from hzero.config import PLAIN, TIERS, parse_config
 from hzero.model.collectives import transfer
 from hzero.model.profile import Profile, Source, load_profile
 from hzero.model.sharing import link_rates, pairs_gb_s, ring_gb_s, route
 from hzero.model.step import Job, Prediction, predict
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import PLAIN, Crossing, Kind, Scheme
+from hzero.sharding.sequence import Crossing, Kind, Scheme
 from hzero.topology import Grid
 from hzero.topology.preset import preset
 

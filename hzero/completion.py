@@ -106,7 +106,7 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, parser: argparse.Ar
     from hzero.settings.complete import matches
 
     before = parsed_args.overrides or []
-    if parser.prog != "hzero plan":
+    if parser.prog not in ("hzero plan", "hzero presets"):
         return matches(prefix, before, {})
     from hzero.plan.command import SHORT
 

@@ -42,6 +42,7 @@ def tiers_outside(scope: Scope) -> tuple[Tier, ...]:
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 DEFAULT_GUARD = 10
+DEFAULT_FULL_REFRESH = 1000
 
 
 class Preset(NamedTuple):
@@ -88,6 +89,10 @@ class CodecConfig(Frozen):
     block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale: Literal["bf16", "fp32"] = "bf16"
+
+
+#: Values as they are.
+PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
 
 class TierCodecs(Frozen):
@@ -193,6 +198,8 @@ class _Block(Frozen):
     resident: Literal["decoded", "payload"] | None = None
     error_feedback: tuple[Tier, ...] = ()
     refresh_message_bytes: int = Field(0, ge=0)
+    refresh_differences: bool = False
+    full_refresh_every: int = Field(DEFAULT_FULL_REFRESH, ge=1)
     node_all_gather: NodeAllGather = NodeAllGather()
     exact_evaluation: bool = False
     checksum: bool = False
@@ -235,6 +242,12 @@ class HZeroConfig(_Block):
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
             `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
             `hzero bench links` prints the size from which latency takes less than a tenth of a hop.
+        refresh_differences: Whether a refresh sends the difference between the new weights and the copy that the receivers
+            hold, and not the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, and the copy
+            is nearer to the weights. An error of one step is part of the next difference, so none adds up. The copy is kept
+            in the weights' own type. Needs weights over less than the world.
+        full_refresh_every: With `refresh_differences`: steps from one refresh of whole weights, without codec, to the next. The
+            first one, and those after a load or an edit, are always whole.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
         exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints
             store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
@@ -312,6 +325,11 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         raise ConfigError(
             f"{path}.resident: found 'decoded' with weights over the {shard.weights}, whose payloads are gathered at every use; "
             f"possible with {path}.shard.weights 'device'"
+        )
+    if parsed.refresh_differences and shard.weights == "world":
+        raise ConfigError(
+            f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
+            f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
     return HZeroConfig(
         **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written

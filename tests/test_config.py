@@ -93,6 +93,11 @@ BAD: list[tuple[Any, str]] = [
     ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "hzero.node_all_gather.below_bytes: found -1"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "hzero.node_all_gather: found algorithm 'pairs' without below_bytes"),
     ({"exact_evaluation": "yes"}, "hzero.exact_evaluation: found 'yes'"),
+    (
+        {"preset": "zero3", "refresh_differences": True},
+        "hzero.refresh_differences: no copy is kept of weights over the world",
+    ),
+    ({"full_refresh_every": 0}, "hzero.full_refresh_every: found 0"),
     ({"resident": "decoded"}, "hzero.resident: found 'decoded' with weights over the package"),
     ({"resident": "whole"}, "hzero.resident: unknown value 'whole'. Possible: decoded, payload"),
     ({"checksum": 1}, "hzero.checksum: found 1"),

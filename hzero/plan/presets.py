@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +32,8 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _STATES = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
 
 
-def run_presets(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
     made = Parser(
         prog="hzero presets",
         description="Lists the presets: degrees, codecs, bytes and memory for a model on a machine, when to take each.",
@@ -40,7 +41,12 @@ def run_presets(arguments: Sequence[str]) -> int:
     )
     made.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys as of `hzero plan`, but the preset")
     made.add_argument("--json", action="store_true", help="print JSON")
-    parsed = made.parse_args(list(arguments))
+    return made
+
+
+def run_presets(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
+    parsed = parser().parse_args(list(arguments))
     for override in parsed.overrides:
         if override.partition("=")[0] in ("preset", "zero", "zero.preset"):
             raise ConfigError(f"{override}: given to `hzero presets`, which lists all of {', '.join(PRESETS)}")

@@ -74,6 +74,7 @@ def plan_memory(
     largest = max(numels, default=0)
     bucket = min(max(bucket_numel, largest), sum(numels))
     gather_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
+    refresh_bits = itemsize if plan.differences else gather_bits  # a whole refresh has no codec
     reduce_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
     refreshed = min(max(plan.refresh_numel(bucket_numel, itemsize), largest), sum(numels)) if plan.refresh_hops() else 0
     first = plan.reduce_hops()[0].size if plan.reduce_hops() else 1
@@ -96,7 +97,7 @@ def plan_memory(
         ),
         StateMemory(
             "transient refresh",
-            round(2 * (IN_FLIGHT + 1) * refreshed * gather_bits / plan.grid.scope_size(plan.weights_scope)),
+            round(2 * (IN_FLIGHT + 1) * refreshed * refresh_bits / plan.grid.scope_size(plan.weights_scope)),
             f"two payloads of each of {IN_FLIGHT + 1} messages of {refreshed:,} elements" if refreshed else "none",
         ),
         StateMemory(
@@ -174,4 +175,5 @@ def _resident_what(plan: ShardPlan) -> str:
         return "none: the weights' scope is the whole world"
     if plan.decoded:
         return "decoded, whole on every device"
-    return f"{plan.resident_codec.codec} over the {plan.weights_scope}"
+    codec = plan.resident_codec.codec
+    return f"{'uncoded' if codec == 'none' else codec} over the {plan.weights_scope}"

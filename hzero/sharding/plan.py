@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hzero.config import (
+    PLAIN,
     ROLES,
     SCOPES,
     TIERS,
@@ -94,6 +95,7 @@ class ShardPlan:
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
         checksum: Whether every message carries a checksum.
         decoded: Whether resident weights are kept decoded: whole, in their own type.
+        differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
         adaptations: How the preset was adapted to the machine, for a warning.
         notes: Settings that have no effect here.
     """
@@ -110,6 +112,7 @@ class ShardPlan:
     node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
     checksum: bool = False
     decoded: bool = False
+    differences: int = 0
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -157,6 +160,9 @@ class ShardPlan:
             config.node_all_gather,
             config.checksum,
             weights == "device" and config.resident != "payload",
+            config.full_refresh_every
+            if config.refresh_differences and grid.scope_size(weights) < grid.world_size
+            else 0,
         )
 
     def __str__(self) -> str:
@@ -208,9 +214,22 @@ class ShardPlan:
 
     @property
     def resident_codec(self) -> CodecConfig:
-        """Settings of the resident payloads' codec: that of the first fetch hop, else that of the last refresh hop."""
+        """Settings of the resident payloads' codec: that of the first fetch hop, else that of the last refresh hop.
+
+        None where the refresh sends differences, which are added to the payload.
+        """
+        if self.differences:
+            return PLAIN
         fetch = self.fetch_hops()
         return fetch[0].codec if fetch else self.refresh_hops()[-1].codec
+
+    @property
+    def own_row(self) -> int:
+        """Row of this rank's shard among its `resident_rows`."""
+        place, row = self.grid.coordinates(self.rank), 0
+        for hop in self.refresh_hops()[::-1]:
+            row = row * hop.size + getattr(place, hop.tier)
+        return row
 
     @property
     def accumulates(self) -> bool:

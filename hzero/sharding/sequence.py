@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hzero.config import DEFAULT_BLOCK_SIZE, CodecConfig, Role, Scope, Tier, tiers_inside, tiers_outside
+from hzero.config import DEFAULT_BLOCK_SIZE, PLAIN, CodecConfig, Role, Scope, Tier, tiers_inside, tiers_outside
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.sharding.records import record_format
 from hzero.topology import Grid
@@ -19,7 +19,6 @@ Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_red
 #: When a chain starts: ``refresh`` as soon as the step before has changed the weights, ``forward`` and ``backward`` in time
 #: for a use of the bucket, ``reduce`` when backward has made its gradients, ``after`` when the optimizer has stepped.
 Phase: TypeAlias = Literal["refresh", "forward", "backward", "reduce", "after"]
-PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hzero.collectives import Chain, TieredCollectives
+from hzero.config import PLAIN
+from hzero.sharding.records import record_format
 from hzero.zero.refusals import ZeroParameter
 
 
@@ -26,6 +28,7 @@ class Managed:
         chunk: Elements of each of its records.
         refresh: The chain that builds the payload.
         decoded: Whether ``param.data``, while it is available, came through a codec.
+        age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
     """
 
     param: ZeroParameter
@@ -36,6 +39,15 @@ class Managed:
     chunk: int = 0
     refresh: Chain[None] | None = None
     decoded: bool = False
+    age: int | None = None
+
+    def copy(self, dtype: torch.dtype) -> torch.Tensor:
+        """The resident copy in the weights' own type, where it lies, ``[rows, chunk]``: all shards, or those of a payload."""
+        if self.whole is not None:
+            return self.whole.view(-1, self.chunk)
+        assert self.payload is not None, "a refresh of whole weights has made it"
+        record = record_format(PLAIN).record_bytes(self.chunk, dtype.itemsize) // dtype.itemsize
+        return self.payload.view(dtype).view(-1, record)[:, : self.chunk]
 
 
 class GatherHandle:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
+from hzero.config import PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
 from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle
@@ -76,7 +78,7 @@ class Weights:
         for name, function in managed.own.items():
             setattr(param, name, function)
         self._managed[param.ds_id] = managed
-        self._stale.add(param.ds_id)
+        self._mark(managed)
 
     def close(self) -> None:
         """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
@@ -159,22 +161,29 @@ class Weights:
             if own is not None:
                 own.decoded = False
                 if has_been_updated:
-                    self._stale.add(param.ds_id)
+                    self._mark(own)
                     self._note_change()
 
     # ---- staleness --------------------------------------------------------------------------------------------------
 
     def mark_stale(self, params: Iterable[ZeroParameter] | None = None) -> None:
-        """Marks the payloads of ``params``, or of all parameters, to be rebuilt before their next use.
+        """Marks the payloads of ``params``, which a step has changed, or of all, to be rebuilt before their next use.
 
         All ranks must call it alike: rebuilding is a collective.
         """
         self._version += 1
-        keys = set(self._managed) if params is None else {param.ds_id for param in params}
-        replaced = {self._managed[key].refresh for key in keys}
+        keys = list(self._managed) if params is None else [param.ds_id for param in params]
+        marked = [self._managed[key] for key in keys]
+        replaced = {managed.refresh for managed in marked}
         self._ahead = [chain for chain in self._ahead if chain not in replaced]
-        self._stale |= keys
+        for managed in marked:
+            self._mark(managed, stepped=params is not None)
         self._note_change()
+
+    def _mark(self, managed: Managed, stepped: bool = False) -> None:
+        self._stale.add(managed.param.ds_id)
+        if not stepped:
+            managed.age = None
 
     def _note_change(self) -> None:
         """The primary shards change on this stream; what encodes them, on another one, waits for this point."""
@@ -197,7 +206,7 @@ class Weights:
         self.collectives.pipeline.drain()
         for managed in self._managed.values():
             managed.payload = managed.whole = None
-        self._stale.update(self._managed)
+            self._mark(managed)
 
     def resident_bytes(self) -> int:
         """Memory of the resident payloads, or of the resident weights, on this rank, in bytes."""
@@ -276,7 +285,7 @@ class Weights:
                 raise RuntimeError(f"hzero: cannot gather a parameter that is not partitioned: {param.ds_summary()}")
             # The shard may have changed its size: users can resize a parameter inside GatheredParameters.
             if self._managed[param.ds_id].chunk != param.ds_tensor.ds_numel:
-                self._stale.add(param.ds_id)
+                self._mark(self._managed[param.ds_id])
         used = {self._managed[param.ds_id].refresh for param in params}
         passed = [index for index, chain in enumerate(self._ahead) if chain in used]
         del self._ahead[: max(passed, default=-1) + 1]  # with those that this forward passes over
@@ -357,13 +366,13 @@ class Weights:
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
             return
-        by_dtype: dict[torch.dtype, list[Managed]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[Managed]] = {}
         ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
         for managed in (self._managed[key] for key in sorted(ready)):
-            by_dtype.setdefault(managed.param.ds_tensor.dtype, []).append(managed)
+            alike.setdefault((managed.param.ds_tensor.dtype, self._differs(managed)), []).append(managed)
         buckets = [
             bucket
-            for dtype, same in sorted(by_dtype.items(), key=lambda item: str(item[0]))
+            for (dtype, _), same in sorted(alike.items(), key=lambda item: str(item[0]))
             for bucket in in_buckets(
                 ((m, m.param.ds_numel) for m in same), self._plan.refresh_numel(self._bucket_numel, dtype.itemsize)
             )
@@ -377,21 +386,55 @@ class Weights:
                 self._ahead.append(chain)
             self._stale -= {managed.param.ds_id for managed in bucket}
 
+    def _differs(self, managed: Managed) -> bool:
+        """Whether the next refresh of a parameter sends a difference."""
+        return managed.age is not None and managed.age + 1 < self._plan.differences
+
     def _start_refresh(self, managed: Sequence[Managed]) -> Chain[None]:
-        params = [m.param for m in managed]
-        bucket, codec = self._bucket(params), self._first_codec
-        chain = self.collectives.gather(
-            self._refresh_hops,
-            bucket,
-            self._encoding(params, bucket, codec),
-            codec,
-            partial(self._keep, managed, bucket, self._version),
-            seed=self._version,
-        )
+        """Starts the refresh of parameters that are alike, see `_differs`."""
+        params, differs = [m.param for m in managed], self._differs(managed[0])
+        bucket, codec, hops = self._bucket(params), self._first_codec, self._refresh_hops
+        keep: Callable[..., None] = partial(self._keep, managed, bucket, self._version)
+        after: Sequence[Chain[Any]] = ()
+        if differs:
+            payload: Callable[[], torch.Tensor] = partial(
+                self._encode_difference, managed, bucket, codec, self._version
+            )
+            keep = partial(self._add_difference, managed, bucket)
+            after = [one for one in dict.fromkeys(own.refresh for own in managed) if one is not None]
+        else:
+            if self._plan.differences:
+                codec, hops = Codec.from_config(PLAIN), tuple(replace(hop, codec=PLAIN) for hop in hops)
+            payload = self._encoding(params, bucket, codec)
+        chain = self.collectives.gather(hops, bucket, payload, codec, keep, seed=self._version, after=after)
         self._encoder = chain
         for own, chunk in zip(managed, bucket.chunks):
             own.refresh, own.chunk = chain, chunk
+            own.age = (own.age or 0) + 1 if differs else 0
         return chain
+
+    def _encode_difference(self, managed: Sequence[Managed], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
+        """What is new in this rank's shards, against the copy that all ranks hold."""
+        self._await_change()
+        row = self._plan.rank if self._plan.decoded else self._plan.own_row
+        sources = []
+        for own, weights in zip(managed, self._own_shards([own.param for own in managed], bucket)):
+            copy = own.copy(bucket.dtype)[row, : weights.numel()]
+            difference = weights.to(torch.float32) - copy
+            sources.append(difference.to(bucket.dtype) if codec.name == "none" else difference)
+        return codec.encode(sources, bucket.chunks, seed=seed)
+
+    def _add_difference(
+        self, managed: Sequence[Managed], bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int
+    ) -> None:
+        """Adds what has come to the resident copies, in their own type: one rounding, the same on all ranks."""
+        if self._plan.decoded:
+            differences = self.collectives.decode_gathered(bucket, message, codec, outer)
+        else:
+            differences = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
+        for own, difference in zip(managed, differences):
+            if own.chunk:
+                own.copy(bucket.dtype).add_(difference.view(-1, own.chunk))
 
     def _keep(
         self, managed: Sequence[Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
@@ -430,13 +473,15 @@ class Weights:
 
     def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
         self._await_change()
-        device = params[0].device
-        sources = []
+        return codec.encode(self._own_shards(params, bucket), bucket.chunks, seed=seed)
+
+    def _own_shards(self, params: Sequence[ZeroParameter], bucket: Bucket) -> list[torch.Tensor]:
+        """The primary shards, without padding: that of the last ones holds no element, and DeepSpeed does not set it."""
+        shards = []
         for param, chunk in zip(params, bucket.chunks):
-            # The padding of the last shards holds no element; DeepSpeed leaves it uninitialised.
             valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
-            sources.append(param.ds_tensor.detach().view(-1)[:valid].to(device))
-        return codec.encode(sources, bucket.chunks, seed=seed)
+            shards.append(param.ds_tensor.detach().view(-1)[:valid].to(params[0].device))
+        return shards
 
     def _bucket(self, params: Sequence[ZeroParameter]) -> Bucket:
         return Bucket(

@@ -137,6 +137,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
         f"steps, {preset}": functools.partial(_steps, preset, 1 + (preset in ("lossless", "topo", "replica")))
         for preset in PRESETS
     },
+    "steps, differences": functools.partial(_steps, "topo", 1, refresh_differences=True),
+    "steps, differences of whole weights": functools.partial(_steps, "replica", 1, refresh_differences=True),
     "steps, gathers by doubling": _node_gathers_by_doubling,
     "steps, scopes of one device": _scopes_of_one_device,
     "load and offload": _load_and_offload,

@@ -12,6 +12,7 @@ EQUALITY = ("tests.zero.equality_checks",)
 STAGE = (
     "tests.zero.stage_checks",
     "tests.zero.gradient_checks",
+    "tests.zero.difference_checks",
     "tests.zero.race_checks",
     "tests.zero.delay_checks",
     "tests.zero.trace_checks",
