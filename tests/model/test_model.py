@@ -203,6 +203,41 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
         load_profile("frontier-2027")
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"name: \xff", r"'.*a\.yaml' is not UTF-8: invalid start byte at byte 6"),
+        (b"name: [", r"'.*a\.yaml' is not YAML: while parsing"),
+        (b"[" * 5000, r"'.*a\.yaml' is not YAML"),
+        (b"extends: a.yaml", r"a\.yaml' extends itself: a\.yaml -> a\.yaml"),
+        (b"extends: b.yaml", r"a\.yaml' extends itself: a\.yaml -> b\.yaml -> a\.yaml"),
+        (b"extends: [3]", r"extends: found \[3\], expected a profile's name"),
+        (b"extends: frontier-2027", "did you mean 'frontier-2026'"),
+        (b"extends: lumi\nconstants: [1]", r"a\.yaml: constants: found \[1\]"),
+        (b"extends: lumi\nconstants: {gcd_gb_s: {value: -1, source: olcf}}", r"constants\.gcd_gb_s\.value: found -1"),
+        (b"extends: lumi\nconstants: {gcd_gb_s: {value: 0, source: olcf}}", r"gcd_gb_s\.value: found 0, expected more"),
+        (b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}", r"ll_share\.value: found 2, expected a share"),
+        (b"extends: lumi\ngroup_nodes: 0", "group_nodes: found 0"),
+        (b"extends: lumi\nvisible: 3", "visible: found 3, possible: 1, or null"),
+        (b"extends: lumi\nerror: -1", "error: found -1"),
+        (b"- 3", "expected a block with keys name"),
+    ],
+)
+def test_profiles_that_cannot_be_used_are_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(content)
+    (tmp_path / "b.yaml").write_bytes(b"extends: a.yaml")
+    with pytest.raises(ConfigError, match=says) as error:
+        load_profile(str(tmp_path / "a.yaml"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_profile_extends_the_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\nname: a")
+    (tmp_path / "b.yaml").write_text("extends: lumi\nname: b\nconstants: {gcd_gb_s: {value: 7, source: olcf}}")
+    profile = load_profile(str(tmp_path / "a.yaml"))
+    assert (profile.name, profile.nodes, profile.value("gcd_gb_s")) == ("a", 2978, 7)
+
+
 def test_machines_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="nodes: found 9,409; frontier-2026 has 9,408"):
         _predicted("topo", 9409)
