@@ -140,7 +140,7 @@ class Profile(Frozen):
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         visible: Devices that a rank sees under the machine's usual launch line; null: all of its node.
-        group_nodes: Nodes of a switch group; null: one group.
+        group_nodes: Nodes of a switch group; null: one group. A job's nodes fill one group after the other.
         taper: Bandwidth of a group's nodes together over that of its links to other groups.
         tree_nodes: Nodes from which an all-reduce is a tree.
         cores: Processor cores that the ranks of all nodes share; null: every rank has its own device.
@@ -184,6 +184,24 @@ class Profile(Frozen):
     def value(self, name: str) -> float:
         """A constant's value."""
         return float(getattr(self.constants, name).value)
+
+    @property
+    def groups(self) -> int:
+        """Switch groups of the machine."""
+        return -(-self.nodes // (self.group_nodes or self.nodes))
+
+    def spread(self, nodes: int) -> Profile | None:
+        """The machine for a job whose nodes are spread evenly over all switch groups, in place of packed into few.
+
+        The job has the share of a group's links to others that its nodes have of the group: other jobs use theirs.
+
+        Returns:
+            None where that makes no difference.
+        """
+        share = -(-nodes // self.groups)
+        if self.group_nodes is None or share >= min(nodes, self.group_nodes):
+            return None
+        return self.model_copy(update={"group_nodes": share})
 
     def with_values(self, source: Source, **values: float) -> Profile:
         """The profile with other values of some constants, from one source."""

@@ -27,6 +27,8 @@ Quality = Literal["lossless", "weights", "all"]
 KEYS = ("memory", "global_batch", "codecs", "profile")
 #: DeepSpeed's key of the elements that are gathered together.
 BUCKET = "stage3_prefetch_bucket_size"
+#: Its key of those that are reduced together.
+REDUCE_BUCKET = "reduce_bucket_size"
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -60,6 +62,7 @@ class Scenario:
         memory_bytes: Of a device, at most.
         quality: What codecs may lose.
         global_batch: Sequences of a step, of all devices.
+        given: The user's overrides of the trainer's configuration.
     """
 
     settings: Settings
@@ -69,6 +72,7 @@ class Scenario:
     memory_bytes: int
     quality: Quality
     global_batch: int
+    given: tuple[str, ...] = ()
 
     def on(self, nodes: int) -> Scenario:
         """The same with other nodes and equal work per device."""
@@ -101,7 +105,13 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
             f"profile: none is known for topology={_topology(kept)}; give profile=NAME or a .yaml, possible: "
             f"{', '.join(profile_names())}"
         )
-    return scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
+    scenario = scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
+    return replace(scenario, given=tuple(kept))
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without what says how it is merged."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -183,6 +183,25 @@ def test_a_step_with_everything_else_free_is_its_compute() -> None:
     assert found.full == "compute"
 
 
+def test_nodes_spread_over_switch_groups_share_narrow_links() -> None:
+    spread = FRONTIER.spread(48)
+    assert FRONTIER.groups == 74 and spread is not None and spread.group_nodes == 1
+    assert FRONTIER.spread(9408) is None, "all groups are full"
+    assert load_profile("emulated").spread(4) is None, "no groups are known"
+    grid = Grid(48, 4, 2)
+    rail = Crossing("weights", "all_gather", ("node",), 48, PLAIN, 1)
+    pairs = Crossing("gradients", "all_to_all", ("node",), 48, PLAIN, 1)
+    for crossing, leaves in ((rail, 1.0), (pairs, 47 / 48)):
+        packed, apart = (transfer(crossing, 1e9, grid, profile) for profile in (FRONTIER, spread))
+        assert "uplink" not in packed.work, "one group holds them"
+        assert apart.work["uplink"] == pytest.approx(FRONTIER.taper * leaves * apart.work["node"])
+    wide = transfer(Crossing("weights", "all_gather", ("node",), 256, PLAIN, 1), 1e9, Grid(256, 4, 2), FRONTIER)
+    assert wide.work["uplink"] < 0.02 * wide.work["node"], "a ring leaves a packed group once"
+    plan = _preset("zero3", grid)
+    job = Job(_model("gpt_neox_20b"))
+    assert predict(plan, job, grid, spread).step_s > predict(plan, job, grid, FRONTIER).step_s
+
+
 # ---- profiles -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +235,10 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
         (b"extends: lumi\nconstants: [1]", r"a\.yaml: constants: found \[1\]"),
         (b"extends: lumi\nconstants: {gcd_gb_s: {value: -1, source: olcf}}", r"constants\.gcd_gb_s\.value: found -1"),
         (b"extends: lumi\nconstants: {gcd_gb_s: {value: 0, source: olcf}}", r"gcd_gb_s\.value: found 0, expected more"),
-        (b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}", r"ll_share\.value: found 2, expected a share"),
+        (
+            b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}",
+            r"ll_share\.value: found 2, expected a share",
+        ),
         (b"extends: lumi\ngroup_nodes: 0", "group_nodes: found 0"),
         (b"extends: lumi\nvisible: 3", "visible: found 3, possible: 1, or null"),
         (b"extends: lumi\nerror: -1", "error: found -1"),
