@@ -55,5 +55,6 @@ def state_bytes(
         gradients = total * itemsize if scheme.stage == 1 else total * itemsize // grid.world_size
         return total * itemsize + gradients + total * 16 // grid.world_size + bucket
     states = zero3_memory(grid, numels, itemsize=itemsize, bucket_numel=bucket_numel, channels=channels)
-    copy = total * (1 if scheme.quantized else itemsize) // grid.scope_size(scheme.hpz) if scheme.hpz else 0
+    # In the weights' type with ZeRO++ too, which quantises what is sent (DeepSpeed 0.19, _partition_param_sec).
+    copy = total * itemsize // grid.scope_size(scheme.hpz) if scheme.hpz else 0
     return sum(state.bytes for state in states) + copy
