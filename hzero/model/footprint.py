@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from hzero.model.shape import ModelShape
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 
 
-def activation_bytes(model: dict[str, Any], micro_batch: int, checkpointing: bool) -> int:
+def activation_bytes(model: ModelShape, micro_batch: int, checkpointing: bool) -> int:
     """Bytes of activations of one device.
 
     34 per token, hidden unit and layer (arXiv 2205.05198, eq. 2, without the scores, which attention in blocks never
-    stores); with checkpointing 2 and one whole layer. Logits: 16 bits, and float32 for the loss.
+    stores), a GPT's, for other architectures too; with checkpointing 2 and one whole layer. Logits: 16 bits, and float32 for the loss.
     """
-    tokens = micro_batch * model["seq_length"]
-    unit = tokens * model["hidden_size"]
-    layers = model["num_layers"]
+    tokens = micro_batch * model.seq_length
+    unit = tokens * model.hidden
+    layers = model.layers
     kept = 2 * unit * layers + 34 * unit if checkpointing else 34 * unit * layers
-    return int(kept + 6 * tokens * model["vocab_size"])
+    return int(kept + 6 * tokens * model.vocab)
 
 
 def state_bytes(

@@ -78,8 +78,6 @@ def against(run: Path, profile_name: str | None) -> Comparison:
     config = _read(run / "config.yaml", yaml.safe_load)
     summary = _read(run / "summary.json", json.loads)
     settings = Settings(config, summary.get("world_size"))
-    if "hidden_size" not in settings["model"]:
-        raise ConfigError(f"{run}: model: found hf, whose layers are not simulated")
     if not summary.get("step_s_median"):
         raise ConfigError(f"{run}/summary.json: step_s_median: missing; the run made no step")
     grid = replace(settings.grid, ranks=None)

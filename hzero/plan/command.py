@@ -18,11 +18,10 @@ from hzero.model.step import predict
 from hzero.plan import predicted
 from hzero.plan.against import against
 from hzero.plan.links_file import links_for
-from hzero.plan.scenario import KEYS, key_of, profile_of, read_scenario, scenario_of, split_keys, with_links
+from hzero.plan.scenario import KEYS, key_of, profile_of, read_scenario, scenario_of, shape_of, split_keys, with_links
 from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
 from hzero.plan.tune import tune
-from hzero.settings.architecture import is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels
@@ -216,7 +215,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "rates_gb_s": rates,
         "links": measured,
         "predicted": None
-        if profile is None or is_general(model)
+        if profile is None or shape_of(model) is None
         else predicted.steps_dict(scenario_of(settings, own, profile, itemsize), plan),
     }
 

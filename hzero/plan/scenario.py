@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hzero.config import TIERS
 from hzero.model.profile import Profile, Source, load_profile, profile_names
+from hzero.model.shape import ModelShape, gpt_neox_shape
 from hzero.model.step import Job
 from hzero.plan.links_file import links_for
-from hzero.settings.architecture import is_general
+from hzero.settings.architecture import architecture, is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.sharding.memory import BUCKET_NUMEL
@@ -128,11 +129,7 @@ def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, itemsize: int | None = None) -> Scenario:
     """The scenario of checked settings; ``itemsize`` is that of a weight, None that of ``train.dtype``."""
-    model, train, grid = settings["model"], settings["train"], settings.grid
-    if is_general(model):
-        raise ConfigError(
-            "model: found hf, whose layers are not simulated; possible: the GPT-NeoX models of conf/model"
-        )
+    train, grid = settings["train"], settings.grid
     if (grid.gpus_per_node, grid.gcds_per_gpu) != (profile.gpus_per_node, profile.gcds_per_gpu):
         raise ConfigError(
             f"profile {profile.name}: found nodes of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
@@ -154,15 +151,47 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, items
     return Scenario(settings, job, grid, profile, memory, quality, batch)  # type: ignore[arg-type]
 
 
+def shape_of(model: dict[str, Any]) -> ModelShape | None:
+    """The shape of a group ``model``; None where its layers differ. Needs transformers for ``model=hf`` alone."""
+    if not is_general(model):
+        return gpt_neox_shape(model)
+    found = architecture(model)
+    if found.layer is None:
+        return None
+    length, head = model["seq_length"], found.vocab_size * found.hidden
+    return ModelShape(
+        name=str(model["name"]),
+        seq_length=length,
+        hidden=found.hidden,
+        layers=found.layers,
+        vocab=found.vocab_size,
+        before=found.before,
+        layer=found.layer,
+        after=found.after,
+        layer_flops=2.0 * (found.multiplied - head) / found.layers,
+        attention_flops=4.0 * length * found.attention / found.layers,
+        after_flops=2.0 * head,
+    )
+
+
 def job_of(settings: Settings, itemsize: int) -> Job:
     """What a configuration trains; ``itemsize`` is that of a weight.
 
     DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for.
+
+    Raises:
+        ConfigError: The layers of the model differ.
     """
+    shape = shape_of(settings["model"])
+    if shape is None:
+        raise ConfigError(
+            f"model: the layers of {settings['model']['name']} differ, and predictions need equal ones; possible: the "
+            "models of conf/model, and model=hf with equal layers"
+        )
     train, zero = settings["train"], settings["deepspeed"].get("zero_optimization", {})
     bucket_numel = zero.get(BUCKET, BUCKET_NUMEL)
     return Job(
-        settings["model"],
+        shape,
         micro_batch=train["micro_batch"],
         accumulation=train["grad_accumulation"],
         checkpointing=train["activation_checkpointing"],

@@ -15,7 +15,6 @@ from hzero.plan.scenario import BUCKET, REDUCE_BUCKET, Quality, Scenario
 from hzero.sharding.memory import CHANNELS
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import stage_chains
-from hzero.sharding.shapes import gpt_neox_numels
 from hzero.validation import ConfigError
 
 #: Number of settings that are shown, and refined.
@@ -278,16 +277,10 @@ def _plan(candidate: Candidate, scenario: Scenario) -> ShardPlan:
 
 def _memory(candidate: Candidate, scenario: Scenario) -> int:
     model = scenario.job.model
-    numels = gpt_neox_numels(
-        hidden=model["hidden_size"],
-        layers=model["num_layers"],
-        vocab=model["vocab_size"],
-        intermediate=model["intermediate_size"],
-    )
     states = footprint.state_bytes(
         _plan(candidate, scenario),
         scenario.grid,
-        numels,
+        model.numels,
         itemsize=scenario.job.itemsize,
         bucket_numel=candidate.bucket_numel,
         accumulation=candidate.accumulation,
@@ -301,9 +294,9 @@ def _compute_s(candidate: Candidate, scenario: Scenario) -> float:
     model, profile = scenario.job.model, scenario.profile
     if profile.cores:
         return 0.0
-    tokens = candidate.micro_batch * model["seq_length"]
-    layer = 4 * model["hidden_size"] ** 2 + 2 * model["hidden_size"] * model["intermediate_size"]
-    flops = 2.0 * tokens * layer * model["num_layers"] * (4 if candidate.checkpointing else 3)
+    tokens = candidate.micro_batch * model.seq_length
+    layers = model.layers * (model.layer_flops + model.attention_flops)
+    flops = (4 if candidate.checkpointing else 3) * tokens * (layers + model.after_flops)
     rate = profile.value("compute_tflops") * 1e12 * tokens / (tokens + profile.value("half_tokens"))
     return candidate.accumulation * flops / rate
 

@@ -29,6 +29,7 @@ from benchmarks.calibration import (
 from hzero.config import parse_config
 from hzero.model.collectives import Phase, transfer
 from hzero.model.profile import load_profile, profile_names
+from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import speeds
 from hzero.model.simulate import COMPUTE, Task, simulate
 from hzero.model.step import Job, Prediction, predict
@@ -53,7 +54,7 @@ def _predicted(scheme: str | Scheme, nodes: int, **keys: Any) -> Prediction:
     grid = Grid(nodes, 4, 2)
     made = _preset(scheme, grid) if isinstance(scheme, str) else scheme
     exact = keys.pop("exact", False)
-    return predict(made, Job(_model("gpt_neox_20b"), **keys), grid, FRONTIER, exact=exact)
+    return predict(made, Job(gpt_neox_shape(_model("gpt_neox_20b")), **keys), grid, FRONTIER, exact=exact)
 
 
 # ---- resources and events -----------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_compression_and_tiers_win_where_tokens_are_few() -> None:
 
 
 def test_a_checksum_is_a_second_short_collective() -> None:
-    grid, job = Grid(48, 4, 2), Job(_model("gpt_neox_20b"))
+    grid, job = Grid(48, 4, 2), Job(gpt_neox_shape(_model("gpt_neox_20b")))
     plans = [
         ShardPlan.from_config(parse_config({"preset": "topo", "checksum": checksum}), grid, 0)
         for checksum in (False, True)
@@ -198,7 +199,7 @@ def test_nodes_spread_over_switch_groups_share_narrow_links() -> None:
     wide = transfer(Crossing("weights", "all_gather", ("node",), 256, PLAIN, 1), 1e9, Grid(256, 4, 2), FRONTIER)
     assert wide.work["uplink"] < 0.02 * wide.work["node"], "a ring leaves a packed group once"
     plan = _preset("zero3", grid)
-    job = Job(_model("gpt_neox_20b"))
+    job = Job(gpt_neox_shape(_model("gpt_neox_20b")))
     assert predict(plan, job, grid, spread).step_s > predict(plan, job, grid, FRONTIER).step_s
 
 
@@ -264,4 +265,4 @@ def test_machines_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="nodes: found 9,409; frontier-2026 has 9,408"):
         _predicted("topo", 9409)
     with pytest.raises(ConfigError, match="found a node of 2 x 2 devices, expected 4 x 2"):
-        predict(_preset("topo", Grid(2, 2, 2)), Job(_model("gpt_neox_20b")), Grid(2, 2, 2), FRONTIER)
+        predict(_preset("topo", Grid(2, 2, 2)), Job(gpt_neox_shape(_model("gpt_neox_20b"))), Grid(2, 2, 2), FRONTIER)

@@ -155,6 +155,39 @@ def test_a_plan_predicts_where_a_profile_is_known(capsys: pytest.CaptureFixture[
     assert _json(capsys, "topology=mi300x", "nodes=2")["predicted"] is None
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_other_architectures_by_their_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128"]
+    plan = _json(capsys, *keys)
+    assert plan["predicted"]["steps"]["hzero topo"]["step_s"] > 0
+    shape = read_scenario(keys).job.model
+    query, kv, inner = 64 * 64, 2 * 32 * 64, 3 * 64 * 160
+    assert (shape.layers, shape.hidden, shape.before, shape.after) == (6, 64, (512 * 64,), (64, 512 * 64))
+    assert sum(shape.layer) == 2 * query + kv + inner + 2 * 64 and sum(shape.numels) == plan["parameters"]
+    # Two operations per weight, norms included: those of the last norm are shared among the layers.
+    assert shape.layer_flops == pytest.approx(2 * (sum(shape.layer) + 64 / 6))
+    assert (shape.attention_flops, shape.after_flops) == (4 * 128 * 64, 2 * 512 * 64)
+    tuned = _json(capsys, "--tune", *keys)
+    assert Settings(plain(compose(shlex.split(tuned["command"])[2:]))).plan is not None
+
+
+def test_layers_that_differ_are_not_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, "model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2,
+                                "num_experts_per_tok": 1, "moe_intermediate_size": 32}))  # fmt: skip
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128"]
+    assert _json(capsys, *keys)["predicted"] is None
+    assert main(["plan", "--tune", *keys]) == 2
+    assert "differ, and predictions need equal ones; possible:" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
