@@ -18,7 +18,17 @@ from hzero.model.step import predict
 from hzero.plan import predicted
 from hzero.plan.against import against
 from hzero.plan.links_file import links_for
-from hzero.plan.scenario import KEYS, key_of, profile_of, read_scenario, scenario_of, shape_of, split_keys, with_links
+from hzero.plan.scenario import (
+    KEYS,
+    itemsize_of,
+    key_of,
+    profile_of,
+    read_scenario,
+    scenario_of,
+    shape_of,
+    split_keys,
+    with_links,
+)
 from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
 from hzero.plan.tune import tune
@@ -74,7 +84,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
-    add("--itemsize", type=int, choices=(2, 4), help="bytes of one weight (default: of train.dtype; 2 for auto)")
+    add(
+        "--itemsize",
+        type=int,
+        choices=(2, 4),
+        help="bytes of one weight (default: of train.dtype; for auto 2, on processors 4)",
+    )
     add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
     mode = made.add_mutually_exclusive_group()
     mode.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
@@ -181,7 +196,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     if profile is not None and links is not None:
         profile = with_links(profile, links, grid)
     model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
-    itemsize = itemsize or (4 if settings["train"]["dtype"] == "fp32" else 2)
+    itemsize = itemsize or itemsize_of(settings, profile)
     numels = model_numels(model)
     traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
     stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)

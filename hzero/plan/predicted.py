@@ -47,6 +47,7 @@ def steps_dict(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
     schemes |= {name: others[name] for name in ("HSDP, node", "ZeRO-3", "hpZ", "ZeRO++")}
     return {
         **_about(scenario),
+        "memory_bytes": scenario.memory_bytes,
         "steps": {
             name: step_dict(predict(scheme, scenario.job, scenario.grid, scenario.profile))
             for name, scheme in schemes.items()
@@ -111,7 +112,8 @@ def show_steps(predicted: dict[str, Any], console: Console) -> None:
             )
         )
     head = ("scheme", "*step", "*TFLOPS per device", "waits for, s", "*memory, activations included")
-    console.print(table_of(f"predicted step (profile {predicted['profile']})", head, rows))
+    title = f"predicted step (profile {predicted['profile']}, devices of {size_text(predicted['memory_bytes'])})"
+    console.print(table_of(title, head, rows))
     _say(console, f"a simulation; {_error_text(predicted)} (docs/model.md)")
 
 

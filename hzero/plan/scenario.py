@@ -129,13 +129,13 @@ def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, itemsize: int | None = None) -> Scenario:
     """The scenario of checked settings; ``itemsize`` is that of a weight, None that of ``train.dtype``."""
-    train, grid = settings["train"], settings.grid
+    grid = settings.grid
     if (grid.gpus_per_node, grid.gcds_per_gpu) != (profile.gpus_per_node, profile.gcds_per_gpu):
         raise ConfigError(
             f"profile {profile.name}: found nodes of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
             f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
         )
-    job = job_of(settings, itemsize or (4 if train["dtype"] == "fp32" else 2))
+    job = job_of(settings, itemsize or itemsize_of(settings, profile))
     quality = own.get("codecs", "all")
     if quality not in ("lossless", "weights", "all"):
         raise one_of("codecs", quality, ("lossless", "weights", "all"))
@@ -172,6 +172,12 @@ def shape_of(model: dict[str, Any]) -> ModelShape | None:
         attention_flops=4.0 * length * found.attention / found.layers,
         after_flops=2.0 * head,
     )
+
+
+def itemsize_of(settings: Settings, profile: Profile | None) -> int:
+    """Bytes of a weight on the wire: ``train.dtype`` auto is float32 on processors, as in the trainer."""
+    on_processors = profile is not None and profile.cores is not None
+    return {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 4 if on_processors else 2}[settings["train"]["dtype"]]
 
 
 def job_of(settings: Settings, itemsize: int) -> Job:

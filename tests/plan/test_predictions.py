@@ -68,6 +68,13 @@ def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureF
     assert len({(one["step_s"], one["memory_bytes"]) for one in result["best"]}) == len(result["best"])
 
 
+def test_weights_are_as_long_as_the_trainer_sends_them() -> None:
+    """With dtype auto it sends float32 on processors."""
+    sizes = [read_scenario(keys).job.itemsize for keys in ([*FRONTIER, "topology.nodes=2"], ["model=gpt_neox_4m"])]
+    assert sizes == [2, 4]
+    assert read_scenario(["model=gpt_neox_4m", "train.dtype=bf16"]).job.itemsize == 2
+
+
 def test_what_would_change_the_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Kinds of settings outside the first ten are compared too."""
     slow = tmp_path / "slow.yaml"
