@@ -80,7 +80,8 @@ def is_setting(candidate: Candidate, row: StepsRow) -> bool:
     """Whether a row measured a setting of the search. Activations are never computed again in a comparison."""
     train = row.config.train
     batch = (candidate.micro_batch, candidate.accumulation) == (train.micro_batch, train.accumulation)
-    same = parse_config(candidate.block()) == parse_config(row.scheme_config["block"])
+    block, measured = parse_config(candidate.block()), parse_config(row.scheme_config["block"])
+    same = (block.shard, block.codecs) == (measured.shard, measured.codecs)
     return batch and same and not candidate.checkpointing
 
 

@@ -14,7 +14,7 @@ from hzero.config import TIERS
 from hzero.files import read_small
 from hzero.model.profile import Profile, load_profile, profile_names
 from hzero.model.step import Prediction, predict
-from hzero.plan.scenario import PROFILES, job_of
+from hzero.plan.scenario import PROFILES, itemsize_of, job_of
 from hzero.settings.settings import Settings
 from hzero.sharding.sequence import Scheme
 from hzero.validation import ConfigError
@@ -78,16 +78,13 @@ def against(run: Path, profile_name: str | None) -> Comparison:
     config = _read(run / "config.yaml", yaml.safe_load)
     summary = _read(run / "summary.json", json.loads)
     settings = Settings(config, summary.get("world_size"))
-    if "hidden_size" not in settings["model"]:
-        raise ConfigError(f"{run}: model: found hf, whose layers are not simulated")
     if not summary.get("step_s_median"):
         raise ConfigError(f"{run}/summary.json: step_s_median: missing; the run made no step")
     grid = replace(settings.grid, ranks=None)
     profile = (
         load_profile(profile_name) if profile_name else _profile_of_shape(run, grid.gpus_per_node, grid.gcds_per_gpu)
     )
-    itemsizes = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 4 if profile.cores else 2}
-    job = job_of(settings, itemsizes[settings["train"]["dtype"]])
+    job = job_of(settings, itemsize_of(settings, profile))
     prediction = predict(settings.plan or Scheme("deepspeed"), job, grid, profile)
     step = Part("step", _median(run, summary), prediction.step_s)
     waited = _waited(summary)
