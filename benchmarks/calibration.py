@@ -24,6 +24,7 @@ from benchmarks.rows import StepsRow, read_rows
 from hzero.config import PLAIN, TIERS, parse_config
 from hzero.model.collectives import transfer
 from hzero.model.profile import Profile, Source, load_profile
+from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import link_rates, pairs_gb_s, ring_gb_s, route
 from hzero.model.step import Job, Prediction, predict
 from hzero.sharding.plan import ShardPlan
@@ -261,7 +262,7 @@ def prediction(row: StepsRow, base: Profile) -> Prediction:
         scheme = engine_of(row.scheme_config)
     hidden = config.model["hidden_size"]
     job = Job(
-        config.model,
+        gpt_neox_shape(config.model),
         micro_batch=config.train.micro_batch,
         accumulation=config.train.accumulation,
         itemsize=2 if config.train.dtype == "bf16" else 4,

@@ -48,7 +48,7 @@ def write_report() -> Path:
         "",
         *_summary(published),
         "",
-        *_table(
+        *table(
             ("use", "what", "bytes", "measured", "predicted", "error"),
             (
                 (check.use, check.what, f"{check.size:,}" if check.size else "", f"{check.measured:,.4g}",
@@ -100,7 +100,7 @@ def _summary(checks: Sequence[Check]) -> list[str]:
         ("training", None, "training, TFLOPS", "8 %"),
     ):
         rows.append((label, *of(kind, "C", big), *of(kind, "K", big), target))
-    return _table(("rows", "C: mean", "max", "K: mean", "max", "target on K"), rows)
+    return table(("rows", "C: mean", "max", "K: mean", "max", "target on K"), rows)
 
 
 def _kind(check: Check) -> str:
@@ -130,7 +130,7 @@ def _emulated(rows: Sequence[StepsRow], profile: Profile) -> list[str]:
     ]
     text = "; ".join(f"{first} before {second}" for first, second in wrong) or "none"
     return [
-        *_table(("rows", "count", "mean error", "max", "over 10 %", "over 15 %"), summary),
+        *table(("rows", "count", "mean error", "max", "over 10 %", "over 15 %"), summary),
         "",
         f"Pairs of schemes in the wrong order whose measured ranges do not overlap: {text}.",
         "",
@@ -139,7 +139,7 @@ def _emulated(rows: Sequence[StepsRow], profile: Profile) -> list[str]:
             for title, count, chosen, lost in regret(checks)
         ),
         "",
-        *_table(
+        *table(
             ("use", "measurement", "scheme", "measured, s", "predicted, s", "error", "pace"),
             (
                 (check.use, row.title, row.scheme, f"{check.measured:.3f}", f"{check.predicted:.3f}",
@@ -150,7 +150,8 @@ def _emulated(rows: Sequence[StepsRow], profile: Profile) -> list[str]:
     ]  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown."""
     lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
     return [f"| {line} |" for line in lines]
 

@@ -24,6 +24,7 @@ import yaml
 
 from hzero.config import parse_config
 from hzero.model.profile import Profile, Source, load_profile
+from hzero.model.shape import gpt_neox_shape
 from hzero.model.step import Job, predict
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
@@ -103,7 +104,8 @@ def _at(profile: Profile, rate: float) -> Profile:
 def _job(tokens: float, case: Case) -> Job:
     model: dict[str, Any] = yaml.safe_load((ROOT.parent / "conf" / "model" / "gpt_neox_20b.yaml").read_text())
     batch = tokens / model["seq_length"]
-    return Job(model, batch, case.accumulation, checkpointing=True, overlap=case.overlap)  # type: ignore[arg-type]
+    shape = gpt_neox_shape(model)
+    return Job(shape, batch, case.accumulation, checkpointing=True, overlap=case.overlap)  # type: ignore[arg-type]
 
 
 def inside(point: dict[str, float]) -> dict[str, bool]:

@@ -106,6 +106,8 @@ def _ring(crossing: Crossing, size: float, grid: Grid, profile: Profile, algorit
         if algorithm == "doubling" and ranks == 1:
             between = (nodes - 1).bit_length()
             work |= _uplink(work["node"], nodes, profile)
+        else:
+            work |= _neighbours(work["node"], nodes, profile)
     choices = []
     for protocol, share in (("", 1.0), ("_ll", profile.value("ll_share"))):
         steps = inside * profile.value(f"ring_inside{protocol}_us") + between * profile.value(f"ring_net{protocol}_us")
@@ -133,6 +135,13 @@ def _uplink(node_s: float, nodes: int, profile: Profile) -> dict[Resource, float
     return {"uplink": node_s * (nodes - profile.group_nodes) / nodes * profile.taper}
 
 
+def _neighbours(node_s: float, nodes: int, profile: Profile) -> dict[Resource, float]:
+    """A ring, and nearly all edges of a tree, join neighbours; nodes are numbered group by group, so one in each leaves."""
+    if profile.group_nodes is None or nodes <= profile.group_nodes:
+        return {}
+    return {"uplink": node_s * profile.taper / profile.group_nodes}
+
+
 def _all_reduce(crossing: Crossing, size: float, grid: Grid, profile: Profile) -> Phase:
     nodes, ranks, groups = _places(crossing, grid)
     ring = 2 * size * (crossing.ranks - 1) / crossing.ranks
@@ -154,6 +163,8 @@ def _all_reduce(crossing: Crossing, size: float, grid: Grid, profile: Profile) -
         work["node"] = 2 * size * groups / profile.value("net_tree_gb_s") / 1e9
     elif nodes > 1:
         work["node"] = ring * groups / profile.value("net_all_reduce_gb_s") / 1e9
+    if nodes > 1:
+        work |= _neighbours(work["node"], nodes, profile)
     return Phase(latency / 1e6, work)
 
 

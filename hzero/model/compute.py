@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hzero.model.collectives import Phase
 from hzero.model.profile import Profile
-from hzero.sharding.shapes import gpt_neox_numels
+from hzero.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -31,26 +30,22 @@ class Bucket:
         return sum(self.numels)
 
 
-def model_buckets(model: dict[str, Any], bucket_numel: int) -> list[Bucket]:
-    """Buckets of a GPT-NeoX in the order of forward: as many parameters of a layer as fit, at least one.
+def model_buckets(model: ModelShape, bucket_numel: int) -> list[Bucket]:
+    """Buckets of a model in the order of forward: as many parameters of a layer as fit, at least one.
 
     Args:
-        model: The trainer's group ``model``.
+        model: Its shape.
         bucket_numel: Max elements of a bucket of several parameters.
     """
-    hidden, length = model["hidden_size"], model["seq_length"]
-    whole = gpt_neox_numels(hidden=hidden, layers=1, vocab=model["vocab_size"], intermediate=model["intermediate_size"])
-    embedding, layer, rest = whole[0], whole[1:-3], whole[-3:]
-    buckets = [Bucket("embedding", (embedding,), 0.0)]
-    parts = _split(layer, bucket_numel)
-    # Scores and their product with the values: 4 x length x hidden operations a token, in the bucket of the first matrix.
-    attention = [4.0 * length * hidden if index == 0 else 0.0 for index in range(len(parts))]
+    parts, each = _split(model.layer, bucket_numel), model.layer_flops / sum(model.layer)
+    # Attention's own operations stand in the bucket of the first matrix.
+    attention = [model.attention_flops if index == 0 else 0.0 for index in range(len(parts))]
     of_layer = [
-        Bucket(f"layer.{index}", tuple(part), 2.0 * sum(part) + extra)
+        Bucket(f"layer.{index}", tuple(part), each * sum(part) + extra)
         for index, (part, extra) in enumerate(zip(parts, attention))
     ]
-    buckets += of_layer * model["num_layers"]
-    return [*buckets, Bucket("head", tuple(rest), 2.0 * rest[-1])]
+    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, model.after_flops)
+    return [embedding, *of_layer * model.layers, head]
 
 
 def _split(numels: Sequence[int], limit: int) -> list[list[int]]:

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
+from hzero.files import read_small
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
+Positive = Annotated[int, Field(ge=1)]
 _FOLDER = resources.files("hzero") / "model" / "profiles"
 
 
@@ -118,6 +120,15 @@ class Constants(Frozen):
     optimizer_s_per_g: Constant
 
 
+#: Constants that others are divided by: a rate of 0 is no rate.
+_DIVIDING = (
+    "compute_tflops",
+    "ll_share",
+    "fill_kib",
+    *(name for name in Constants.model_fields if name.endswith("_gb_s")),
+)
+
+
 class Profile(Frozen):
     """A machine and its software.
 
@@ -129,7 +140,7 @@ class Profile(Frozen):
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         visible: Devices that a rank sees under the machine's usual launch line; null: all of its node.
-        group_nodes: Nodes of a switch group; null: one group.
+        group_nodes: Nodes of a switch group; null: one group. A job's nodes fill one group after the other.
         taper: Bandwidth of a group's nodes together over that of its links to other groups.
         tree_nodes: Nodes from which an all-reduce is a tree.
         cores: Processor cores that the ranks of all nodes share; null: every rank has its own device.
@@ -143,23 +154,29 @@ class Profile(Frozen):
     name: str
     about: str
     library: Literal["rccl", "gloo"]
-    nodes: Annotated[int, Field(ge=1)]
-    gpus_per_node: Annotated[int, Field(ge=1)]
-    gcds_per_gpu: Annotated[int, Field(ge=1)]
-    visible: int | None = None
-    group_nodes: int | None = None
+    nodes: Positive
+    gpus_per_node: Positive
+    gcds_per_gpu: Positive
+    visible: Positive | None = None
+    group_nodes: Positive | None = None
     taper: Annotated[FiniteFloat, Field(ge=1)] = 1.0
-    tree_nodes: int = 16
-    cores: int | None = None
+    tree_nodes: Positive = 16
+    cores: Positive | None = None
     overlap: bool = True
-    error: FiniteFloat | None = None
+    error: Annotated[FiniteFloat, Field(gt=0, lt=1)] | None = None
     checked: Literal["steps", "collectives"] = "collectives"
     sources: dict[str, Source]
     constants: Constants
 
     @model_validator(mode="after")
     def _sourced(self) -> Profile:
+        if self.visible not in (None, 1, self.gpus_per_node * self.gcds_per_gpu):
+            raise ValueError(f"visible: found {self.visible}, possible: 1, or null for all devices of the node")
         for name in Constants.model_fields:
+            if self.value(name) == 0 and name in _DIVIDING:
+                raise ValueError(f"constants.{name}.value: found 0, expected more than 0")
+            if self.value(name) > 1 and name.endswith("_share"):
+                raise ValueError(f"constants.{name}.value: found {self.value(name):g}, expected a share of at most 1")
             if (source := getattr(self.constants, name).source) not in self.sources:
                 raise ValueError(f"constants.{name}.source: found {source!r}, possible: {', '.join(self.sources)}")
         return self
@@ -167,6 +184,24 @@ class Profile(Frozen):
     def value(self, name: str) -> float:
         """A constant's value."""
         return float(getattr(self.constants, name).value)
+
+    @property
+    def groups(self) -> int:
+        """Switch groups of the machine."""
+        return -(-self.nodes // (self.group_nodes or self.nodes))
+
+    def spread(self, nodes: int) -> Profile | None:
+        """The machine for a job whose nodes are spread evenly over all switch groups, in place of packed into few.
+
+        The job has the share of a group's links to others that its nodes have of the group: other jobs use theirs.
+
+        Returns:
+            None where that makes no difference.
+        """
+        share = -(-nodes // self.groups)
+        if self.group_nodes is None or share >= min(nodes, self.group_nodes):
+            return None
+        return self.model_copy(update={"group_nodes": share})
 
     def with_values(self, source: Source, **values: float) -> Profile:
         """The profile with other values of some constants, from one source."""
@@ -182,29 +217,55 @@ def profile_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir() if file.name.endswith(".yaml"))
 
 
-@functools.lru_cache(maxsize=32)
 def load_profile(name: str) -> Profile:
     """A profile by its name, or from a file whose name ends in ``.yaml``.
 
     Raises:
-        ConfigError: There is none, or it lacks a constant, which the message names.
+        ConfigError: There is none, it lacks a constant, which the message names, or it extends itself.
     """
-    if name.endswith(".yaml"):
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"profile: cannot read {name!r}: {error.strerror}") from None
-    elif name in profile_names():
-        text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    else:
-        raise one_of("profile", name, profile_names(), "profile")
-    try:
-        content: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
-    if isinstance(content, dict) and (base := content.pop("extends", None)) is not None:
-        parent = load_profile(str(base)).model_dump(exclude_none=True)
-        for key in ("sources", "constants"):
-            content[key] = {**parent[key], **(content.get(key) or {})}
-        content = {**parent, **content}
+    if not name.endswith(".yaml"):
+        return _shipped(name)
+    content = _content(Path(name), ())
     return validated(Profile, content, f"{name}:")
+
+
+@functools.lru_cache(maxsize=32)
+def _shipped(name: str) -> Profile:
+    if name not in profile_names():
+        raise one_of("profile", name, profile_names(), "profile")
+    return validated(Profile, _content(Path(str(_FOLDER / f"{name}.yaml")), ()), f"{name}:")
+
+
+def _content(path: Path, extending: tuple[Path, ...]) -> Any:
+    """The keys of a file, those of what it extends included.
+
+    Args:
+        path: The file.
+        extending: Files that lead here, the first first.
+    """
+    if (real := path.resolve()) in extending:
+        chain = " -> ".join(one.name for one in (*extending[extending.index(real) :], real))
+        raise ConfigError(f"profile: {str(path)!r} extends itself: {chain}")
+    try:
+        content: Any = yaml.safe_load(read_small(path).decode())
+    except OSError as error:
+        raise ConfigError(f"profile: cannot read {str(path)!r}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"profile: {str(path)!r} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"profile: {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or (base := content.pop("extends", None)) is None:
+        return content
+    if not isinstance(base, str):
+        raise ConfigError(f"profile: {str(path)!r}: extends: found {base!r}, expected a profile's name or a .yaml")
+    if base.endswith(".yaml"):  # beside the file that names it
+        parent = _content(path.parent / base, (*extending, real))
+    else:
+        parent = _shipped(base).model_dump(exclude_none=True)
+    if not isinstance(parent, dict):
+        return parent
+    for key in ("sources", "constants"):
+        own, theirs = content.get(key) or {}, parent.get(key) or {}
+        if isinstance(own, dict) and isinstance(theirs, dict):
+            content[key] = {**theirs, **own}
+    return {**parent, **content}

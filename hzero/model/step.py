@@ -16,6 +16,7 @@ from hzero.model import footprint
 from hzero.model.collectives import Phase, kernel, transfer
 from hzero.model.compute import Bucket, compute_phase, model_buckets, model_flops, optimizer_phase
 from hzero.model.profile import Profile
+from hzero.model.shape import ModelShape
 from hzero.model.simulate import COMPUTE, Task, Timeline, simulate
 from hzero.sharding.memory import BUCKET_NUMEL, CHANNELS, IN_FLIGHT
 from hzero.sharding.plan import ShardPlan
@@ -36,7 +37,7 @@ class Job:
     """What is trained, and how a step is cut.
 
     Attributes:
-        model: The trainer's group ``model``.
+        model: Shape of the model.
         micro_batch: Sequences per rank and micro-step.
         accumulation: Micro-steps per step.
         checkpointing: Whether backward computes activations again.
@@ -47,7 +48,7 @@ class Job:
         overlap: Whether collectives run beside compute; without it each is waited for where it starts.
     """
 
-    model: dict[str, Any]
+    model: ModelShape
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = False
@@ -60,7 +61,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens per rank and micro-step."""
-        return self.micro_batch * int(self.model["seq_length"])
+        return self.micro_batch * self.model.seq_length
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,11 @@ def _many_micro_steps(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile:
 
 def _many_layers(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile) -> dict[str, float]:
     """The same over layers, which are alike too."""
-    layers = job.model["num_layers"]
+    layers = job.model.layers
     if layers <= LAYERS[1]:
         return _figures(_simulated(scheme, job, grid, profile))
     shorter, longer = (
-        _figures(_simulated(scheme, replace(job, model={**job.model, "num_layers": count}), grid, profile))
+        _figures(_simulated(scheme, replace(job, model=replace(job.model, layers=count)), grid, profile))
         for count in LAYERS
     )
     return _extended(shorter, longer, (layers - LAYERS[1]) / (LAYERS[1] - LAYERS[0]))

@@ -13,10 +13,9 @@ import yaml
 from hzero.config import TIERS
 from hzero.files import read_small
 from hzero.model.profile import Profile, load_profile, profile_names
-from hzero.model.step import Job, Prediction, predict
-from hzero.plan.scenario import PROFILES
+from hzero.model.step import Prediction, predict
+from hzero.plan.scenario import PROFILES, itemsize_of, job_of
 from hzero.settings.settings import Settings
-from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.sequence import Scheme
 from hzero.validation import ConfigError
 
@@ -79,25 +78,13 @@ def against(run: Path, profile_name: str | None) -> Comparison:
     config = _read(run / "config.yaml", yaml.safe_load)
     summary = _read(run / "summary.json", json.loads)
     settings = Settings(config, summary.get("world_size"))
-    if "hidden_size" not in settings["model"]:
-        raise ConfigError(f"{run}: model: found hf, whose layers are not simulated")
     if not summary.get("step_s_median"):
         raise ConfigError(f"{run}/summary.json: step_s_median: missing; the run made no step")
     grid = replace(settings.grid, ranks=None)
     profile = (
         load_profile(profile_name) if profile_name else _profile_of_shape(run, grid.gpus_per_node, grid.gcds_per_gpu)
     )
-    train = settings["train"]
-    zero = settings["deepspeed"].get("zero_optimization", {})
-    itemsizes = {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 4 if profile.cores else 2}
-    job = Job(
-        settings["model"],
-        micro_batch=train["micro_batch"],
-        accumulation=train["grad_accumulation"],
-        checkpointing=train["activation_checkpointing"],
-        itemsize=itemsizes[train["dtype"]],
-        bucket_numel=zero.get("stage3_prefetch_bucket_size", BUCKET_NUMEL),
-    )
+    job = job_of(settings, itemsize_of(settings, profile))
     prediction = predict(settings.plan or Scheme("deepspeed"), job, grid, profile)
     step = Part("step", _median(run, summary), prediction.step_s)
     waited = _waited(summary)

@@ -18,11 +18,20 @@ from hzero.model.step import predict
 from hzero.plan import predicted
 from hzero.plan.against import against
 from hzero.plan.links_file import links_for
-from hzero.plan.scenario import KEYS, profile_of, read_scenario, scenario_of, split_keys, with_links
+from hzero.plan.scenario import (
+    KEYS,
+    itemsize_of,
+    key_of,
+    profile_of,
+    read_scenario,
+    scenario_of,
+    shape_of,
+    split_keys,
+    with_links,
+)
 from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
 from hzero.plan.tune import tune
-from hzero.settings.architecture import is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels
@@ -75,7 +84,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration")
-    add("--itemsize", type=int, choices=(2, 4), help="bytes of one weight (default: of train.dtype; 2 for auto)")
+    add(
+        "--itemsize",
+        type=int,
+        choices=(2, 4),
+        help="bytes of one weight (default: of train.dtype; for auto 2, on processors 4)",
+    )
     add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
     mode = made.add_mutually_exclusive_group()
     mode.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
@@ -115,6 +129,8 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
             raise ConfigError("--from: takes profile=NAME alone beside it; all else is in the run's folder")
         comparison = against(parsed.run, own.get("profile"))
         return predicted.comparison_dict(comparison), partial(predicted.show_comparison, comparison)
+    if parsed.tune or parsed.sweep is not None:
+        _refuse_varied(parsed, overrides)
     if parsed.sweep is not None:
         counts = node_counts(parsed.sweep)
         overrides = [*overrides, f"topology.nodes={counts[0]}"]
@@ -124,6 +140,8 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
             raise ConfigError(f"{key}: given with {mode}, which does not read it; it reads {', '.join(reads)}")
     scenario = read_scenario(overrides, parsed.links)
     if parsed.sweep is not None:
+        if counts[-1] > (most := scenario.profile.nodes):
+            raise ConfigError(f"--sweep: found {counts[-1]:,} nodes; profile {scenario.profile.name} has {most:,}")
         out = parsed.out or Path("scaling.png")
         curves = sweep(scenario, counts)
         draw(curves, scenario, out)
@@ -136,6 +154,21 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
     if parsed.out is not None:
         predicted.write_choice(parsed.out, tuning, scenario)
     return predicted.tuning_dict(tuning, scenario), partial(predicted.show_tuning, tuning, scenario, parsed.out)
+
+
+def _refuse_varied(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuses keys that a search or a sweep varies itself: their values would be ignored."""
+    given = list(map(key_of, overrides))
+    for key in given:
+        if key.partition(".")[0] == "zero":
+            what = "searches the block" if parsed.tune else "predicts all presets"
+            raise ConfigError(f"{key}: given with {'--tune' if parsed.tune else '--sweep'}, which {what}")
+        if parsed.tune and key == "train.activation_checkpointing":
+            raise ConfigError(f"{key}: given with --tune, which searches it")
+        if parsed.tune and key in ("train.micro_batch", "train.grad_accumulation") and "global_batch" in given:
+            raise ConfigError(f"{key}: given with global_batch, which --tune splits into micro-batches")
+        if parsed.sweep is not None and key == "topology.nodes":
+            raise ConfigError("nodes: given twice; --sweep says them")
 
 
 def _plan_of(settings: Settings) -> ShardPlan:
@@ -163,7 +196,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     if profile is not None and links is not None:
         profile = with_links(profile, links, grid)
     model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
-    itemsize = itemsize or (4 if settings["train"]["dtype"] == "fp32" else 2)
+    itemsize = itemsize or itemsize_of(settings, profile)
     numels = model_numels(model)
     traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
     stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)
@@ -197,7 +230,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "rates_gb_s": rates,
         "links": measured,
         "predicted": None
-        if profile is None or is_general(model)
+        if profile is None or shape_of(model) is None
         else predicted.steps_dict(scenario_of(settings, own, profile, itemsize), plan),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from hzero.model.profile import Constants
 from hzero.model.step import Prediction, predict
 from hzero.model.trace import write_trace
 from hzero.plan.against import Comparison
-from hzero.plan.scenario import Scenario
+from hzero.plan.scenario import Scenario, key_of
 from hzero.plan.sweep import Curve
-from hzero.plan.tune import Found, Tuning
+from hzero.plan.tune import Candidate, Found, Tuning
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.validation import ConfigError
@@ -46,6 +47,7 @@ def steps_dict(scenario: Scenario, plan: ShardPlan) -> dict[str, Any]:
     schemes |= {name: others[name] for name in ("HSDP, node", "ZeRO-3", "hpZ", "ZeRO++")}
     return {
         **_about(scenario),
+        "memory_bytes": scenario.memory_bytes,
         "steps": {
             name: step_dict(predict(scheme, scenario.job, scenario.grid, scenario.profile))
             for name, scheme in schemes.items()
@@ -110,7 +112,8 @@ def show_steps(predicted: dict[str, Any], console: Console) -> None:
             )
         )
     head = ("scheme", "*step", "*TFLOPS per device", "waits for, s", "*memory, activations included")
-    console.print(table_of(f"predicted step (profile {predicted['profile']})", head, rows))
+    title = f"predicted step (profile {predicted['profile']}, devices of {size_text(predicted['memory_bytes'])})"
+    console.print(table_of(title, head, rows))
     _say(console, f"a simulation; {_error_text(predicted)} (docs/model.md)")
 
 
@@ -139,7 +142,10 @@ def tuning_dict(tuning: Tuning, scenario: Scenario) -> dict[str, Any]:
         "left_out": tuning.left_out,
         "best": [of(found) for found in tuning.best],
         "by_codecs": {quality: of(found) for quality, found in tuning.by_quality.items()},
-        "otherwise": [{"if": what, "first": str(one), "gain": gain} for what, one, gain in tuning.otherwise],
+        "command": command(tuning.best[0].candidate, scenario),
+        "otherwise": [
+            {"if": one.what, "longer": one.longer, "first": str(one.best), "gain": one.gain} for one in tuning.otherwise
+        ],
     }
 
 
@@ -152,12 +158,11 @@ def show_tuning(tuning: Tuning, scenario: Scenario, out: Path | None, console: C
             f"{found.prediction.step_s:.4g} s",
             f"{found.prediction.tflops:.3g}",
             _busy_text(found.prediction),
-            _wait_text(found.prediction),
             size_text(found.prediction.memory_bytes),
         )
         for place, found in enumerate(tuning.best, 1)
     ]
-    head = ("*", "setting", "*step", "*TFLOPS", "fullest", "waits for, s", "*memory")
+    head = ("*", "setting", "*step", "*TFLOPS", "fullest", "*memory")
     title = (
         f"best of {tuning.tried:,} settings on {scenario.grid}, {scenario.global_batch:,} sequences per step "
         f"({tuning.left_out:,} do not fit into {size_text(scenario.memory_bytes)})"
@@ -165,26 +170,42 @@ def show_tuning(tuning: Tuning, scenario: Scenario, out: Path | None, console: C
     console.print(table_of(title, head, rows))
     _say(console, why(tuning))
     _say(console, tied(tuning, scenario))
-    for what, candidate, gain in tuning.otherwise:
-        same = str(candidate) == str(tuning.best[0].candidate)
-        text = "the first stays first" if same else f"{candidate} would be {gain:.1%} faster than the first"
-        _say(console, f"with {what}: {text}")
+    for one in tuning.otherwise:
+        same = str(one.best) == str(tuning.best[0].candidate) or one.gain < 1e-3
+        then = "it stays first" if same else f"{one.best} would be first, by {one.gain:.1%}"
+        _say(console, f"with {one.what}: the first takes {_longer(one.longer)}; {then}")
     _say_error(scenario, console)
     first = tuning.best[0].candidate
     _say(console, f'\n"hzero": {json.dumps(first.block())}')
-    _say(console, f"hzero train {' '.join(first.overrides())}")
+    _say(console, command(first, scenario))
     if out is not None:
         _say(console, f"written to {out}")
+
+
+def _longer(share: float) -> str:
+    return "as long" if abs(share) < 5e-4 else f"{abs(share):.1%} {'longer' if share > 0 else 'less'}"
+
+
+def command(candidate: Candidate, scenario: Scenario) -> str:
+    """The trainer's command with a setting, and with what the user has given beside it."""
+    chosen = candidate.overrides()
+    keys = set(map(key_of, chosen))
+    return shlex.join(["hzero", "train", *(one for one in scenario.given if key_of(one) not in keys), *chosen])
 
 
 def why(tuning: Tuning) -> str:
     """Why the first wins, in a sentence."""
     first = tuning.best[0].prediction
-    full = f"{first.full} is full for {first.busy.get(first.full, 0.0):.0%} of its step"
-    text = f"the first wins: {full}, which waits {_seconds(first)}"
+    text = f"the first wins: {first.full} is full for {first.busy.get(first.full, 0.0):.0%} of its step"
+    text += f", which waits {_seconds(first)}"
     if len(tuning.best) > 1:
         second = tuning.best[1].prediction
-        text += f"; the second's {_seconds(second)}"
+        longer = second.step_s - first.step_s
+        more = {f"waiting for {tier}": second.exposed.get(tier, 0.0) - first.exposed.get(tier, 0.0) for tier in TIERS}
+        more["compute"] = second.compute_s - first.compute_s
+        most = max(more, key=lambda part: more[part])
+        text += f"; the second takes {longer:.3g} s longer"
+        text += f", most of it for {most}" if longer > 0 and more[most] > 0 else ""
     return text
 
 
@@ -202,7 +223,7 @@ def tied(tuning: Tuning, scenario: Scenario) -> str:
         if error is not None and found is not first and quality != scenario.quality and longer < error:
             return (
                 f"within the model's error of {error:.0%}: {found.candidate}, {longer:.1%} longer, is the best with "
-                f"codecs={quality}; the model cannot tell the two apart, so take the one that loses less"
+                f"codecs={quality}, which prints its block; the model cannot tell the two apart, so take the one that loses less"
             )
     return (
         "no setting that loses less is within the model's error"
@@ -249,9 +270,11 @@ def show_sweep(curves: Sequence[Curve], scenario: Scenario, out: Path, console: 
     rows = []
     for curve in curves:
         rates = dict(zip(curve.nodes, curve.tflops()))
-        rows.append((curve.name, *("no memory" if math.isnan(rates[n]) else f"{rates[n]:.3g}" for n in chosen)))
+        rows.append((curve.name, *("-" if math.isnan(rates[n]) else f"{rates[n]:.3g}" for n in chosen)))
     head = ("scheme", *(f"*{count:,}" for count in chosen))
-    console.print(table_of("predicted model TFLOPS per device, by nodes", head, rows))
+    memory = size_text(scenario.memory_bytes)
+    title = f"predicted model TFLOPS per device, by nodes (-: does not fit into {memory})"
+    console.print(table_of(title, head, rows))
     _say_error(scenario, console)
     _say(console, f"drawn in {out}")
 
@@ -310,6 +333,6 @@ def show_trace(path: Path, step: Prediction, scenario: Scenario, console: Consol
     """Prints what a written step is."""
     _say(
         console,
-        f"{path}: a step of {step.step_s:.3f} s, {step.tflops:.3g} TFLOPS per device, waits for {_wait_text(step)} (s)",
+        f"{path}: a step of {step.step_s:.3f} s, {step.tflops:.3g} TFLOPS per device, which waits {_seconds(step)}",
     )
     _say_error(scenario, console)

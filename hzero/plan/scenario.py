@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hzero.config import TIERS
 from hzero.model.profile import Profile, Source, load_profile, profile_names
+from hzero.model.shape import ModelShape, gpt_neox_shape
 from hzero.model.step import Job
 from hzero.plan.links_file import links_for
-from hzero.settings.architecture import is_general
+from hzero.settings.architecture import architecture, is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.sharding.memory import BUCKET_NUMEL
@@ -24,6 +26,10 @@ from hzero.validation import ConfigError, one_of
 Quality = Literal["lossless", "weights", "all"]
 #: Keys of a prediction that the trainer's configuration does not have.
 KEYS = ("memory", "global_batch", "codecs", "profile")
+#: DeepSpeed's key of the elements that are gathered together.
+BUCKET = "stage3_prefetch_bucket_size"
+#: Its key of those that are reduced together.
+REDUCE_BUCKET = "reduce_bucket_size"
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -57,6 +63,7 @@ class Scenario:
         memory_bytes: Of a device, at most.
         quality: What codecs may lose.
         global_batch: Sequences of a step, of all devices.
+        given: The user's overrides of the trainer's configuration.
     """
 
     settings: Settings
@@ -66,6 +73,7 @@ class Scenario:
     memory_bytes: int
     quality: Quality
     global_batch: int
+    given: tuple[str, ...] = ()
 
     def on(self, nodes: int) -> Scenario:
         """The same with other nodes and equal work per device."""
@@ -98,7 +106,13 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
             f"profile: none is known for topology={_topology(kept)}; give profile=NAME or a .yaml, possible: "
             f"{', '.join(profile_names())}"
         )
-    return scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
+    scenario = scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
+    return replace(scenario, given=tuple(kept))
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without what says how it is merged."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -115,25 +129,13 @@ def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, itemsize: int | None = None) -> Scenario:
     """The scenario of checked settings; ``itemsize`` is that of a weight, None that of ``train.dtype``."""
-    model, train, grid = settings["model"], settings["train"], settings.grid
-    if is_general(model):
-        raise ConfigError(
-            "model: found hf, whose layers are not simulated; possible: the GPT-NeoX models of conf/model"
-        )
+    grid = settings.grid
     if (grid.gpus_per_node, grid.gcds_per_gpu) != (profile.gpus_per_node, profile.gcds_per_gpu):
         raise ConfigError(
             f"profile {profile.name}: found nodes of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
             f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
         )
-    zero = settings["deepspeed"].get("zero_optimization", {})
-    job = Job(
-        model,
-        micro_batch=train["micro_batch"],
-        accumulation=train["grad_accumulation"],
-        checkpointing=train["activation_checkpointing"],
-        itemsize=itemsize or (4 if train["dtype"] == "fp32" else 2),
-        bucket_numel=zero.get("stage3_prefetch_bucket_size", BUCKET_NUMEL),
-    )
+    job = job_of(settings, itemsize or itemsize_of(settings, profile))
     quality = own.get("codecs", "all")
     if quality not in ("lossless", "weights", "all"):
         raise one_of("codecs", quality, ("lossless", "weights", "all"))
@@ -147,6 +149,62 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, items
             )
     memory = _bytes(own["memory"]) if "memory" in own else int(profile.value("memory_gb") * 1e9)
     return Scenario(settings, job, grid, profile, memory, quality, batch)  # type: ignore[arg-type]
+
+
+def shape_of(model: dict[str, Any]) -> ModelShape | None:
+    """The shape of a group ``model``; None where its layers differ. Needs transformers for ``model=hf`` alone."""
+    if not is_general(model):
+        return gpt_neox_shape(model)
+    found = architecture(model)
+    if found.layer is None:
+        return None
+    length, head = model["seq_length"], found.vocab_size * found.hidden
+    return ModelShape(
+        name=str(model["name"]),
+        seq_length=length,
+        hidden=found.hidden,
+        layers=found.layers,
+        vocab=found.vocab_size,
+        before=found.before,
+        layer=found.layer,
+        after=found.after,
+        layer_flops=2.0 * (found.multiplied - head) / found.layers,
+        attention_flops=4.0 * length * found.attention / found.layers,
+        after_flops=2.0 * head,
+    )
+
+
+def itemsize_of(settings: Settings, profile: Profile | None) -> int:
+    """Bytes of a weight on the wire: ``train.dtype`` auto is float32 on processors, as in the trainer."""
+    on_processors = profile is not None and profile.cores is not None
+    return {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 4 if on_processors else 2}[settings["train"]["dtype"]]
+
+
+def job_of(settings: Settings, itemsize: int) -> Job:
+    """What a configuration trains; ``itemsize`` is that of a weight.
+
+    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for.
+
+    Raises:
+        ConfigError: The layers of the model differ.
+    """
+    shape = shape_of(settings["model"])
+    if shape is None:
+        raise ConfigError(
+            f"model: the layers of {settings['model']['name']} differ, and predictions need equal ones; possible: the "
+            "models of conf/model, and model=hf with equal layers"
+        )
+    train, zero = settings["train"], settings["deepspeed"].get("zero_optimization", {})
+    bucket_numel = zero.get(BUCKET, BUCKET_NUMEL)
+    return Job(
+        shape,
+        micro_batch=train["micro_batch"],
+        accumulation=train["grad_accumulation"],
+        checkpointing=train["activation_checkpointing"],
+        itemsize=itemsize,
+        bucket_numel=bucket_numel,
+        ahead=int(zero.get("stage3_max_live_parameters", math.inf) >= 2 * bucket_numel),
+    )
 
 
 def profile_of(overrides: Sequence[str], name: str | None) -> Profile | None:

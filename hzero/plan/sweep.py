@@ -103,7 +103,7 @@ def draw(curves: Sequence[Curve], scenario: Scenario, path: Path) -> None:
     job = scenario.job
     band = "no error is stated" if error is None else f"bands: step times off by {error:.0%}"
     axes.set_title(
-        f"{job.model['name']}, {job.tokens * job.accumulation:,} tokens per device and step; {band}", fontsize=9
+        f"{job.model.name}, {job.tokens * job.accumulation:,} tokens per device and step; {band}", fontsize=9
     )
     axes.legend(fontsize=7, ncols=3)
     axes.grid(alpha=0.2)

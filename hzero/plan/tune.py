@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hzero.config import SCOPES, TIERS, CodecName, Scope, parse_config
+from hzero.config import PRESETS, ROLES, SCOPES, TIERS, CodecName, Scope, Tier, parse_config
 from hzero.model import footprint
 from hzero.model.profile import Profile, Source
 from hzero.model.step import Prediction, predict
-from hzero.plan.scenario import Quality, Scenario
+from hzero.plan.scenario import BUCKET, REDUCE_BUCKET, Quality, Scenario
 from hzero.sharding.memory import CHANNELS
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.shapes import gpt_neox_numels
+from hzero.sharding.sequence import stage_chains
 from hzero.validation import ConfigError
 
 #: Number of settings that are shown, and refined.
@@ -34,6 +34,8 @@ _OTHERWISE: tuple[tuple[str, dict[str, float]], ...] = (
     ("compute at half the rate", {"compute_tflops": 0.5}),
     ("kernels of codecs at a quarter of the memory's rate", {"hbm_gb_s": 0.25}),
 )
+#: Micro-batches that are tried.
+_MICRO_BATCHES = range(1, 17)
 
 
 @dataclass(frozen=True)
@@ -65,36 +67,49 @@ class Candidate:
     doubling_below: int = 0
 
     def block(self) -> dict[str, Any]:
-        """The ``"hzero"`` block."""
-        inside: dict[str, CodecName] = {"weights": self.weights_codec, "gradients": self.gradients_codec}
-        codecs = {
-            role: {tier: name if self.inner or tier == "node" else "none" for tier in TIERS}
-            for role, name in inside.items()
-        }
+        """The ``"hzero"`` block, whose preset is the one that differs least."""
+        shard, codecs = self._leaves()
         block: dict[str, Any] = {
-            "preset": "lossless",
-            "shard": {"weights": self.weights, "gradients": self.gradients},
+            "preset": min(PRESETS, key=lambda name: len(self._other_leaves(name))),
+            "shard": shard,
             "codecs": codecs,
         }
         if self.doubling_below:
             block["node_all_gather"] = {"algorithm": "doubling", "below_bytes": self.doubling_below}
         return block
 
+    def _leaves(self) -> tuple[dict[str, Scope], dict[str, dict[Tier, CodecName]]]:
+        names: dict[str, CodecName] = {"weights": self.weights_codec, "gradients": self.gradients_codec}
+        codecs: dict[str, dict[Tier, CodecName]] = {
+            role: {tier: name if self.inner or tier == "node" else "none" for tier in TIERS}
+            for role, name in names.items()
+        }
+        return {"weights": self.weights, "gradients": self.gradients}, codecs
+
+    def _other_leaves(self, preset: str) -> dict[str, str]:
+        """Keys of the block whose values are not the preset's."""
+        config = parse_config({"preset": preset})
+        shard, codecs = self._leaves()
+        found: dict[str, str] = {
+            f"shard.{role}": scope for role, scope in shard.items() if getattr(config.shard, role) != scope
+        }
+        for role in ROLES:
+            for tier in TIERS:
+                if config.codecs[role][tier].codec != codecs[role][tier]:
+                    found[f"codecs.{role}.{tier}"] = codecs[role][tier]
+        return found
+
     def overrides(self) -> list[str]:
         """The same for `hzero train`, as Hydra's overrides."""
-        block = self.block()
-        found = [f"zero={block['preset']}"]
-        found += [f"zero.shard.{role}={scope}" for role, scope in block["shard"].items()]
-        for role, tiers in block["codecs"].items():
-            found += [f"zero.codecs.{role}.{tier}={name}" for tier, name in tiers.items() if name != "none"]
+        preset = self.block()["preset"]
+        found = [f"zero={preset}", *(f"zero.{key}={value}" for key, value in self._other_leaves(preset).items())]
         if self.doubling_below:
             found += ["zero.node_all_gather.algorithm=doubling"]
             found += [f"zero.node_all_gather.below_bytes={self.doubling_below}"]
         found += [f"train.micro_batch={self.micro_batch}", f"train.grad_accumulation={self.accumulation}"]
         found += [f"train.activation_checkpointing={str(self.checkpointing).lower()}"]
-        for key in ("stage3_prefetch_bucket_size", "reduce_bucket_size"):
-            found.append(f"+deepspeed.zero_optimization.{key}={self.bucket_numel}")
-        return found
+        # ++: whether the configuration has the key or not.
+        return found + [f"++deepspeed.zero_optimization.{key}={self.bucket_numel}" for key in (BUCKET, REDUCE_BUCKET)]
 
     def __str__(self) -> str:
         where = "" if self.inner or (self.weights_codec, self.gradients_codec) == ("none", "none") else " between nodes"
@@ -114,6 +129,23 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Otherwise:
+    """A machine that differs in one thing.
+
+    Attributes:
+        what: What differs.
+        longer: How much longer the step of the first setting then takes, as a share.
+        best: The setting that would then be the first.
+        gain: How much longer the first's step then takes than that one's, as a share.
+    """
+
+    what: str
+    longer: float
+    best: Candidate
+    gain: float
+
+
+@dataclass(frozen=True)
 class Tuning:
     """The result of a search.
 
@@ -122,15 +154,14 @@ class Tuning:
         by_quality: The best of every quality that was allowed.
         tried: Settings that were simulated.
         left_out: Settings that do not fit into memory.
-        otherwise: For each way in which the machine may differ: the setting that would then be the best of these, and how
-            much longer the step of the first would be, as a share.
+        otherwise: What would be the best if the machine were otherwise.
     """
 
     best: list[Found]
     by_quality: dict[Quality, Found]
     tried: int
     left_out: int
-    otherwise: list[tuple[str, Candidate, float]]
+    otherwise: list[Otherwise]
 
 
 def tune(scenario: Scenario) -> Tuning:
@@ -141,7 +172,7 @@ def tune(scenario: Scenario) -> Tuning:
     """
     fitting: list[Candidate] = []
     least, smallest, left_out = float("inf"), "", 0
-    for candidate in _candidates(scenario):
+    for candidate in candidates(scenario):
         size = _memory(candidate, scenario)
         if size < least:
             least, smallest = size, str(candidate)
@@ -157,25 +188,38 @@ def tune(scenario: Scenario) -> Tuning:
     fitting.sort(key=lambda one: (one.checkpointing, -one.micro_batch))
     found: list[Found] = []
     tried = 0
+    # One that loses less is of interest up to the model's error above the best.
+    margin = 1 + (scenario.profile.error or 0.0)
     for candidate in fitting:
-        if len(found) >= BEST and _compute_s(candidate, scenario) > found[BEST - 1].prediction.step_s:
+        if len(found) >= BEST and _compute_s(candidate, scenario) > margin * found[BEST - 1].prediction.step_s:
             continue  # compute alone takes longer
         found.append(Found(candidate, _predicted(candidate, scenario)))
         found.sort(key=_order)
         tried += 1
-    by_quality = _by_quality(found)
+    found = _distinct(found, scenario)
+    given = BUCKET in scenario.settings["deepspeed"].get("zero_optimization", {})
     refined = []
-    for one in dict.fromkeys([*found[:BEST], *by_quality.values()]):
+    for one in dict.fromkeys([*found[:BEST], *_by_quality(found).values()]):
         best = one
-        for bucket, below in ((_OTHER_BUCKET, 0), (0, 1 << 20)):
+        for bucket, below in ((0 if given else _OTHER_BUCKET, 0), (0, 1 << 20)):
             now = best.candidate
             other = replace(now, bucket_numel=bucket or now.bucket_numel, doubling_below=below or now.doubling_below)
-            if _memory(other, scenario) <= scenario.memory_bytes:
+            if other != now and _memory(other, scenario) <= scenario.memory_bytes:
                 best = min(best, Found(other, _predicted(other, scenario)), key=_order)
                 tried += 1
         refined.append(best)
     refined.sort(key=_order)
-    return Tuning(refined[:BEST], _by_quality(refined), tried, left_out, _otherwise(refined, scenario))
+    return Tuning(refined[:BEST], _by_quality(refined), tried, left_out, _otherwise(refined, found, scenario))
+
+
+def _distinct(found: Sequence[Found], scenario: Scenario) -> list[Found]:
+    """Those that start other collectives, or start them at other times: with one micro-step scopes can be the same."""
+    kept: dict[Any, Found] = {}
+    for one in found:
+        now = one.candidate
+        chains = tuple(stage_chains(_plan(now, scenario), min(now.accumulation, 2)))
+        kept.setdefault((chains, _order(one), now.micro_batch, now.checkpointing, one.prediction.memory_bytes), one)
+    return list(kept.values())
 
 
 def _by_quality(found: Sequence[Found]) -> dict[Quality, Found]:
@@ -198,9 +242,10 @@ def _order(found: Found) -> tuple[float, int, bool, int]:
     return step, lost, one.checkpointing, one.doubling_below + one.bucket_numel
 
 
-def _candidates(scenario: Scenario) -> Iterator[Candidate]:
+def candidates(scenario: Scenario) -> Iterator[Candidate]:
+    """All settings of a search, those that do not fit into memory too."""
     per_rank = scenario.global_batch // scenario.grid.world_size
-    batches = [size for size in (1, 2, 4, 8, 16) if per_rank % size == 0]
+    batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
     weights, gradients = _CODECS[scenario.quality]
     scopes = [(a, b) for a in SCOPES for b in SCOPES if SCOPES.index(a) <= SCOPES.index(b)]
     sizes = [scenario.grid.scope_size(scope) for scope in SCOPES]
@@ -232,16 +277,10 @@ def _plan(candidate: Candidate, scenario: Scenario) -> ShardPlan:
 
 def _memory(candidate: Candidate, scenario: Scenario) -> int:
     model = scenario.job.model
-    numels = gpt_neox_numels(
-        hidden=model["hidden_size"],
-        layers=model["num_layers"],
-        vocab=model["vocab_size"],
-        intermediate=model["intermediate_size"],
-    )
     states = footprint.state_bytes(
         _plan(candidate, scenario),
         scenario.grid,
-        numels,
+        model.numels,
         itemsize=scenario.job.itemsize,
         bucket_numel=candidate.bucket_numel,
         accumulation=candidate.accumulation,
@@ -255,9 +294,9 @@ def _compute_s(candidate: Candidate, scenario: Scenario) -> float:
     model, profile = scenario.job.model, scenario.profile
     if profile.cores:
         return 0.0
-    tokens = candidate.micro_batch * model["seq_length"]
-    layer = 4 * model["hidden_size"] ** 2 + 2 * model["hidden_size"] * model["intermediate_size"]
-    flops = 2.0 * tokens * layer * model["num_layers"] * (4 if candidate.checkpointing else 3)
+    tokens = candidate.micro_batch * model.seq_length
+    layers = model.layers * (model.layer_flops + model.attention_flops)
+    flops = (4 if candidate.checkpointing else 3) * tokens * (layers + model.after_flops)
     rate = profile.value("compute_tflops") * 1e12 * tokens / (tokens + profile.value("half_tokens"))
     return candidate.accumulation * flops / rate
 
@@ -273,15 +312,33 @@ def _predicted(candidate: Candidate, scenario: Scenario, profile: Profile | None
     return predict(_plan(candidate, scenario), job, scenario.grid, profile or scenario.profile)
 
 
-def _otherwise(best: Sequence[Found], scenario: Scenario) -> list[tuple[str, Candidate, float]]:
+def _otherwise(best: Sequence[Found], found: Sequence[Found], scenario: Scenario) -> list[Otherwise]:
+    """Compares the best of every kind of setting on machines that differ: the first few alone are too alike."""
+    kinds: dict[Any, Found] = {}
+    for one in found:
+        now = one.candidate
+        kinds.setdefault((now.weights_codec, now.gradients_codec, now.inner), one)
+        kinds.setdefault((now.weights, now.gradients), one)
+        kinds.setdefault((now.micro_batch, now.checkpointing), one)
+    rivals = list(dict.fromkeys([*best, *kinds.values()]))
+    result = []
+    for what, profile in _machines(scenario):
+        steps = [_predicted(one.candidate, scenario, profile).step_s for one in rivals]
+        winner = min(range(len(rivals)), key=lambda index: (float(f"{steps[index]:.3e}"), index))
+        longer = steps[0] / rivals[0].prediction.step_s - 1
+        result.append(Otherwise(what, longer, rivals[winner].candidate, steps[0] / steps[winner] - 1))
+    return result
+
+
+def _machines(scenario: Scenario) -> Iterator[tuple[str, Profile]]:
+    profile, nodes = scenario.profile, scenario.grid.nodes
+    if (spread := profile.spread(nodes)) is not None:
+        yield f"its nodes spread over all {profile.groups} switch groups, and other jobs as busy there", spread
     source = Source(what="changed, to see what follows", date="now", stack="none", kind="assumed")
-    found = []
     for what, factors in _OTHERWISE:
-        if scenario.grid.nodes == 1 and what.startswith("nodes"):
+        if nodes == 1 and what.startswith("nodes"):
             continue
-        values = {name: scenario.profile.value(name) * factor for name, factor in factors.items()}
-        profile = scenario.profile.with_values(source, **values)
-        steps = [_predicted(one.candidate, scenario, profile).step_s for one in best]
-        winner = min(range(len(best)), key=lambda index: (float(f"{steps[index]:.3e}"), index))
-        found.append((what, best[winner].candidate, steps[0] / steps[winner] - 1))
-    return found
+        values = {name: profile.value(name) * factor for name, factor in factors.items()}
+        if profile.cores and "hbm_gb_s" in values:
+            continue  # processors take no time of it
+        yield what, profile.with_values(source, **values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ class Architecture:
         vocab_size: Ids of tokens.
         positions: Maximum length of a sequence; None where the architecture sets none.
         position_ids: Whether it takes ``position_ids``.
+        hidden: Width of the embedding.
+        layers: Number of layers.
+        before: Of ``numels``, those before the first layer.
+        layer: Those of one layer; None where layers differ.
+        after: Those behind the last.
     """
 
     numels: tuple[int, ...]
@@ -34,6 +40,11 @@ class Architecture:
     vocab_size: int
     positions: int | None
     position_ids: bool
+    hidden: int
+    layers: int
+    before: tuple[int, ...]
+    layer: tuple[int, ...] | None
+    after: tuple[int, ...]
 
 
 def is_general(model: dict[str, Any]) -> bool:
@@ -180,6 +191,15 @@ def _counted(model: str) -> Architecture:
     )
     idle = experts * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0
     numels = tuple(param.numel() for param in built.parameters())
+    # The first number of a name is that of the layer: model.layers.0.mlp.experts.3.w1.weight.
+    places = [re.search(r"\.(\d+)\.", name) for name, _ in built.named_parameters()]
+    layers: dict[int, list[int]] = {}
+    for place, numel in zip(places, numels):
+        if place is not None:
+            layers.setdefault(int(place[1]), []).append(numel)
+    first = next((index for index, place in enumerate(places) if place is not None), len(places))
+    outside = [(index, numel) for index, (place, numel) in enumerate(zip(places, numels)) if place is None]
+    distinct = {tuple(layer) for layer in layers.values()}
     return Architecture(
         numels=numels,
         multiplied=sum(numels) - (0 if tied else inputs.weight.numel()) - idle,
@@ -187,4 +207,9 @@ def _counted(model: str) -> Architecture:
         vocab_size=text.vocab_size,
         positions=getattr(text, "max_position_embeddings", None),
         position_ids="position_ids" in inspect.signature(built.forward).parameters,
+        hidden=inputs.weight.shape[1],
+        layers=len(layers),
+        before=tuple(numel for index, numel in outside if index < first),
+        layer=distinct.pop() if len(distinct) == 1 else None,
+        after=tuple(numel for index, numel in outside if index > first),
     )

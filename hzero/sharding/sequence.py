@@ -140,7 +140,8 @@ def scheme_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
         return _fsdp_chains(scheme, grid, accumulation)
     if scheme.stage < 3:
         reducing = range(accumulation) if scheme.stage == 2 else [last]
-        reduce = _flat("gradients", "reduce_scatter", "world", grid)
+        # Whole gradients, of which every rank keeps its part (use_multi_rank_bucket_allreduce, on by default in 0.19).
+        reduce = _flat("gradients", "all_reduce", "world", grid)
         gather = _flat("weights", "all_gather", "world", grid)
         return [*(Chain("reduce", micro, (reduce,)) for micro in reducing), Chain("after", last, (gather,))]
     weights = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import tune_report
 from benchmarks.cluster import network
 from benchmarks.cluster.shape import Cluster, Rates
 from benchmarks.compare import __main__ as compare
@@ -25,8 +26,10 @@ from benchmarks.compare import training as training_module
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.compare.training import Training
-from benchmarks.rows import RESULTS, parse_row, read_rows
+from benchmarks.rows import RESULTS, line_of, parse_row, read_rows
 from hzero.config import TIERS
+from hzero.plan.scenario import read_scenario
+from hzero.plan.tune import candidates
 from hzero.validation import ConfigError
 from tests.benchmarks.rows import steps
 from tests.ranks import ROOT
@@ -339,3 +342,37 @@ def test_a_measurement_from_end_to_end(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert compare.main(arguments) == 0 and "0 measurements to take" in capsys.readouterr().out
     assert report.exists()  # written again from the same rows
+
+
+def test_the_suite_tune_has_what_the_search_chooses_among(
+    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every setting of the search without checkpointing is one row, and the report is about the one it chooses."""
+    assert compare.main(["suite=tune"]) == 0
+    rows = [
+        parse_row({**steps("topo", "tune", item.name), "scheme": scheme, "scheme_config": item.catalog[scheme],
+                   "config": item.config.model_dump(), "step_s": [3.0], "tokens_per_step": 16 * 128}, scheme)
+        for item in asked for scheme in item.config.schemes
+    ]  # fmt: skip
+    scenario = read_scenario(tune_report.arguments_of(rows[0]))
+    searched = [one for one in candidates(scenario) if not one.checkpointing]
+    assert len(searched) == len(rows) == 100
+    assert all(sum(tune_report.is_setting(one, row) for row in rows) == 1 for one in searched)
+
+    pick = tune_report.chosen(rows)
+    measured = [
+        row.model_copy(update={"step_s": [1.03 if row is pick else 1.0 + index]}) for index, row in enumerate(rows)
+    ]
+    (tmp_path / RESULTS).write_text("".join(map(line_of, measured)))
+    monkeypatch.setattr(sys, "argv", ["tune_report", str(tmp_path), "-o", str(tmp_path)])
+    assert tune_report.main() == 0
+    report = (tmp_path / "2026-11-21-tune.md").read_text()
+    assert "**3.0%** is the measured step" in report and f"Chosen: {pick.scheme}, 2 x 1" in report
+    assert "It is number 2 of 100 settings" in report
+    assert len(read_rows(tmp_path / "2026-11-21-tune.jsonl")[0]) == 100
+    assert tune_report.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert tune_report.rank_correlation([1, 2, 3], [5, 5, 9]) == pytest.approx(0.866, abs=1e-3)
+
+    (tmp_path / RESULTS).write_text("".join(line_of(row) for row in measured if row.scheme != pick.scheme))
+    assert tune_report.main() == 2
+    assert "which was not measured" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from benchmarks.calibration import (
 from hzero.config import parse_config
 from hzero.model.collectives import Phase, transfer
 from hzero.model.profile import load_profile, profile_names
+from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import speeds
 from hzero.model.simulate import COMPUTE, Task, simulate
 from hzero.model.step import Job, Prediction, predict
@@ -53,7 +54,7 @@ def _predicted(scheme: str | Scheme, nodes: int, **keys: Any) -> Prediction:
     grid = Grid(nodes, 4, 2)
     made = _preset(scheme, grid) if isinstance(scheme, str) else scheme
     exact = keys.pop("exact", False)
-    return predict(made, Job(_model("gpt_neox_20b"), **keys), grid, FRONTIER, exact=exact)
+    return predict(made, Job(gpt_neox_shape(_model("gpt_neox_20b")), **keys), grid, FRONTIER, exact=exact)
 
 
 # ---- resources and events -----------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_compression_and_tiers_win_where_tokens_are_few() -> None:
 
 
 def test_a_checksum_is_a_second_short_collective() -> None:
-    grid, job = Grid(48, 4, 2), Job(_model("gpt_neox_20b"))
+    grid, job = Grid(48, 4, 2), Job(gpt_neox_shape(_model("gpt_neox_20b")))
     plans = [
         ShardPlan.from_config(parse_config({"preset": "topo", "checksum": checksum}), grid, 0)
         for checksum in (False, True)
@@ -181,6 +182,25 @@ def test_a_step_with_everything_else_free_is_its_compute() -> None:
     found = _predicted("topo", 1, micro_batch=8, accumulation=1, checkpointing=True)
     assert found.compute_s <= found.step_s < 1.05 * found.compute_s
     assert found.full == "compute"
+
+
+def test_nodes_spread_over_switch_groups_share_narrow_links() -> None:
+    spread = FRONTIER.spread(48)
+    assert FRONTIER.groups == 74 and spread is not None and spread.group_nodes == 1
+    assert FRONTIER.spread(9408) is None, "all groups are full"
+    assert load_profile("emulated").spread(4) is None, "no groups are known"
+    grid = Grid(48, 4, 2)
+    rail = Crossing("weights", "all_gather", ("node",), 48, PLAIN, 1)
+    pairs = Crossing("gradients", "all_to_all", ("node",), 48, PLAIN, 1)
+    for crossing, leaves in ((rail, 1.0), (pairs, 47 / 48)):
+        packed, apart = (transfer(crossing, 1e9, grid, profile) for profile in (FRONTIER, spread))
+        assert "uplink" not in packed.work, "one group holds them"
+        assert apart.work["uplink"] == pytest.approx(FRONTIER.taper * leaves * apart.work["node"])
+    wide = transfer(Crossing("weights", "all_gather", ("node",), 256, PLAIN, 1), 1e9, Grid(256, 4, 2), FRONTIER)
+    assert wide.work["uplink"] < 0.02 * wide.work["node"], "a ring leaves a packed group once"
+    plan = _preset("zero3", grid)
+    job = Job(gpt_neox_shape(_model("gpt_neox_20b")))
+    assert predict(plan, job, grid, spread).step_s > predict(plan, job, grid, FRONTIER).step_s
 
 
 # ---- profiles -----------------------------------------------------------------------------------------------------------
@@ -203,8 +223,46 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
         load_profile("frontier-2027")
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"name: \xff", r"'.*a\.yaml' is not UTF-8: invalid start byte at byte 6"),
+        (b"name: [", r"'.*a\.yaml' is not YAML: while parsing"),
+        (b"[" * 5000, r"'.*a\.yaml' is not YAML"),
+        (b"extends: a.yaml", r"a\.yaml' extends itself: a\.yaml -> a\.yaml"),
+        (b"extends: b.yaml", r"a\.yaml' extends itself: a\.yaml -> b\.yaml -> a\.yaml"),
+        (b"extends: [3]", r"extends: found \[3\], expected a profile's name"),
+        (b"extends: frontier-2027", "did you mean 'frontier-2026'"),
+        (b"extends: lumi\nconstants: [1]", r"a\.yaml: constants: found \[1\]"),
+        (b"extends: lumi\nconstants: {gcd_gb_s: {value: -1, source: olcf}}", r"constants\.gcd_gb_s\.value: found -1"),
+        (b"extends: lumi\nconstants: {gcd_gb_s: {value: 0, source: olcf}}", r"gcd_gb_s\.value: found 0, expected more"),
+        (
+            b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}",
+            r"ll_share\.value: found 2, expected a share",
+        ),
+        (b"extends: lumi\ngroup_nodes: 0", "group_nodes: found 0"),
+        (b"extends: lumi\nvisible: 3", "visible: found 3, possible: 1, or null"),
+        (b"extends: lumi\nerror: -1", "error: found -1"),
+        (b"- 3", "expected a block with keys name"),
+    ],
+)
+def test_profiles_that_cannot_be_used_are_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(content)
+    (tmp_path / "b.yaml").write_bytes(b"extends: a.yaml")
+    with pytest.raises(ConfigError, match=says) as error:
+        load_profile(str(tmp_path / "a.yaml"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_profile_extends_the_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\nname: a")
+    (tmp_path / "b.yaml").write_text("extends: lumi\nname: b\nconstants: {gcd_gb_s: {value: 7, source: olcf}}")
+    profile = load_profile(str(tmp_path / "a.yaml"))
+    assert (profile.name, profile.nodes, profile.value("gcd_gb_s")) == ("a", 2978, 7)
+
+
 def test_machines_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="nodes: found 9,409; frontier-2026 has 9,408"):
         _predicted("topo", 9409)
     with pytest.raises(ConfigError, match="found a node of 2 x 2 devices, expected 4 x 2"):
-        predict(_preset("topo", Grid(2, 2, 2)), Job(_model("gpt_neox_20b")), Grid(2, 2, 2), FRONTIER)
+        predict(_preset("topo", Grid(2, 2, 2)), Job(gpt_neox_shape(_model("gpt_neox_20b"))), Grid(2, 2, 2), FRONTIER)

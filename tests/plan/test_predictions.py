@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hzero.plan.scenario import read_scenario, with_links
 from hzero.plan.sweep import node_counts
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
+from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
@@ -45,7 +47,42 @@ def test_tune_chooses_what_fits_and_writes_what_trains(capsys: pytest.CaptureFix
     assert settings.plan is not None
     assert settings.plan.weights_scope == first["block"]["shard"]["weights"]
     assert {row["if"] for row in result["otherwise"]} >= {"latencies twice as long", "compute at half the rate"}
-    assert "net_rails_gb_s" in result["assumed"]
+    assert any("spread over all 74 switch groups" in row["if"] for row in result["otherwise"])
+    assert "net_rails_gb_s" in result["assumed"] and "core_s_per_gb" not in result["assumed"]
+
+
+def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["--tune", "model=gpt_neox_4m", "global_batch=24", "train.dtype=bf16", "train.steps=7"]
+    result = _json(capsys, *keys, "+deepspeed.zero_optimization.stage3_prefetch_bucket_size=789760")
+    first, command = result["best"][0], shlex.split(result["command"])
+    assert command[:2] == ["hzero", "train"]
+    settings = Settings(plain(compose(command[2:])))
+    wanted = ShardPlan.from_config(parse_config(first["block"]), settings.grid, 0)
+    assert settings.plan == wanted
+    train = settings["train"]
+    assert (train["dtype"], train["steps"]) == ("bf16", 7)
+    assert train["micro_batch"] * train["grad_accumulation"] == 3
+    assert settings["deepspeed"]["zero_optimization"]["stage3_prefetch_bucket_size"] == 789760, "as it was given"
+    # Three sequences of a rank at once: every divisor is tried. Equal settings stand there once.
+    assert train["micro_batch"] == 3
+    assert len({(one["step_s"], one["memory_bytes"]) for one in result["best"]}) == len(result["best"])
+
+
+def test_weights_are_as_long_as_the_trainer_sends_them() -> None:
+    """With dtype auto it sends float32 on processors."""
+    sizes = [read_scenario(keys).job.itemsize for keys in ([*FRONTIER, "topology.nodes=2"], ["model=gpt_neox_4m"])]
+    assert sizes == [2, 4]
+    assert read_scenario(["model=gpt_neox_4m", "train.dtype=bf16"]).job.itemsize == 2
+
+
+def test_what_would_change_the_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Kinds of settings outside the first ten are compared too."""
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("extends: frontier-2026\nname: slow\nconstants: {hbm_gb_s: {value: 100, source: olcf}}")
+    result = _json(capsys, "--tune", "model=gpt_neox_1b", "topology=frontier", "nodes=4", f"profile={slow}")
+    assert "gradients world int4" in result["best"][0]["setting"]
+    slower = next(row for row in result["otherwise"] if row["if"].startswith("kernels of codecs"))
+    assert "gradients world none" in slower["first"] and 0.02 < slower["gain"] < slower["longer"]
 
 
 def test_tune_prefers_less_loss_where_the_model_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +162,39 @@ def test_a_plan_predicts_where_a_profile_is_known(capsys: pytest.CaptureFixture[
     assert _json(capsys, "topology=mi300x", "nodes=2")["predicted"] is None
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_other_architectures_by_their_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128"]
+    plan = _json(capsys, *keys)
+    assert plan["predicted"]["steps"]["hzero topo"]["step_s"] > 0
+    shape = read_scenario(keys).job.model
+    query, kv, inner = 64 * 64, 2 * 32 * 64, 3 * 64 * 160
+    assert (shape.layers, shape.hidden, shape.before, shape.after) == (6, 64, (512 * 64,), (64, 512 * 64))
+    assert sum(shape.layer) == 2 * query + kv + inner + 2 * 64 and sum(shape.numels) == plan["parameters"]
+    # Two operations per weight, norms included: those of the last norm are shared among the layers.
+    assert shape.layer_flops == pytest.approx(2 * (sum(shape.layer) + 64 / 6))
+    assert (shape.attention_flops, shape.after_flops) == (4 * 128 * 64, 2 * 512 * 64)
+    tuned = _json(capsys, "--tune", *keys)
+    assert Settings(plain(compose(shlex.split(tuned["command"])[2:]))).plan is not None
+
+
+def test_layers_that_differ_are_not_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, "model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2,
+                                "num_experts_per_tok": 1, "moe_intermediate_size": 32}))  # fmt: skip
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128"]
+    assert _json(capsys, *keys)["predicted"] is None
+    assert main(["plan", "--tune", *keys]) == 2
+    assert "differ, and predictions need equal ones; possible:" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,7 +207,12 @@ def test_a_plan_predicts_where_a_profile_is_known(capsys: pytest.CaptureFixture[
         (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for topology=mi300x"),
         (["--tune", "topology=frontier", "nodes=2", "profile=none.yaml"], "profile: cannot read 'none.yaml'"),
         (["--sweep", "nodes=9..2", *FRONTIER], "--sweep: found 'nodes=9..2', expected nodes=1..9408"),
-        (["--sweep", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
+        (["--sweep", "nodes=2,9409", *FRONTIER], "--sweep: found 9,409 nodes; profile frontier-2026 has 9,408"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "nodes=3"], "nodes: given twice; --sweep says them"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "preset=topo"], "zero.preset: given with --sweep, which predicts all presets"),
+        (["--tune", *FRONTIER, "nodes=2", "zero=topo"], "zero: given with --tune, which searches the block"),
+        (["--tune", *FRONTIER, "nodes=2", "train.activation_checkpointing=true"], "with --tune, which searches it"),
+        (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "given with global_batch, which --tune"),
         (["--from", "nowhere"], "--from: cannot read 'nowhere/config.yaml'"),
         ([*FRONTIER, "nodes=2", "memory=3GB"], "memory: given without --tune"),
         (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: given with --sweep, which does not read it; it reads"),

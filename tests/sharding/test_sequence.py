@@ -42,7 +42,9 @@ def test_other_engines() -> None:
     assert hsdp[-1] == ("reduce", 1, [("gcd+gpu", 8, 384), ("node", 48, 48)])
     assert hsdp[2] == ("reduce", 0, [("gcd+gpu", 8, 384)])
     assert [c.phase for c in scheme_chains(Scheme("deepspeed", stage=2), GRID, 3)] == ["reduce"] * 3 + ["after"]
-    assert [c.phase for c in scheme_chains(Scheme("deepspeed", stage=1), GRID, 3)] == ["reduce", "after"]
+    stage1 = scheme_chains(Scheme("deepspeed", stage=1), GRID, 3)
+    assert [c.phase for c in stage1] == ["reduce", "after"]
+    assert [c.crossings[0].kind for c in stage1] == ["all_reduce", "all_gather"]
     hpz = scheme_chains(Scheme("deepspeed", hpz="node"), GRID, 2)
     assert [c.crossings[0].ranks for c in hpz if c.crossings[0].role == "weights"] == [384, 8, 8, 8]
     assert len(scheme_chains(Scheme("ddp"), GRID, 4)) == 1
