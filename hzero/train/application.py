@@ -32,6 +32,7 @@ from hzero.reasons import PlainError, disk_error
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
+from hzero.slurm.job import INSIDE, job_of, submit
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor
 from hzero.train.overrides import check
@@ -91,6 +92,8 @@ def _train(config: DictConfig) -> int:
     if outside is not None:
         os.environ.update(outside)
         return _train_as_rank(config)
+    if config.launcher.get("slurm") is not None and INSIDE not in os.environ:
+        return _submit(config)
     settings = Settings(plain(config))
     with contextlib.ExitStack() as claims:
         run_dir = _prepare(settings, claims)
@@ -118,6 +121,20 @@ def _train(config: DictConfig) -> int:
         return status
 
 
+def _submit(config: DictConfig) -> int:
+    """Sends the run to the cluster of its launcher as a job, whose ranks come here again."""
+    hydra = HydraConfig.get()
+    job = job_of(list(hydra.overrides.task), _suffix(config.zero.get("preset") or "stock"))
+    _say(f"submitted: job {submit(job)[0]} of {job.nodes:,} nodes; `hzero slurm status {job.run_dir}`")
+    return 0
+
+
+def _suffix(preset: str) -> str:
+    """What tells the folders of a multirun's runs apart."""
+    several = HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN")
+    return f"-{HydraConfig.get().job.num}-{preset}" if several else ""
+
+
 def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
     """Checks and prepares everything before anything is written into the run's folder.
 
@@ -129,8 +146,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack) -> Path:
         The run's folder.
     """
     directory, resume, overwrite = str(settings["run"]["dir"]), settings["resume"], settings["run"]["overwrite"]
-    if HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN"):
-        directory = f"{directory}-{HydraConfig.get().job.num}-{settings.preset}"
+    directory += _suffix(settings.preset)
     run_dir = folder.choose(directory, resume, overwrite)
     claimed = run_dir.is_dir()
     if claimed:
