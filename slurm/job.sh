@@ -66,7 +66,8 @@ case ${HZERO_ENV:-} in
   each_node mkdir -p "$local_env" || fail "cannot make $local_env on every node"
   # A broadcast that fails can leave parts of files on some nodes, which fail in strange ways when they are used.
   sbcast --preserve --force "$HZERO_ENV" "$local_env/env.tar" || fail "sbcast of $HZERO_ENV failed"
-  each_node tar -xf "$local_env/env.tar" -C "$local_env" || fail "$HZERO_ENV cannot be unpacked on every node"
+  # --overwrite: a job that is started again may find its files there.
+  each_node tar --overwrite -xf "$local_env/env.tar" -C "$local_env" || fail "$HZERO_ENV cannot be unpacked on every node"
   export PATH=$local_env/bin:$PATH
   python=("$local_env/bin/python")
   # The archive's scripts hold the path at which it was packed.

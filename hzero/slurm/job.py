@@ -123,20 +123,33 @@ def scripts_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "slurm"
 
 
-def job_of(overrides: Sequence[str], suffix: str = "") -> Job:
+def job_of(overrides: Sequence[str]) -> Job:
     """The job of a run.
 
     Args:
         overrides: Of the trainer's configuration. They choose a launcher of a cluster.
+
+    Raises:
+        ConfigError: Names the key and the rule that it breaks.
+    """
+    chosen = [override for override in overrides if override.startswith("launcher=")]
+    if not chosen or chosen[-1] == "launcher=local":
+        raise ConfigError("launcher: local sends no jobs; choose machine=frontier, lumi or slurm_local (launcher=..)")
+    return job_with(Settings(plain(compose(list(overrides)))), overrides)
+
+
+def job_with(settings: Settings, overrides: Sequence[str], suffix: str = "") -> Job:
+    """The job of a run whose configuration is composed.
+
+    Args:
+        settings: The run's settings, with ``launcher.slurm``.
+        overrides: Those that have led to the settings.
         suffix: What follows the name of the run's folder, as in a multirun.
 
     Raises:
         ConfigError: Names the key and the rule that it breaks.
     """
-    settings = Settings(plain(compose(list(overrides))))
-    block: dict[str, Any] | None = settings["launcher"].get("slurm")
-    if block is None:
-        raise ConfigError("launcher: local sends no jobs; choose machine=frontier, lumi or slurm_local (launcher=..)")
+    block: dict[str, Any] = settings["launcher"]["slurm"]
     if settings["run"]["overwrite"]:
         raise ConfigError("run.overwrite: a job goes on with its run; remove the folder, or choose another run.name")
     machine, grid = load_machine(block["machine"]), settings.grid

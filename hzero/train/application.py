@@ -32,7 +32,7 @@ from hzero.reasons import PlainError, disk_error
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
-from hzero.slurm.job import INSIDE, job_of, submit
+from hzero.slurm.job import INSIDE, job_with, submit
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor
 from hzero.train.overrides import check
@@ -92,9 +92,9 @@ def _train(config: DictConfig) -> int:
     if outside is not None:
         os.environ.update(outside)
         return _train_as_rank(config)
-    if config.launcher.get("slurm") is not None and INSIDE not in os.environ:
-        return _submit(config)
     settings = Settings(plain(config))
+    if settings["launcher"].get("slurm") is not None and INSIDE not in os.environ:
+        return _submit(settings)
     with contextlib.ExitStack() as claims:
         run_dir = _prepare(settings, claims)
         logs = run_dir / folder.LOGS
@@ -121,10 +121,9 @@ def _train(config: DictConfig) -> int:
         return status
 
 
-def _submit(config: DictConfig) -> int:
+def _submit(settings: Settings) -> int:
     """Sends the run to the cluster of its launcher as a job, whose ranks come here again."""
-    hydra = HydraConfig.get()
-    job = job_of(list(hydra.overrides.task), _suffix(config.zero.get("preset") or "stock"))
+    job = job_with(settings, list(HydraConfig.get().overrides.task), _suffix(settings.preset))
     _say(f"submitted: job {submit(job)[0]} of {job.nodes:,} nodes; `hzero slurm status {job.run_dir}`")
     return 0
 

@@ -60,7 +60,8 @@ class Cluster:
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
             "SlurmUser=root",
-            f"AuthInfo=socket={folder}/munge.socket",
+            # A job that is started again waits for as long as a credential lives: two minutes, at least 5 s.
+            f"AuthInfo=socket={folder}/munge.socket,cred_expire=5",
             *(f"{key}={folder}/{name}" for key, name in _FILES.items()),
             *(f"{key}={value}" for key, value in _SETTINGS.items()),
             *(
