@@ -106,11 +106,15 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, parser: argparse.Ar
     from hzero.settings.complete import matches
 
     before = parsed_args.overrides or []
-    if parser.prog not in ("hzero plan", "hzero presets"):
-        return matches(prefix, before, {})
-    from hzero.plan.command import SHORT
+    if parser.prog in ("hzero plan", "hzero presets"):
+        from hzero.plan import command as plan
 
-    return matches(prefix, before, SHORT)
+        return matches(prefix, before, plan.SHORT)
+    if parser.prog.startswith("hzero slurm"):
+        from hzero.slurm import command as slurm
+
+        return matches(prefix, before, slurm.SHORT)
+    return matches(prefix, before, {})
 
 
 #: What completes an argument, by the name that its help shows.

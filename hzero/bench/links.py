@@ -25,6 +25,7 @@ from hzero.config import TIERS, TopologyConfig
 from hzero.launcher import INTERRUPTED, REFUSED, Ranks, end_with_parent, local_ranks, on_rank_0, run_rank
 from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
 from hzero.reasons import PeerError
+from hzero.slurm.preflight import BLAMED
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.bootstrap import Bootstrap, bootstrap
 from hzero.topology.local import machine_of
@@ -105,6 +106,8 @@ def _as_launched(settings: LinksSettings) -> NoReturn:
     except (ConfigError, PeerError) as error:
         if not getattr(error, "elsewhere", False):
             print(f"hzero: error: {error}", file=sys.stderr)
+        if isinstance(error, PeerError) and error.ranks:
+            print(BLAMED + ", ".join(map(str, error.ranks)), file=sys.stderr)
         status = REFUSED if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         status = INTERRUPTED

@@ -88,12 +88,28 @@ class TopologyGroup(Frozen):
     bandwidth_gb_s: Bandwidth | None = None
 
 
+class SlurmBlock(Frozen):
+    """The jobs of a run under Slurm. The rules of the ``machine`` are those of `hzero.slurm.machine`."""
+
+    machine: Name
+    account: Name | None
+    partition: Name | None
+    qos: Name | None
+    time: str | Positive | None
+    signal_s: Positive
+    environment: Name | None
+    check: bool
+    restarts: Count
+    options: list[Name]
+
+
 class LauncherGroup(Frozen):
-    """How `hzero train` starts its ranks."""
+    """How `hzero train` starts its ranks: itself, or as a job of ``slurm``."""
 
     world_size: Positive | None
     threads: Positive
     start_timeout_s: Timeout
+    slurm: SlurmBlock | None = None
 
 
 class RunBlock(Frozen):

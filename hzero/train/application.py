@@ -36,6 +36,7 @@ from hzero.reasons import PeerError, PlainError, disk_error
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
+from hzero.slurm.job import INSIDE, job_with, submit
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor, stop
 from hzero.train import status as run_status
@@ -103,6 +104,8 @@ def _train(config: DictConfig, began: float) -> int:
         os.environ.update(outside)
         return _train_as_rank(config, began)
     settings = Settings(plain(config))
+    if settings["launcher"].get("slurm") is not None and INSIDE not in os.environ:
+        return _submit(settings)
     with contextlib.ExitStack() as claims:
         run_dir = _prepare(settings, claims, began)
         logs = run_dir / folder.LOGS
@@ -149,6 +152,19 @@ def _say_and_keep(line: str, said: list[str]) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _submit(settings: Settings) -> int:
+    """Sends the run to the cluster of its launcher as a job, whose ranks come here again."""
+    job = job_with(settings, list(HydraConfig.get().overrides.task), _suffix(settings.preset))
+    _say(f"submitted: job {submit(job)[0]} of {job.nodes:,} nodes; `hzero slurm status {job.run_dir}`")
+    return 0
+
+
+def _suffix(preset: str) -> str:
+    """What tells the folders of a multirun's runs apart."""
+    several = HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN")
+    return f"-{HydraConfig.get().job.num}-{preset}" if several else ""
+
+
 def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> Path:
     """Checks and prepares everything before anything is written into the run's folder.
 
@@ -161,8 +177,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
         The run's folder.
     """
     directory, resume, overwrite = str(settings["run"]["dir"]), settings["resume"], settings["run"]["overwrite"]
-    if HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN"):
-        directory = f"{directory}-{HydraConfig.get().job.num}-{settings.preset}"
+    directory += _suffix(settings.preset)
     run_dir = folder.choose(directory, resume, overwrite)
     claimed = run_dir.is_dir()
     if claimed:

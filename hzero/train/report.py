@@ -24,6 +24,7 @@ from hzero.train.summary import (
     traced_rows,
     traffic_rows,
 )
+from hzero.train.sweep import members, write_sweep
 from hzero.validation import ConfigError
 
 if TYPE_CHECKING:
@@ -36,9 +37,12 @@ def parser() -> argparse.ArgumentParser:
         prog="hzero report",
         description="Draws loss, gradient norm, throughput, bytes by tier, memory and hidden time of runs: a PNG each, and "
         "report.html with all of them and tables.",
-        epilog="example: hzero report runs/lossless runs/mild runs/topo -o comparison",
+        epilog="examples: hzero report runs/lossless runs/mild runs/topo -o comparison; hzero report multirun/paper_20b",
     )
-    made.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="folder of a run, such as runs/default")
+    made.add_argument(
+        "runs", nargs="+", metavar="RUN", type=Path,
+        help="folder of a run, such as runs/default, or of the runs of a sweep, which gets one table (sweep.csv) and one picture",
+    )  # fmt: skip
     made.add_argument("-o", "--output", type=Path, help="folder to write to (default RUN/report; several: ./report)")
     return made
 
@@ -46,13 +50,15 @@ def parser() -> argparse.ArgumentParser:
 def run_report(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
     parsed = parser().parse_args(list(arguments))
-    runs = [read_run(path) for path in parsed.runs]
+    swept = [member for path in parsed.runs for member in members(path)]
+    paths = [member for path in parsed.runs for member in members(path) or [path]]
+    runs = [read_run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
-        runs = [dataclasses.replace(run, name=str(path)) for run, path in zip(runs, parsed.runs)]
-    output = parsed.output or (parsed.runs[0] / "report" if len(runs) == 1 else Path("report"))
+        runs = [dataclasses.replace(run, name=str(path)) for run, path in zip(runs, paths)]
+    output = parsed.output or (parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report"))
     try:
         output.mkdir(parents=True, exist_ok=True)
-        written = write_report(runs, output)
+        written = [*(write_sweep(runs, output) if swept else ()), *write_report(runs, output)]
     except OSError as error:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

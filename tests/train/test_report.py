@@ -163,6 +163,29 @@ def test_gaps_stay_and_extremes_are_drawn() -> None:
     assert curves.spans(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
+def test_a_sweep_becomes_one_table_and_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "multirun" / "presets"
+    for number, (preset, ranks) in enumerate([("topo", 8), ("topo", 16), ("zero3", 8)]):
+        run = _run(sweep / f"run-{number}-{preset}", [5.0 - number, 4.0 - number])
+        zero = {"preset": preset, "block_size": None}
+        (run / "config.yaml").write_text(
+            json.dumps({"zero": zero, "run": {"name": number}, "launcher": {"threads": number}})
+        )
+        summary = {**json.loads((run / "summary.json").read_text()), "world_size": ranks}
+        (run / "summary.json").write_text(json.dumps(summary))
+    (sweep / "logs").mkdir()
+    assert main(["report", str(sweep)]) == 0
+    assert "sweep.csv, sweep.png, loss.png" in capsys.readouterr().out
+    rows = [line.split(",") for line in (sweep / "report" / "sweep.csv").read_text().splitlines()]
+    assert rows[0][:5] == ["run", "zero.preset", "state", "ranks", "steps"] and rows[0][7] == "tokens/s"
+    figures = [["run-0-topo", "topo", "8"], ["run-1-topo", "topo", "16"], ["run-2-zero3", "zero3", "8"]]
+    assert [row[:2] + row[3:5] + row[7:8] for row in rows[1:]] == [[*row, "2", "1000.0"] for row in figures]
+    assert (sweep / "report" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "run-2-zero3" in (sweep / "report" / "report.html").read_text()
+    assert main(["report", str(sweep / "run-0-topo"), str(sweep / "run-2-zero3"), "-o", str(tmp_path / "two")]) == 0
+    assert not (tmp_path / "two" / "sweep.csv").exists()
+
+
 def test_report_says_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "begun").mkdir()

@@ -1,0 +1,222 @@
+"""Jobs under a real Slurm: what follows when a node is bad, a time limit comes, an environment is broken, a user cancels.
+
+The ranks of most tests are a shell script in a packed environment, which says what it was asked and ends as it is told, so
+these tests take no time for Python. One job trains; HZERO_SLURM=full has it check its nodes and run 2 x 8 ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzero.cli import main
+from hzero.slurm.command import status_of
+from tests.ranks import ROOT
+from tests.slurm import cluster
+from tests.slurm.cluster import Cluster
+from tests.slurm.test_render import links_file
+
+pytestmark = pytest.mark.skipif(bool(cluster.missing()), reason=cluster.missing())
+FULL = os.environ.get("HZERO_SLURM") == "full"
+#: Longest wait for a job, in seconds.
+WAIT_S = 60.0
+
+#: `python` of the packed environment. `-m hzero train` waits until a file called ``go`` is there, whose content is its
+#: status, or for a signal, upon which it ends as a trainer does that has saved.
+PYTHON = f"""#!/bin/sh
+echo "$SLURMD_NODENAME $SLURM_PROCID $SLURM_RESTART_COUNT $*" >> "$HZERO_JOB/calls"
+case "$*" in
+*preflight*) exec {sys.executable} "$@" ;;
+*"bench links"*)
+  if [ "$SLURMD_NODENAME" = pretend01 ]; then echo "no such device" >&2; exit 1; fi
+  while [ "$1" != --out ]; do shift; done
+  cp "$HZERO_JOB/links" "$2" ;;
+*" train "*)
+  trap 'echo saved; exit 75' USR1 TERM
+  echo "training on $MASTER_ADDR"
+  while [ ! -e "$HZERO_JOB/go" ]; do sleep 0.1; done
+  exit "$(cat "$HZERO_JOB/go")" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster.running(tmp_path_factory.mktemp("slurm"), nodes=3, cpus=16) as running:
+        yield running
+
+
+@pytest.fixture
+def job(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Submits a run of two nodes with two ranks each, and returns its folder. Its jobs are cancelled at the end."""
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    archive = tmp_path / "env.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        entry = tarfile.TarInfo("bin/python")
+        entry.size, entry.mode = len(PYTHON), 0o755
+        packed.addfile(entry, io.BytesIO(PYTHON.encode()))
+    runs: list[Path] = []
+
+    def submit(*keys: str, options: tuple[str, ...] = ()) -> Path:
+        run = tmp_path / "run"
+        run.mkdir()
+        (run / "links").write_text(links_file(1.0))
+        topology = ("nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=2")
+        common = ("machine=slurm_local", *topology, f"run.dir={run}", f"environment={archive}", "time=10m")
+        assert main(["slurm", "submit", *options, *common, *keys]) == 0
+        runs.append(run)
+        return run
+
+    yield submit
+    for run in runs:
+        main(["slurm", "cancel", str(run)])
+    _until(lambda: not slurm.run("squeue", "-h", "-t", "R,PD,CG,RQ", "-o", "%i").stdout, slurm, "the queue is empty")
+
+
+def _until(holds: Callable[[], Any], slurm: Cluster, what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            queue = slurm.run("squeue", "--states=all").stdout
+            pytest.fail(f"not within {WAIT_S:g} s: {what}\n{queue}\n{slurm.log()}")
+        time.sleep(0.1)
+
+
+def _history(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "slurm" / "jobs.jsonl").read_text().splitlines()]
+    return [row for row in rows if "result" in row]
+
+
+def _calls(run: Path, word: str) -> list[list[str]]:
+    """Of each rank that was started with a word: node, rank, restart, and arguments."""
+    lines = (run / "calls").read_text().splitlines() if (run / "calls").exists() else []
+    return sorted(line.split(" ", 3) for line in lines if word in line)
+
+
+def _numbers(run: Path) -> list[int]:
+    return [found["job"] for found in status_of(run)["jobs"]]
+
+
+def test_a_bad_node_is_excluded_and_a_job_that_is_not_finished_starts_again(
+    slurm: Cluster, job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = job("launcher.slurm.check=true")
+    (number,) = _numbers(run)
+    _until(lambda: _history(run), slurm, "the check has failed")
+    assert _history(run)[0]["result"] == "nodes excluded: pretend01"
+    _until(lambda: len(_calls(run, " train ")) == 4, slurm, "the job trains")
+    ranks = [(node, rank, restart) for node, rank, restart, _ in _calls(run, " train ")]
+    assert ranks == [("pretend02", "0", "1"), ("pretend02", "1", "1"), ("pretend03", "2", "1"), ("pretend03", "3", "1")]
+    arguments = _calls(run, " train ")[0][3]
+    assert arguments.startswith("-m hzero train ") and arguments.endswith(f"run.dir={run} resume=auto")
+    # Each node was checked by ranks of a world of its own, then all of them together.
+    checks = [row[3] for row in _calls(run, "bench links") if row[2] == "1"]
+    assert [sum(f"--topology {machine}x1x2 " in call for call in checks) for machine in (1, 2)] == [4, 4]
+
+    slurm.run("scancel", "--signal=USR1", str(number))  # what Slurm sends before the time limit
+    _until(lambda: len(_history(run)) == 2, slurm, "the ranks have saved")
+    (run / "go").write_text("0")
+    _until(lambda: len(_history(run)) == 3, slurm, "the job finishes")
+    results = [(row["restart"], row["status"], row["result"]) for row in _history(run)]
+    assert results[1:] == [(1, 75, "saved, to go on; started again"), (2, 0, "finished")]
+    capsys.readouterr()
+    assert main(["slurm", "logs", str(run)]) == 0
+    assert "train-0-" in (said := capsys.readouterr().out) and "training on 127." in said and "finished" in said
+    assert main(["slurm", "status", str(run)]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_the_jobs_of_a_chain_follow_each_other_until_the_run_is_finished(
+    slurm: Cluster, job: Callable[..., Path]
+) -> None:
+    run = job(options=("--chain", "27m"))  # three times the nine minutes that ten leave for training
+    first, second, third = _numbers(run)
+    _until(lambda: len(_calls(run, " train ")) == 4, slurm, "the first job trains")
+    states = {found["job"]: (found["state"], found["result"]) for found in status_of(run)["jobs"]}
+    assert states == {first: ("RUNNING", "None"), second: ("PENDING", "Dependency"), third: ("PENDING", "Dependency")}
+    (run / "go").write_text("1")  # a rank fails: the next job goes on all the same
+    _until(lambda: _history(run), slurm, "the first job has ended")
+    (run / "go").unlink()
+    _until(lambda: len(_calls(run, " train ")) == 8, slurm, "the second job trains")
+    (run / "go").write_text("0")
+    _until(lambda: len(_history(run)) == 2, slurm, "the run is finished")
+    _until(lambda: status_of(run)["jobs"][2]["state"] == "CANCELLED", slurm, "the third job is not needed")
+    results = [(row["job"], row["status"], row["result"]) for row in _history(run)]
+    assert results == [(first, 1, "failed with status 1"), (second, 0, "finished")]
+
+
+def test_a_cancelled_job_saves_and_does_not_start_again(slurm: Cluster, job: Callable[..., Path]) -> None:
+    run = job()
+    _until(lambda: len(_calls(run, " train ")) == 4, slurm, "the job trains")
+    assert main(["slurm", "cancel", str(run)]) == 0
+    _until(lambda: _history(run), slurm, "the job has ended")
+    assert _history(run)[0]["result"] == "cancelled; saved, to go on"
+    assert status_of(run)["jobs"][0]["state"] in ("CANCELLED", "COMPLETING")
+
+
+@pytest.mark.parametrize("broken", ["gone", "torn"])
+def test_an_environment_that_does_not_reach_the_nodes_ends_the_job(
+    broken: str, slurm: Cluster, job: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = job("launcher.slurm.options=[--hold]")
+    archive = tmp_path / "env.tar.gz"
+    archive.unlink() if broken == "gone" else archive.write_bytes(archive.read_bytes()[:40])
+    slurm.run("scontrol", "release", str(_numbers(run)[0]))
+    _until(lambda: _history(run), slurm, "the job has ended")
+    expected = f"sbcast of {archive} failed" if broken == "gone" else f"{archive} cannot be unpacked on every node"
+    assert (_history(run)[0]["result"], _history(run)[0]["status"]) == (expected, 1)
+    assert not _calls(run, "train")
+
+
+def test_the_rules_of_a_cluster_are_asked_from_it(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    for key, message in (
+        ("nodes=4", "partition batch has at most 3 nodes"),
+        ("time=3h", "in partition batch may take 2 h"),
+    ):
+        assert main(["slurm", "render", "machine=slurm_local", "nodes=2", key]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_trains_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    run, size = tmp_path / "run", 8 if FULL else 2
+    keys = [
+        "machine=slurm_local",
+        "nodes=2",
+        "topology.gpus_per_node=1",
+        f"topology.gcds_per_gpu={size}",
+        f"run.dir={run}",
+    ]
+    keys += [
+        "train.steps=3",
+        "train.eval_batches=1",
+        "sample.at_end=false",
+        "data.max_bytes=100000",
+        "checkpoint.every=0",
+    ]
+    keys += [f"launcher.slurm.check={str(FULL).lower()}", "launcher.slurm.restarts=0"]
+    environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "hzero", "slurm", "submit", *keys]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    history = run / "slurm" / "jobs.jsonl"
+    deadline = time.monotonic() + (500 if FULL else 120)
+    while "result" not in history.read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    logs = "\n".join(path.read_text() for path in run.glob("slurm/**/*.log"))
+    assert [row["result"] for row in _history(run)] == ["finished"], logs
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3]
+    assert f"{2 * size} ranks: 2 nodes x 1 GPU x {size} GCDs" in logs
