@@ -89,6 +89,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
             [series["accumulation"]], [("tokens/s, all ranks", _values(lambda row: row.tokens_per_s))]
         )
         found["accumulation"].axes[0].set_ylim(bottom=0)
+        found["memory"] = memory(series["accumulation"])
     nodes = [series[suite] for suite in suites[1:3] if suite in series]
     if nodes:
         per_rank = _values(lambda row: row.tokens_per_s / row.world_size)
@@ -260,6 +261,33 @@ def loss_time(found: Reach) -> Any:
     axes.set(xlabel="steps x median step time, s", ylabel="training loss, nats per token (smoothed)")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
+    return figure
+
+
+def memory(series: Series) -> Any:
+    """Step time over the memory of a rank's states, a panel per point of the axis; a line along what nothing beats in both."""
+    style, handles = styles(series.schemes()), dict[str, Any]()
+    size = (2.4 + 3.0 * len(series.points), 3.9)
+    figure, panels = plt.subplots(1, len(series.points), figsize=size, squeeze=False, sharex=True, layout="constrained")
+    for axes, (value, result) in zip(panels[0], series.points):
+        places = {row.scheme: (row.memory.states / 1e6, row.median_s) for row in result.rows if row.scheme in style}
+        edge = [
+            place
+            for place in sorted(places.values())
+            if not any(x <= place[0] and y <= place[1] and (x, y) != place for x, y in places.values())
+        ]
+        axes.step(*zip(*edge), where="post", color="grey", linewidth=1, zorder=0)
+        for row in result.rows:
+            if row.scheme in places:
+                look = {**style[row.scheme].line, "linestyle": "", "markersize": 8}
+                (drawn,) = axes.plot(*places[row.scheme], **look)
+                handles.setdefault(row.label, drawn)
+        axes.set_title(f"{_AXES[series.suite]}: {value:g}", fontsize=10)
+        axes.set(xlabel="MB of states per rank")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("step time, s (median)")
+    figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8.5)
     return figure
 
 

@@ -277,6 +277,11 @@ def test_lines_of_figures_have_the_values_of_their_series() -> None:
         assert (list(topo.get_xdata()), list(topo.get_ydata())) == ([15, 50, 150], [1.875, 1.25, 1.125])
         efficiency = drawn["nodes"].axes[2].lines[0]
         assert list(efficiency.get_ydata()) == [1.0, 0.5, 0.125]
+        edge, *points = drawn["memory"].axes[0].lines
+        places = [(float(point.get_xdata()[0]), float(point.get_ydata()[0])) for point in points]
+        values = list(zip(map(float, edge.get_xdata()), map(float, edge.get_ydata())))
+        assert places and set(values) <= set(places)
+        assert values == sorted(values) and [y for _, y in values] == sorted((y for _, y in values), reverse=True)
         assert drawn["convergence"].axes[1].lines[0].get_ydata() == pytest.approx([0.0] * 100)
     finally:
         plt.close("all")
