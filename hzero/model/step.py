@@ -211,7 +211,9 @@ class _Builder:
         waits = self._engine == "fsdp" and not profile.overlap
         self._ahead = 0 if waits or not job.overlap else job.ahead
         beside = profile.overlap or self._engine not in ("fsdp", "deepspeed")
-        self._in_flight = IN_FLIGHT if beside and job.overlap else 0
+        # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
+        most = len(buckets) if self._engine == "ddp" else IN_FLIGHT
+        self._in_flight = most if beside and job.overlap else 0
         # Crossings of a reduction before those that wait for the last micro-step.
         self._inside = len(scheme.micro_hops()) if isinstance(scheme, ShardPlan) else 1
         self._tasks: list[Task] = []

@@ -68,11 +68,6 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _wait_text(step: Prediction) -> str:
-    waits = [f"{step.exposed[tier]:.3g} {tier}" for tier in TIERS if step.exposed.get(tier, 0.0) > 0.005 * step.step_s]
-    return ", ".join(waits) or "nothing"
-
-
 def _busy_text(step: Prediction) -> str:
     return f"{step.full} {step.busy.get(step.full, 0.0):.0%}"
 

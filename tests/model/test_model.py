@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ from benchmarks.calibration import (
 )
 from hzero.config import parse_config
 from hzero.model.collectives import Phase, transfer
-from hzero.model.profile import load_profile, profile_names
+from hzero.model.profile import Source, load_profile, profile_names
 from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import speeds
 from hzero.model.simulate import COMPUTE, Task, simulate
@@ -156,6 +157,19 @@ def test_the_whole_machine_takes_less_than_a_second() -> None:
     found = _predicted("topo", 9408, micro_batch=2, accumulation=4)
     assert time.process_time() - start < 1
     assert found.step_s > _predicted("topo", 48, micro_batch=2, accumulation=4).step_s
+
+
+def test_ddp_waits_for_its_buckets_when_backward_has_ended() -> None:
+    source = Source(what="a slow network", date="now", stack="none", kind="assumed")
+    slow = FRONTIER.with_values(source, net_tree_gb_s=1.0)
+    job = Job(gpt_neox_shape({**_model("gpt_neox_1b"), "num_layers": 8}))
+    timeline = predict(Scheme("ddp"), job, Grid(16, 4, 2), slow, exact=True).timeline
+    assert timeline is not None
+    backward = [task for task in timeline.tasks if task.name.startswith("backward")]
+    reductions = [task for task in timeline.tasks if task.name.startswith("reduce")]
+    assert len(backward) == len(reductions) > 8
+    assert all(after.start == before.end for before, after in itertools.pairwise(backward))
+    assert reductions[1].end > backward[-1].end, "the second is under way when backward ends"
 
 
 def test_compression_and_tiers_win_where_tokens_are_few() -> None:
