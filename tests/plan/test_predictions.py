@@ -138,6 +138,27 @@ def test_a_run_beside_its_prediction(capsys: pytest.CaptureFixture[str], tmp_pat
     assert main(["plan", "--from", str(run)]) == 0
     assert f"largest gap: {result['largest_gap']}" in " ".join(capsys.readouterr().out.split())
 
+    summary = {"world_size": 8, "steps_here": 10, "step_s_median": 2.5, "traffic": [hops]}
+    traced = {"node": {"wire_s": 0.8, "behind_compute": 0.25, "behind_tiers": 0.0}}
+    (run / "summary.json").write_text(json.dumps({**summary, "traced": traced}))
+    result = _json(capsys, "--from", str(run))
+    assert result["waiting_by"] == "trace"
+    assert result["parts"]["waiting for tier node"]["measured_s"] == pytest.approx(0.6)
+    for changed, says in (
+        ({"world_size": None}, "summary.json: world_size: found None"),
+        ({"steps_here": "x"}, "summary.json: steps_here: found 'x'"),
+        ({"traffic": [{"tier": "rack"}]}, "summary.json: traffic.0.tier: unknown value 'rack'"),
+        ({"step_s_median": None}, "the run made no step"),
+        ({"world_size": 6}, "config.yaml: "),
+    ):
+        (run / "summary.json").write_text(json.dumps({**summary, **changed}))
+        assert main(["plan", "--from", str(run)]) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1, error
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "metrics.jsonl").write_text("[1]\n" * 6)
+    assert _json(capsys, "--from", str(run))["step"]["measured_s"] == 2.5, "the summary's, where no step can be read"
+
 
 def test_measured_links_replace_those_of_the_profile(tmp_path: Path) -> None:
     links: dict[str, Any] = {
