@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,8 @@ KEYS = ("memory", "global_batch", "codecs", "profile")
 BUCKET = "stage3_prefetch_bucket_size"
 #: Its key of those that are reduced together.
 REDUCE_BUCKET = "reduce_bucket_size"
+#: DeepSpeed's defaults of ``stage3_max_reuse_distance`` and ``stage3_max_live_parameters``.
+REUSE_NUMEL = LIVE_NUMEL = 10**9
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -183,7 +184,8 @@ def itemsize_of(settings: Settings, profile: Profile | None) -> int:
 def job_of(settings: Settings, itemsize: int) -> Job:
     """What a configuration trains; ``itemsize`` is that of a weight.
 
-    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for.
+    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
+    used again soon.
 
     Raises:
         ConfigError: The layers of the model differ.
@@ -203,7 +205,8 @@ def job_of(settings: Settings, itemsize: int) -> Job:
         checkpointing=train["activation_checkpointing"],
         itemsize=itemsize,
         bucket_numel=bucket_numel,
-        ahead=int(zero.get("stage3_max_live_parameters", math.inf) >= 2 * bucket_numel),
+        reuse_numel=zero.get("stage3_max_reuse_distance", REUSE_NUMEL),
+        ahead=int(zero.get("stage3_max_live_parameters", LIVE_NUMEL) >= 2 * bucket_numel),
     )
 
 

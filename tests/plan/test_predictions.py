@@ -75,12 +75,25 @@ def test_weights_are_as_long_as_the_trainer_sends_them() -> None:
     assert read_scenario(["model=gpt_neox_4m", "train.dtype=bf16"]).job.itemsize == 2
 
 
+def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
+    job = read_scenario(["model=gpt_neox_4m"]).job
+    assert (job.bucket_numel, job.reuse_numel, job.ahead) == (50_000_000, 10**9, 1), "DeepSpeed's defaults"
+    keys = {
+        "stage3_prefetch_bucket_size": 800_000,
+        "stage3_max_live_parameters": 900_000,
+        "stage3_max_reuse_distance": 7,
+    }
+    told = [f"+deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
+    job = read_scenario(["model=gpt_neox_4m", *told]).job
+    assert (job.bucket_numel, job.reuse_numel, job.ahead) == (800_000, 7, 0)
+
+
 def test_what_would_change_the_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Kinds of settings outside the first ten are compared too."""
     slow = tmp_path / "slow.yaml"
-    slow.write_text("extends: frontier-2026\nname: slow\nconstants: {hbm_gb_s: {value: 100, source: olcf}}")
+    slow.write_text("extends: frontier-2026\nname: slow\nconstants: {hbm_gb_s: {value: 60, source: olcf}}")
     result = _json(capsys, "--tune", "model=gpt_neox_1b", "topology=frontier", "nodes=4", f"profile={slow}")
-    assert "gradients world int4" in result["best"][0]["setting"]
+    assert "gradients package int4" in result["best"][0]["setting"]
     slower = next(row for row in result["otherwise"] if row["if"].startswith("kernels of codecs"))
     assert "gradients world none" in slower["first"] and 0.02 < slower["gain"] < slower["longer"]
 
