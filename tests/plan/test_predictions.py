@@ -244,6 +244,7 @@ def test_layers_that_differ_are_not_simulated(capsys: pytest.CaptureFixture[str]
         (["--sweep", "nodes=2,9409", *FRONTIER], "--sweep: found 9,409 nodes; profile frontier-2026 has 9,408"),
         (["--sweep", "nodes=2,4", *FRONTIER, "nodes=3"], "nodes: given twice; --sweep says them"),
         (["--sweep", "nodes=2,4", *FRONTIER, "preset=topo"], "zero.preset: given with --sweep, which predicts all presets"),
+        (["--tune", "+deepspeed.zero_optimization.stage3_prefetch_bucket_size=auto"], "found 'auto', expected a number of"),
         (["--tune", *FRONTIER, "nodes=2", "zero=topo"], "zero: given with --tune, which searches the block"),
         (["--tune", *FRONTIER, "nodes=2", "train.activation_checkpointing=true"], "with --tune, which searches it"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "given with global_batch, which --tune"),
