@@ -51,7 +51,8 @@ def arguments_of(row: StepsRow) -> list[str]:
     config = row.config
     model = {**config.model, "num_layers": 1}
     layer = sum(model_numels(model)) - sum(model_numels({**model, "num_layers": 0}))
-    deepspeed = [f"+deepspeed.zero_optimization.{key}={layer}" for key in (BUCKET, "stage3_max_live_parameters")]
+    keys = {BUCKET: layer, "stage3_max_live_parameters": layer, "stage3_max_reuse_distance": 0}
+    deepspeed = [f"+deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
     batch = row.tokens_per_step // config.model["seq_length"]
     return [
         f"model={config.model['name']}",

@@ -30,13 +30,24 @@ class Bucket:
         return sum(self.numels)
 
 
+def layers_together(model: ModelShape, bucket_numel: int) -> int:
+    """Whole layers that one bucket holds: DeepSpeed gathers ahead, and reduces, across modules; at least 1."""
+    return max(bucket_numel // sum(model.layer), 1)
+
+
 def model_buckets(model: ModelShape, bucket_numel: int) -> list[Bucket]:
-    """Buckets of a model in the order of forward: as many parameters of a layer as fit, at least one.
+    """Buckets of a model in the order of forward: as many layers, or else parameters of a layer, as fit; at least one.
 
     Args:
         model: Its shape.
         bucket_numel: Max elements of a bucket of several parameters.
     """
+    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, model.after_flops)
+    if (together := layers_together(model, bucket_numel)) > 1:
+        each = model.layer_flops + model.attention_flops
+        counts = [min(together, model.layers - first) for first in range(0, model.layers, together)]
+        of_layers = [Bucket(f"{count} layers", model.layer * count, each * count) for count in counts]
+        return [embedding, *of_layers, head]
     parts, each = _split(model.layer, bucket_numel), model.layer_flops / sum(model.layer)
     # Attention's own operations stand in the bucket of the first matrix.
     attention = [model.attention_flops if index == 0 else 0.0 for index in range(len(parts))]
@@ -44,7 +55,6 @@ def model_buckets(model: ModelShape, bucket_numel: int) -> list[Bucket]:
         Bucket(f"layer.{index}", tuple(part), each * sum(part) + extra)
         for index, (part, extra) in enumerate(zip(parts, attention))
     ]
-    embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, model.after_flops)
     return [embedding, *of_layer * model.layers, head]
 
 

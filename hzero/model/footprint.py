@@ -15,7 +15,8 @@ def activation_bytes(model: ModelShape, micro_batch: int, checkpointing: bool) -
     """Bytes of activations of one device.
 
     34 per token, hidden unit and layer, those of a GPT, for other architectures too (arXiv 2205.05198, eq. 2, without the
-    scores, which attention in blocks never stores); with checkpointing 2 and one whole layer. Logits: 16 bits, and float32 for the loss.
+    scores, which attention in blocks never stores); with checkpointing 2 and one whole layer. Logits: 16 bits, and float32
+    for the loss.
     """
     tokens = micro_batch * model.seq_length
     unit = tokens * model.hidden

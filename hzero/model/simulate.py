@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hzero.model.collectives import Phase, Resource
+from hzero.model.collectives import Phase
 from hzero.model.sharing import speeds
 
 COMPUTE = "compute"
@@ -153,9 +153,3 @@ def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, _Running]) -> 
         else:
             task = next((other for other in task.after if other.end == math.inf), None)
     return next(iter(running.values()))
-
-
-def busiest(timeline: Timeline) -> tuple[Resource, float]:
-    """The resource that is full for the largest share of the time, and that share."""
-    resource = max(timeline.busy, key=lambda name: timeline.busy[name])
-    return resource, timeline.busy[resource] / timeline.seconds  # type: ignore[return-value]

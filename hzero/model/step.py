@@ -14,7 +14,7 @@ from typing import Any
 from hzero.config import Tier
 from hzero.model import footprint
 from hzero.model.collectives import Phase, kernel, transfer
-from hzero.model.compute import Bucket, compute_phase, model_buckets, model_flops, optimizer_phase
+from hzero.model.compute import Bucket, compute_phase, layers_together, model_buckets, model_flops, optimizer_phase
 from hzero.model.profile import Profile
 from hzero.model.shape import ModelShape
 from hzero.model.simulate import COMPUTE, Task, Timeline, simulate
@@ -43,7 +43,8 @@ class Job:
         checkpointing: Whether backward computes activations again.
         itemsize: Bytes of a weight and of a gradient on the wire.
         bucket_numel: Elements gathered or reduced together, DeepSpeed's prefetch and reduce bucket.
-        kept: Buckets at the end of forward that backward finds still gathered.
+        reuse_numel: Elements of other parameters between the uses in forward and backward up to which DeepSpeed keeps a
+            parameter gathered (``stage3_max_reuse_distance``). It always keeps the last.
         ahead: Buckets that are gathered ahead of their use, where the engine does that.
         overlap: Whether collectives run beside compute; without it each is waited for where it starts.
     """
@@ -54,7 +55,7 @@ class Job:
     checkpointing: bool = False
     itemsize: int = 2
     bucket_numel: int = BUCKET_NUMEL
-    kept: int = 1
+    reuse_numel: int = 0
     ahead: int = 1
     overlap: bool = True
 
@@ -116,6 +117,8 @@ def predict(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile, 
         )
     if grid.nodes > profile.nodes:
         raise ConfigError(f"nodes: found {grid.nodes:,}; {profile.name} has {profile.nodes:,}")
+    if isinstance(scheme, Scheme) and scheme.engine == "fsdp":  # gathers and reduces a layer at once
+        job = replace(job, bucket_numel=sum(job.model.layer))
     buckets = model_buckets(job.model, job.bucket_numel)
     timeline = None
     if exact:
@@ -161,14 +164,21 @@ def _many_micro_steps(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile:
 
 def _many_layers(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile) -> dict[str, float]:
     """The same over layers, which are alike too."""
-    layers = job.model.layers
-    if layers <= LAYERS[1]:
+    layers, together = job.model.layers, layers_together(job.model, job.bucket_numel)
+    few, more = (_kept_layers(job) + count * together for count in LAYERS)
+    if layers <= more:
         return _figures(_simulated(scheme, job, grid, profile))
     shorter, longer = (
         _figures(_simulated(scheme, replace(job, model=replace(job.model, layers=count)), grid, profile))
-        for count in LAYERS
+        for count in (few, more)
     )
-    return _extended(shorter, longer, (layers - LAYERS[1]) / (LAYERS[1] - LAYERS[0]))
+    return _extended(shorter, longer, (layers - more) / (more - few))
+
+
+def _kept_layers(job: Job) -> int:
+    """Layers at the end of forward that backward finds still gathered; they are not like the others."""
+    behind = sum(job.model.after)
+    return next((n for n in range(job.model.layers) if 2 * (behind + n * sum(job.model.layer)) >= job.reuse_numel), 0)
 
 
 def _extended(shorter: dict[str, float], longer: dict[str, float], times: float) -> dict[str, float]:
@@ -211,9 +221,15 @@ class _Builder:
         waits = self._engine == "fsdp" and not profile.overlap
         self._ahead = 0 if waits or not job.overlap else job.ahead
         beside = profile.overlap or self._engine not in ("fsdp", "deepspeed")
-        self._in_flight = IN_FLIGHT if beside and job.overlap else 0
+        # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
+        most = len(buckets) if self._engine == "ddp" else IN_FLIGHT
+        self._in_flight = most if beside and job.overlap else 0
         # Crossings of a reduction before those that wait for the last micro-step.
         self._inside = len(scheme.micro_hops()) if isinstance(scheme, ShardPlan) else 1
+        # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
+        behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
+        keeps = self._engine in ("hzero", "deepspeed")
+        self._kept = [keeps and (numel < job.reuse_numel or not numel) for numel in behind]
         self._tasks: list[Task] = []
         self._phases: dict[Any, Sequence[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
@@ -236,7 +252,7 @@ class _Builder:
         gathered: list[list[Task]] = []
         for place, (phase, micro, index) in enumerate(order):
             for other, step, ahead in order[len(gathered) : place + 1 + self._ahead]:
-                kept = other == "backward" and ahead >= count - job.kept and self._engine in ("hzero", "deepspeed")
+                kept = other == "backward" and self._kept[ahead]
                 chain = self._chains.get((other, step))
                 needs = [*computed[-1:], *([refreshed[ahead]] if refreshed else [])]
                 gathered.append([] if chain is None or kept else self._chain(chain, ahead, needs)[-1:])

@@ -6,18 +6,45 @@ import json
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from hzero.config import TIERS
+from hzero.config import TIERS, Tier
 from hzero.files import read_small
 from hzero.model.profile import Profile, load_profile, profile_names
 from hzero.model.step import Prediction, predict
 from hzero.plan.scenario import PROFILES, itemsize_of, job_of
 from hzero.settings.settings import Settings
 from hzero.sharding.sequence import Scheme
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, validated
+
+
+class _Read(BaseModel):
+    """Base of what is read of a run's files, which hold more."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class _Traffic(_Read):
+    tier: Tier
+    hops: int
+    seconds: FiniteFloat
+    hidden_seconds: FiniteFloat
+
+
+class _Traced(_Read):
+    wire_s: FiniteFloat
+    behind_compute: FiniteFloat
+
+
+class _Summary(_Read):
+    world_size: int = Field(ge=1)
+    steps_here: int = Field(ge=0)
+    step_s_median: Annotated[FiniteFloat, Field(gt=0)] | None
+    traffic: list[_Traffic] = []
+    traced: dict[Tier, _Traced] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,8 @@ class Comparison:
     Attributes:
         run: The run's folder.
         profile: Name of the profile.
+        traced: Whether waiting is taken from the run's trace; else from its wire log, in which hops of several lanes that
+            are in flight together count each.
         step: The whole step.
         parts: What waits for whom: seconds per step for which each tier had a hop in flight and somebody waited, and the
             rest, which is compute and everything else.
@@ -55,6 +84,7 @@ class Comparison:
 
     run: Path
     profile: str
+    traced: bool
     step: Part
     parts: list[Part]
     prediction: Prediction
@@ -76,9 +106,12 @@ def against(run: Path, profile_name: str | None) -> Comparison:
         ConfigError: The folder holds no finished run, its model is not simulated, or no profile is known.
     """
     config = _read(run / "config.yaml", yaml.safe_load)
-    summary = _read(run / "summary.json", json.loads)
-    settings = Settings(config, summary.get("world_size"))
-    if not summary.get("step_s_median"):
+    summary = validated(_Summary, _read(run / "summary.json", json.loads), f"{run}/summary.json:")
+    try:
+        settings = Settings(config, summary.world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{run}/config.yaml: {error}") from None
+    if not summary.step_s_median:
         raise ConfigError(f"{run}/summary.json: step_s_median: missing; the run made no step")
     grid = replace(settings.grid, ranks=None)
     profile = (
@@ -91,7 +124,7 @@ def against(run: Path, profile_name: str | None) -> Comparison:
     parts = [Part(f"waiting for tier {tier}", waited[tier], prediction.exposed.get(tier, 0.0)) for tier in waited]
     rest = [part for part in (step.measured - sum(waited.values()), step.predicted - sum(p.predicted for p in parts))]
     parts.append(Part("compute, optimizer and the rest", *rest))
-    return Comparison(run, profile.name, step, parts, prediction)
+    return Comparison(run, profile.name, bool(summary.traced), step, parts, prediction)
 
 
 def _read(path: Path, load: Any) -> dict[str, Any]:
@@ -119,22 +152,30 @@ def _profile_of_shape(run: Path, gpus: int, gcds: int) -> Profile:
     )
 
 
-def _median(run: Path, summary: dict[str, Any]) -> float:
+def _median(run: Path, summary: _Summary) -> float:
     """Median step without the first two, in which DeepSpeed records the order of parameters."""
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [row["step_s"] for row in map(json.loads, lines) if row.get("kind") == "step"]
-    except (OSError, ValueError, KeyError):
-        steps = []
-    return statistics.median(steps[2:]) if len(steps) > 3 else float(summary["step_s_median"])
+        rows = map(json.loads, read_small(run / "metrics.jsonl").decode().splitlines())
+        steps = [row["step_s"] for row in rows if isinstance(row, dict) and row.get("kind") == "step"]
+        if len(steps) > 3:
+            return float(statistics.median(steps[2:]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return summary.step_s_median or 0.0
 
 
-def _waited(summary: dict[str, Any]) -> dict[str, float]:
-    """Seconds per step for which ranks waited while a tier had a hop in flight, by the wire log, a mean over the ranks."""
-    ranks, steps = summary["world_size"], max(summary["steps_here"], 1)
+def _waited(summary: _Summary) -> dict[str, float]:
+    """Seconds per step for which ranks waited while a tier had a hop in flight.
+
+    By the traced steps where there are some; else by the wire log, a mean over ranks and steps.
+    """
+    if summary.traced:
+        by_tier = summary.traced
+        return {tier: by_tier[tier].wire_s * (1 - by_tier[tier].behind_compute) for tier in TIERS if tier in by_tier}
+    ranks, steps = summary.world_size, max(summary.steps_here, 1)
     found: dict[str, float] = {}
     for tier in TIERS:
-        rows = [row for row in summary["traffic"] if row["tier"] == tier and row["hops"]]
+        rows = [row for row in summary.traffic if row.tier == tier and row.hops]
         if rows:
-            found[tier] = sum(row["seconds"] - row["hidden_seconds"] for row in rows) / ranks / steps
+            found[tier] = sum(row.seconds - row.hidden_seconds for row in rows) / ranks / steps
     return found

@@ -64,7 +64,8 @@ _EPILOG = """examples:
 
 predictions: a simulation of the step with the constants of a profile (profile=NAME or a .yaml; by default that of the
 topology), see docs/model.md for its errors. --tune also takes memory=64GB of a device, global_batch=SEQUENCES of all
-devices, and codecs=lossless|weights|all, what codecs may lose.
+devices (by default train.micro_batch x train.grad_accumulation of each), and codecs=lossless|weights|all, what codecs
+may lose (by default all).
 
 link times: the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
 that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are those of flat rings,

@@ -68,11 +68,6 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _wait_text(step: Prediction) -> str:
-    waits = [f"{step.exposed[tier]:.3g} {tier}" for tier in TIERS if step.exposed.get(tier, 0.0) > 0.005 * step.step_s]
-    return ", ".join(waits) or "nothing"
-
-
 def _busy_text(step: Prediction) -> str:
     return f"{step.full} {step.busy.get(step.full, 0.0):.0%}"
 
@@ -287,6 +282,7 @@ def comparison_dict(found: Comparison) -> dict[str, Any]:
     return {
         "run": str(found.run),
         "profile": found.profile,
+        "waiting_by": "trace" if found.traced else "wire log",
         "step": {"measured_s": found.step.measured, "predicted_s": found.step.predicted},
         "parts": {part.name: {"measured_s": part.measured, "predicted_s": part.predicted} for part in found.parts},
         "largest_gap": found.largest.name,
@@ -300,13 +296,9 @@ def show_comparison(found: Comparison, console: Console) -> None:
         (part.name, f"{part.measured:.3f}", f"{part.predicted:.3f}", f"{part.gap:+.3f}")
         for part in (found.step, *found.parts)
     ]
-    console.print(
-        table_of(
-            f"{found.run} and its prediction (profile {found.profile}), seconds",
-            ("", "*measured", "*predicted", "*gap"),
-            rows,
-        )
-    )
+    waiting = "trace" if found.traced else "wire log"
+    title = f"{found.run} and its prediction (profile {found.profile}), seconds; waiting by its {waiting}"
+    console.print(table_of(title, ("", "*measured", "*predicted", "*gap"), rows))
     largest = found.largest
     share = abs(largest.gap) / found.step.measured
     longer = "longer" if largest.gap > 0 else "shorter"

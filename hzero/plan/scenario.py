@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,8 @@ KEYS = ("memory", "global_batch", "codecs", "profile")
 BUCKET = "stage3_prefetch_bucket_size"
 #: Its key of those that are reduced together.
 REDUCE_BUCKET = "reduce_bucket_size"
+#: DeepSpeed's defaults of ``stage3_max_reuse_distance`` and ``stage3_max_live_parameters``.
+REUSE_NUMEL = LIVE_NUMEL = 10**9
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -183,7 +184,8 @@ def itemsize_of(settings: Settings, profile: Profile | None) -> int:
 def job_of(settings: Settings, itemsize: int) -> Job:
     """What a configuration trains; ``itemsize`` is that of a weight.
 
-    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for.
+    DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
+    used again soon.
 
     Raises:
         ConfigError: The layers of the model differ.
@@ -194,8 +196,8 @@ def job_of(settings: Settings, itemsize: int) -> Job:
             f"model: the layers of {settings['model']['name']} differ, and predictions need equal ones; possible: the "
             "models of conf/model, and model=hf with equal layers"
         )
-    train, zero = settings["train"], settings["deepspeed"].get("zero_optimization", {})
-    bucket_numel = zero.get(BUCKET, BUCKET_NUMEL)
+    train = settings["train"]
+    bucket_numel = _elements(settings, BUCKET, BUCKET_NUMEL)
     return Job(
         shape,
         micro_batch=train["micro_batch"],
@@ -203,8 +205,17 @@ def job_of(settings: Settings, itemsize: int) -> Job:
         checkpointing=train["activation_checkpointing"],
         itemsize=itemsize,
         bucket_numel=bucket_numel,
-        ahead=int(zero.get("stage3_max_live_parameters", math.inf) >= 2 * bucket_numel),
+        reuse_numel=_elements(settings, "stage3_max_reuse_distance", REUSE_NUMEL),
+        ahead=int(_elements(settings, "stage3_max_live_parameters", LIVE_NUMEL) >= 2 * bucket_numel),
     )
+
+
+def _elements(settings: Settings, key: str, default: int) -> int:
+    """A number of elements in DeepSpeed's configuration of the stage."""
+    value = settings["deepspeed"].get("zero_optimization", {}).get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
+        raise ConfigError(f"deepspeed.zero_optimization.{key}: found {value!r}, expected a number of elements")
+    return int(value)
 
 
 def profile_of(overrides: Sequence[str], name: str | None) -> Profile | None:

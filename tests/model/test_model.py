@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from pathlib import Path
@@ -28,7 +29,8 @@ from benchmarks.calibration import (
 )
 from hzero.config import parse_config
 from hzero.model.collectives import Phase, transfer
-from hzero.model.profile import load_profile, profile_names
+from hzero.model.compute import model_buckets
+from hzero.model.profile import Source, load_profile, profile_names
 from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import speeds
 from hzero.model.simulate import COMPUTE, Task, simulate
@@ -156,6 +158,53 @@ def test_the_whole_machine_takes_less_than_a_second() -> None:
     found = _predicted("topo", 9408, micro_batch=2, accumulation=4)
     assert time.process_time() - start < 1
     assert found.step_s > _predicted("topo", 48, micro_batch=2, accumulation=4).step_s
+
+
+def test_small_models_are_gathered_together_and_kept() -> None:
+    """DeepSpeed gathers ahead across layers up to its bucket, and releases what is not used again soon."""
+    shape = gpt_neox_shape(_model("gpt_neox_125m"))
+    layer = sum(shape.layer)
+    buckets = model_buckets(shape, 5 * layer)
+    assert [bucket.name for bucket in buckets] == ["embedding", "5 layers", "5 layers", "2 layers", "head"]
+    assert sum(bucket.numel for bucket in buckets) == sum(shape.numels)
+    one_by_one = model_buckets(shape, layer)
+    assert sum(bucket.flops for bucket in buckets) == pytest.approx(sum(bucket.flops for bucket in one_by_one))
+
+    def gathers(reuse_numel: int, scheme: str | Scheme = "topo") -> list[str]:
+        made = _preset(scheme, Grid(2, 4, 2)) if isinstance(scheme, str) else scheme
+        job = Job(shape, bucket_numel=5 * layer, reuse_numel=reuse_numel)
+        timeline = predict(made, job, Grid(2, 4, 2), FRONTIER, exact=True).timeline
+        assert timeline is not None
+        return [task.name.removeprefix("backward ") for task in timeline.tasks
+                if task.name.startswith("backward") and task.lane != COMPUTE]  # fmt: skip
+
+    assert gathers(0) == ["2 layers", "5 layers", "5 layers", "embedding"], "the last is kept"
+    head = sum(shape.after)
+    assert gathers(2 * head + 1) == ["5 layers", "5 layers", "embedding"]
+    assert gathers(10**9) == []
+    assert len(gathers(10**9, Scheme("fsdp"))) == shape.layers + 2, "FSDP2 gathers each layer, and again"
+
+
+def test_layers_that_are_kept_are_not_extrapolated() -> None:
+    shape = gpt_neox_shape({**_model("gpt_neox_1b"), "num_layers": 24})
+    grid, plan = Grid(4, 4, 2), _preset("zero3", Grid(4, 4, 2))
+    job = Job(shape, reuse_numel=10**9)
+    short, exact = (predict(plan, job, grid, FRONTIER, exact=exact).step_s for exact in (False, True))
+    assert short == pytest.approx(exact, rel=0.01)
+    assert short < predict(plan, Job(shape), grid, FRONTIER).step_s
+
+
+def test_ddp_waits_for_its_buckets_when_backward_has_ended() -> None:
+    source = Source(what="a slow network", date="now", stack="none", kind="assumed")
+    slow = FRONTIER.with_values(source, net_tree_gb_s=1.0)
+    job = Job(gpt_neox_shape({**_model("gpt_neox_1b"), "num_layers": 8}))
+    timeline = predict(Scheme("ddp"), job, Grid(16, 4, 2), slow, exact=True).timeline
+    assert timeline is not None
+    backward = [task for task in timeline.tasks if task.name.startswith("backward")]
+    reductions = [task for task in timeline.tasks if task.name.startswith("reduce")]
+    assert len(backward) == len(reductions) > 8
+    assert all(after.start == before.end for before, after in itertools.pairwise(backward))
+    assert reductions[1].end > backward[-1].end, "the second is under way when backward ends"
 
 
 def test_compression_and_tiers_win_where_tokens_are_few() -> None:
