@@ -125,6 +125,7 @@ def report(rows: Sequence[StepsRow]) -> str:
         f" {first.machine.system}, Python {first.machine.python}. Versions: {versions}.",
         "",
         "Nothing was fit on these rows; the constants of cores in the profile `emulated` are those of 2026-11-22's `main`.",
+        "This machine's cores are up to 1.6 times as fast on one day as on another, which moves all predictions one way.",
         "The shortest of many medians is shorter by chance than its setting is, so the first figure is an upper estimate.",
         "",
         "```sh",
