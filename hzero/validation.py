@@ -80,7 +80,7 @@ def seconds_of(duration: str | float) -> float:
     if _DURATION.fullmatch(text):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
     else:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError):
             seconds = float(duration)
     if not 0 < seconds < math.inf or isinstance(duration, bool):
         raise ValueError(f"found {reprlib.repr(duration)}, possible: a duration such as 2h, 1h30m or 45s, or seconds")

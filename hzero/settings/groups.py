@@ -18,7 +18,7 @@ Rate = Annotated[FiniteFloat, Field(ge=0)]
 Timeout = Annotated[FiniteFloat, Field(ge=1, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
 #: A duration: ``2h``, ``1h30m``, ``45s``, or seconds.
-Duration = Annotated[str | int | float, AfterValidator(lambda value: seconds_of(value) and value)]
+Duration = Annotated[Any, AfterValidator(lambda value: seconds_of(value) and value)]
 #: Adam's two decay rates.
 Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 
@@ -148,7 +148,9 @@ class CheckpointBlock(Frozen):
 
     every: Count
     keep: Positive
+    keep_for: Duration | None
     max_failures: Positive
+    timeout_s: Timeout
     trust: bool
 
 

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,6 +96,9 @@ def publish(
     identity: Identity,
     keep: int,
     written: Mapping[str, tuple[int, str]],
+    *,
+    good: bool | None = None,
+    keep_s: float = 0.0,
 ) -> int:
     """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
 
@@ -106,6 +111,8 @@ def publish(
         identity: Of the run.
         keep: Complete checkpoints that are kept, and the newest good one beside them.
         written: Size and hash of what the ranks have written, by name. Other files are read to be hashed.
+        good: Whether a finite step has come after it already.
+        keep_s: Age in seconds below which complete checkpoints are kept as well.
 
     Returns:
         Bytes of all files.
@@ -118,16 +125,16 @@ def publish(
             raise OSError(errno.EIO, f"the file system has lost part of {size} bytes", str(folder / name))
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     hashes = {name: written[name][1] if name in written else digests.of_file(folder / name) for name in files}
-    note = {"step": step, "identity": asdict(identity), "good": None, "files": files, digests.HASHES: hashes}
+    note = {"step": step, "identity": asdict(identity), "good": good, "files": files, digests.HASHES: hashes}
     text = json.dumps(digests.sealed(note), indent=1)
     for path, content in ((folder / NOTE, text), (folder.parent / "latest", folder.name)):
         with replacing(path) as file:
             file.write(content)
-    _rotate(folder, keep)
+    _rotate(folder, keep, keep_s)
     return sum(files.values())
 
 
-def judge(folder: Path, good: bool, keep: int) -> None:
+def judge(folder: Path, good: bool, keep: int, keep_s: float = 0.0) -> None:
     """Notes whether the steps that came after a checkpoint were finite; with them, older ones beyond ``keep`` may go.
 
     Raises:
@@ -142,15 +149,16 @@ def judge(folder: Path, good: bool, keep: int) -> None:
         raise OSError(errno.EIO, "the note is not as it was written", str(folder / NOTE))
     with replacing(folder / NOTE) as file:
         file.write(json.dumps(digests.sealed({**note, "good": good}), indent=1))
-    _rotate(folder, keep)
+    _rotate(folder, keep, keep_s)
 
 
-def _rotate(newest: Path, keep: int) -> None:
-    """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep`` and the newest good one beside them."""
+def _rotate(newest: Path, keep: int, keep_s: float) -> None:
+    """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep``, the newest good one and young ones."""
     tags = [path for _, path in _tags(newest.parent)]
     older = tags[: tags.index(newest)]  # later ones are of an earlier life of the run
     complete = [path for path in (*older, newest) if (path / NOTE).exists()]
     kept = {*complete[-keep:], *[path for path in complete if _is_good(path)][-1:]}
+    kept |= {path for path in complete if keep_s and _age_s(path) < keep_s}
     for old in older:
         if old not in kept:
             with contextlib.suppress(OSError):  # one too many is no reason to stop
@@ -166,6 +174,14 @@ def remove(folder: Path) -> None:
     if folder.is_dir():
         (folder / NOTE).unlink(missing_ok=True)
         shutil.rmtree(folder)
+
+
+def _age_s(folder: Path) -> float:
+    """Seconds since a complete checkpoint was noted."""
+    try:
+        return time.time() - (folder / NOTE).stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def _is_good(folder: Path) -> bool:

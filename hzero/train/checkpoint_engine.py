@@ -1,13 +1,14 @@
-"""How DeepSpeed writes and reads the files of the trainer's checkpoints: hashed, without running code, and never torn apart."""
+"""How DeepSpeed writes and reads the files of the trainer's checkpoints: copied, hashed, without running code, never torn."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -15,22 +16,35 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from hzero.train import digests, safe_load
 from hzero.train.reshard import MODEL, OPTIMIZER, Resharding, resharding
+from hzero.train.writer import HostCopy
 from hzero.validation import ConfigError
 
 
+class Written(NamedTuple):
+    """What has become of a rank's files.
+
+    Attributes:
+        files: Size and hash of every file written, by name.
+        failure: Why one could not be written; None if all were.
+    """
+
+    files: dict[str, tuple[int, str]]
+    failure: str | None
+
+
 class TrainerCheckpointEngine(CheckpointEngine):
-    """Writes files with their hashes, and keeps an error of the disk instead of raising it.
+    """Copies what DeepSpeed saves, for `write` to write with hashes, and keeps an error of the disk instead of raising it.
 
     A rank that raised would leave DeepSpeed's collective save, in which the others then wait for it. So a rank whose disk
-    is full goes on to the end, writes no more, and says so in ``failure``; the ranks compare theirs afterwards.
+    is full writes no more and says so; the ranks compare theirs afterwards.
 
     Args:
         engine: The engine, which saves and loads by this object from now on.
         trust: Whether files may hold more than tensors.
 
     Attributes:
-        written: Of this rank's files of the last save: size and hash, by name.
-        failure: Why this rank could not write one of them; None if it has written all.
+        copied_bytes: Host memory that the copies of the save take, until its files are written.
+        copy_s: Seconds that copying took.
 
     Raises:
         ConfigError: DeepSpeed's configuration asks for another engine.
@@ -45,14 +59,17 @@ class TrainerCheckpointEngine(CheckpointEngine):
             )
         super().__init__()
         self.name = type(self).__name__
-        self.written: dict[str, tuple[int, str]] = {}
-        self.failure: str | None = None
+        self.copied_bytes, self.copy_s = 0, 0.0
+        self._tasks: list[Callable[[], object]] = []
+        self._writing: str | None = None
+        self._failure: str | None = None
+        self._written: dict[str, tuple[int, str]] = {}
         self._engine = engine
         self._resharding: Resharding | None = None
         self._trust, self._zipped = trust, stock.zipfile_serialization
         # The one file that DeepSpeed writes past its checkpoint engine, on rank 0.
         copy_scripts = engine._copy_recovery_script
-        engine._copy_recovery_script = lambda save_path: self._try(save_path, lambda: copy_scripts(save_path))
+        engine._copy_recovery_script = lambda save_path: self._later(save_path, lambda: copy_scripts(save_path))
         engine.checkpoint_engine = self
 
     @contextlib.contextmanager
@@ -77,8 +94,9 @@ class TrainerCheckpointEngine(CheckpointEngine):
             self._engine._get_all_ckpt_names, self._resharding = names, None
 
     def begin(self) -> None:
-        """Forgets the last save."""
-        self.written, self.failure = {}, None
+        """Forgets the last save, whose files have been written."""
+        self._tasks, self._written, self._failure = [], {}, None
+        self.copied_bytes, self.copy_s = 0, 0.0
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """DeepSpeed begins to write files, after it has made the folder."""
@@ -88,20 +106,25 @@ class TrainerCheckpointEngine(CheckpointEngine):
         self._try(path, lambda: os.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes a file, whole or not at all."""
+        """Copies what is to be written."""
+        began, copies = time.perf_counter(), HostCopy()
+        host = copies.of(state_dict)
+        copies.wait()
+        self.copied_bytes += copies.bytes
+        self.copy_s += time.perf_counter() - began
+        self._later(path, functools.partial(self._write, host, path))
 
-        def write() -> None:
-            file = digests.HashedFile(path)
-            try:
-                torch.save(state_dict, file, _use_new_zipfile_serialization=self._zipped)  # type: ignore[arg-type]
-            finally:
-                digest = file.close()  # its reason says more than torch's
-            self.written[Path(path).name] = (file.size, digest)
+    def write(self) -> Written:
+        """Writes the files, each whole or not at all. May be called on another thread."""
+        while self._tasks:
+            self._tasks.pop(0)()  # and frees the copy
+        self._writing = None
+        return Written(self._written, self._failure)
 
-        self._try(path, write)
-        if self.failure is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+    @property
+    def writing(self) -> str | None:
+        """The file that is being written."""
+        return self._writing
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file. Raises `ConfigError` if it holds more than tensors."""
@@ -110,14 +133,31 @@ class TrainerCheckpointEngine(CheckpointEngine):
         return safe_load.load(path, map_location, self._trust)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """The save ends. Whether all ranks have written theirs is for the trainer to find out."""
+        """DeepSpeed's save ends. The files are written later."""
         return True
 
+    def _write(self, host: Any, path: str) -> None:
+        try:
+            file = digests.HashedFile(path)
+            try:
+                torch.save(host, file, _use_new_zipfile_serialization=self._zipped)  # type: ignore[arg-type]
+            finally:
+                digest = file.close()  # its reason says more than torch's
+            self._written[Path(path).name] = (file.size, digest)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+
+    def _later(self, path: str, action: Callable[[], object]) -> None:
+        self._tasks.append(lambda: self._try(path, action))
+
     def _try(self, path: str, action: Callable[[], object]) -> None:
-        if self.failure is not None:
+        if self._failure is not None:
             return
+        self._writing = path
         try:
             action()
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-            self.failure = f"{getattr(error, 'filename2', None) or path}: {reason}"
+            self._failure = f"{getattr(error, 'filename2', None) or path}: {reason}"

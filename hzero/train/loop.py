@@ -37,7 +37,9 @@ from hzero.train.sample import Sampler
 from hzero.train.saver import Saver
 from hzero.train.status import Status
 from hzero.train.stop import Reason, Stop
+from hzero.train.stragglers import Stragglers, described
 from hzero.train.summary import build_summary, print_summary
+from hzero.validation import seconds_of
 from hzero.zero.guard import scaling_can_help
 
 #: Figures of a step that the monitor writes.
@@ -119,14 +121,18 @@ class Loop:
             run_dir / folder.CHECKPOINTS,
             checkpoint.identity_of(settings, corpus.key),
             keep=saves["keep"],
+            keep_s=seconds_of(saves["keep_for"]) if saves["keep_for"] is not None else 0.0,
             max_failures=saves["max_failures"],
             trust=saves["trust"],
+            timeout_s=saves["timeout_s"],
         )
+        self._stragglers = Stragglers(self._device)
         self._done = 0
         if resume_from is not None:
             self._saver.load(resume_from)
             self._done = resume_from.step
         self._stop = stop
+        self._waited_here_s = 0.0
         self._not_finite = 0  # steps in a row
         self._rows: list[dict[str, Any]] = []
         self._said: set[str] = set()
@@ -172,11 +178,11 @@ class Loop:
             for step in range(self._done + 1, train["steps"] + 1):
                 began = time.monotonic()
                 if status is not None:
-                    status.set("running", self._done)
+                    status.set("saving" if self._saver.busy else "running", self._done)
                 recordings.before(step)
-                shared_recorder().step = step - 1
+                shared_recorder().step, waited_s = step - 1, self._waited_s
                 try:
-                    row, stopped = self._step(step)
+                    row, stopped, written = self._step(step)
                 except hzero.DivergenceError as error:
                     self._saver.judge(False)
                     raise self._diverged(f"step {step}: {error}") from None
@@ -185,6 +191,12 @@ class Loop:
                     metrics.add(row)
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
                 self._guard(row, progress)
+                self._warn_of_saves(self._saver.advance(written), metrics)
+                slow = self._stragglers.add(row["step_s"], self._waited_s - waited_s)
+                if slow is not None and status is not None:
+                    status.set(status.state, step, stragglers=slow)
+                    for found in slow:
+                        progress.message(f"warning: {described(found)}")
                 with folder.may_write(self._run_dir, self._warn):
                     recordings.after(step, stopped is not None)
                 last = step == train["steps"]
@@ -202,10 +214,9 @@ class Loop:
                 if (every and (last or step % every == 0)) or stopped:
                     if status is not None:
                         status.set("saving", step)
-                    failure = self._saver.save(step, last=last or stopped is not None)
-                    if failure is not None and first:
-                        self._warn(f"{failure}; training goes on")
+                    self._warn_of_saves(self._saver.save(step, last=last or stopped is not None), metrics)
                 if stopped:
+                    self._warn_of_saves(self._saver.settle(last=True), metrics)
                     again = f"resume=auto run.dir={self._run_dir}"
                     why = "stopped" if stopped == "interrupted" else "stopped in time for the end of the job"
                     progress.message(f"{why} after step {step}; the same command with {again} goes on from there")
@@ -216,6 +227,7 @@ class Loop:
         traffic = own.wire_log.as_dicts() if own is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics, monitor)
+            self._warn_of_saves(self._saver.settle(last=True), metrics)
             loss = evaluation["loss_exact"]
             self._saver.judge(math.isfinite(loss))
             if train["guard"] and not math.isfinite(loss):
@@ -224,6 +236,7 @@ class Loop:
                 )
             if sample["every"] or sample["at_end"]:
                 self._write_sample(self._done, progress)
+        self._saver.close()
         if metrics is not None:
             metrics.close()
         monitor.close()
@@ -232,8 +245,26 @@ class Loop:
             status.end(stopped or "done", self._done)
         return stopped
 
-    def _step(self, step: int) -> tuple[dict[str, Any], Reason | None]:
-        """One optimizer step. Returns its metrics and whether any rank was asked to stop, both the same on all ranks."""
+    @property
+    def _waited_s(self) -> float:
+        """Seconds in which this rank has waited for others until now."""
+        own = hzero.state(self._engine)
+        return self._waited_here_s + (own.waited_s if own is not None else 0.0)
+
+    def _warn_of_saves(self, failures: list[str], metrics: folder.Metrics | None) -> None:
+        if metrics is not None:  # on rank 0
+            for failure in failures:
+                self._warn(f"{failure}; training goes on")
+            while self._saver.rows:
+                metrics.add(self._saver.rows.pop(0))
+
+    def _step(self, step: int) -> tuple[dict[str, Any], Reason | None, bool]:
+        """One optimizer step.
+
+        Returns:
+            Its metrics, why a rank was asked to stop, and whether all ranks have written their part of the save under way;
+            all the same on all ranks.
+        """
         train = self._settings["train"]
         started = time.perf_counter()
         rate = learning_rate(train, step)
@@ -248,13 +279,18 @@ class Loop:
             total += loss.detach().float()
             self._engine.backward(loss)
             self._engine.step()
-        # The ranks agree on the loss and on stopping in one message; of the clocks rank 0's counts.
-        timed = self._stop.timed or (self._rank == 0 and self._stop.is_due(self._saver.longest_s))
-        flags = torch.tensor([self._stop.asked, timed], dtype=torch.float32, device=self._device)
+        # The ranks agree on the loss, on stopping and on saves in one message; of the clocks rank 0's counts.
+        timed = self._stop.timed or (
+            self._rank == 0 and self._stop.is_due(self._saver.longest_s * (1 + self._saver.busy))
+        )
+        flags = torch.tensor([self._stop.asked, timed, self._saver.ready], dtype=torch.float32, device=self._device)
         shared = torch.cat([(total / train["grad_accumulation"])[None], flags])
+        arrived = time.perf_counter()
         dist.all_reduce(shared)
-        loss_mean, asked, times = shared.tolist()
+        loss_mean, asked, times, ready = shared.tolist()
         seconds = time.perf_counter() - started
+        if self._device.type == "cpu":  # on a device this also waits for this rank's own work
+            self._waited_here_s += time.perf_counter() - arrived
         tokens = self._batches.tokens(step)
         per_second = (tokens - self._batches.tokens(step - 1)) / seconds
         norm = self._engine.get_global_grad_norm()
@@ -269,9 +305,10 @@ class Loop:
             "tflops_per_rank": per_second * self._flops_per_token / self._world / 1e12,
             "step_s": seconds,
             "skipped": bool(getattr(self._engine.optimizer, "overflow", False)),
+            "time": round(time.time(), 3),
         }
         self._rows.append(row)
-        return row, "timed out" if times else "interrupted" if asked else None
+        return row, "timed out" if times else "interrupted" if asked else None, ready == self._world
 
     def _guard(self, row: dict[str, Any], progress: Progress) -> None:
         """Notices a step that is not finite; with too many in a row the run ends, on all ranks, since they share the row.

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hzero.files import read_small, replacing
 from hzero.train.folder import HISTORY, STATUS, may_write
@@ -99,11 +99,17 @@ class Status:
         self._run_dir, self._warn = run_dir, warn
         self._found, self._written = read(run_dir), -_EVERY_S
 
+    @property
+    def state(self) -> State:
+        """The state noted last."""
+        return cast(State, self._found["state"])
+
     def set(self, state: State, step: int, **more: Any) -> None:
         """Notes the state and the steps done: at once where the state has changed, else every ten seconds."""
         changed = self._found.get("state") != state
         if changed:
             self._found |= {"state": state, "since": now()}
+        changed = changed or any(self._found.get(name) != value for name, value in more.items())
         self._found |= {"step": step, **more}
         if changed or time.monotonic() - self._written >= _EVERY_S:
             self._written = time.monotonic()

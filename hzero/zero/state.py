@@ -107,6 +107,17 @@ class StageState:
         self._pipeline.drain()
         self._collectives.verify()
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for other ranks' part of hops.
+
+        On a processor those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
+        all lanes together and of those that have ended.
+        """
+        if self._pipeline.streams is None:
+            return self._pipeline.waited_s
+        return self.wire_log.seconds()
+
     def verify(self) -> None:
         """On a device: waits until the checksums of all hops so far are compared. Raises `HopError` for a difference."""
         self._collectives.verify()

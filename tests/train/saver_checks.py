@@ -8,6 +8,9 @@ import errno
 import functools
 import os
 import shutil
+import socket
+import threading
+import time
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,6 +24,7 @@ import hzero
 from hzero.train import checkpoint, reshard, safe_load
 from hzero.train.folder import WriteError
 from hzero.train.saver import Saver
+from hzero.train.stragglers import EVERY, Stragglers
 from tests.zero.training import (
     LR,
     AwkwardNet,
@@ -55,6 +59,13 @@ def _same(text: str | None) -> str:
     return str(text)
 
 
+def _saved(saver: Saver, step: int, *, last: bool = False) -> str | None:
+    """Saves and waits for it. Returns why it has failed."""
+    failures = [*saver.save(step, last=last), *saver.settle(last=last)]
+    assert len(failures) <= 1 and not saver.busy
+    return failures[0] if failures else None
+
+
 def check_a_save_that_fails_leaves_the_one_before() -> None:
     """Whichever rank fails, all agree and none hangs; the former checkpoint stays, and the next save is whole."""
     folder = shared_folder()
@@ -63,7 +74,7 @@ def check_a_save_that_fails_leaves_the_one_before() -> None:
     engine = engine_of(ds_config(block_of("topo"), **bf16))
     saver = Saver(engine, folder, identity, keep=2, max_failures=3, trust=False)
     train(engine, 1)
-    assert saver.save(1) is None
+    assert _saved(saver, 1) is None
 
     def left() -> int:
         dist.barrier()
@@ -73,27 +84,27 @@ def check_a_save_that_fails_leaves_the_one_before() -> None:
         return found.step
 
     with _failing(3, os, "fsync", errno.ENOSPC):
-        said = _same(saver.save(2))
+        said = _same(_saved(saver, 2))
     assert "step_000002/zero_pp_rank_3_mp_rank_00_model_states.pt: No space left on device (rank 3)" in said, said
     assert left() == 1
     with _failing(0, deepspeed_engine, "copyfile", errno.EROFS):
-        assert "Read-only file system (rank 0)" in _same(saver.save(3))
+        assert "Read-only file system (rank 0)" in _same(_saved(saver, 3))
     assert left() == 1
     full = mock.patch.object(shutil, "disk_usage", return_value=_Usage())
     with full:
         try:
-            saver.save(4)
+            _saved(saver, 4)
             raise AssertionError("a third failure in a row was taken")
         except WriteError as error:
             assert "kB, and 99 B are free; 3 saves in a row have failed (checkpoint.max_failures)" in _same(str(error))
             assert error.elsewhere == (dist.get_rank() != 0)
     assert left() == 1
-    assert saver.save(5) is None
+    assert _saved(saver, 5) is None
     dist.barrier()
     with full:  # the count has begun anew, and a last save may not fail
-        assert saver.save(6) is not None
+        assert _saved(saver, 6) is not None
         try:
-            saver.save(7, last=True)
+            _saved(saver, 7, last=True)
             raise AssertionError("a run ended without its last checkpoint")
         except WriteError as error:
             assert "the run ends without it" in _same(str(error))
@@ -141,7 +152,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
     built = engine("topo", 0)
     saver = saver_of(built)
     train(built, 2)
-    assert saver.save(2) is None
+    assert _saved(saver, 2) is None
     dist.barrier()
     expected = state_of(built)
     assert len(expected) > 20
@@ -173,3 +184,68 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         assert resumed.global_steps == 2
         assert_losses(train(resumed, 1, first=2), next_loss, 2e-2)  # of `zero3` the weights are not rounded
         resumed.destroy()
+
+
+def check_a_slow_rank_is_named() -> None:
+    """The one for which the others wait, by what the ranks measure."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    engine = engine_of(ds_config(block_of("topo")))
+    own = hzero.state(engine)
+    assert own is not None
+    train(engine, 1)
+    before = own.waited_s
+    for step in range(1, 5):
+        dist.barrier()
+        if rank == 3:
+            time.sleep(0.15)
+        train(engine, 1, first=step)
+    measured = Stragglers(device)
+    found = [measured.add(0.3, (own.waited_s - before) / 4) for _ in range(EVERY)]
+    assert found[:-1] == [None] * (EVERY - 1) and found[-1] is not None
+    assert [(row["host"], row["ranks"]) for row in found[-1]] == [(socket.gethostname(), [3])], found[-1]
+    assert found[-1][0]["lag_s"] > 0.1
+    engine.destroy()
+
+
+def check_training_goes_on_while_a_save_is_written() -> None:
+    """A rank whose disk is slow is named after the timeout; what is published are the states at the save."""
+    folder = shared_folder()
+    identity = checkpoint.Identity("shape", "text", 0, dist.get_world_size(), "bf16")
+    engine = engine_of(ds_config(block_of("topo"), bf16={"enabled": True}))
+    saver = Saver(engine, folder, identity, keep=2, max_failures=9, trust=False, timeout_s=0.5)
+    train(engine, 1)
+    masters, go, stock = masters_of(engine), threading.Event(), os.fsync
+
+    def slow(handle: int) -> None:
+        assert go.wait(60)
+        stock(handle)
+
+    with mock.patch.object(os, "fsync", slow) if dist.get_rank() == 3 else contextlib.nullcontext():
+        assert saver.save(1) == [] and saver.busy
+        train(engine, 1, first=1)
+        saver.judge(True)
+        assert any(not torch.equal(master, masters[name]) for name, master in masters_of(engine).items())
+        for failures in (saver.settle(), saver.save(2)):
+            said = _same(" ".join(failures))
+            assert "the checkpoint of step 1 could not be saved: it is not written after 0.5 s" in said, said
+            assert "rank 3 on " in said and said.endswith("step_000001/zero_pp_rank_3_mp_rank_00_model_states.pt"), said
+        assert saver.busy and checkpoint.newest(folder) is None
+        try:
+            saver.save(2, last=True)
+            raise AssertionError("a run ended without its last checkpoint")
+        except WriteError as error:
+            assert "step 2 could not be saved: that of step 1 is still being written; the run ends without it" in str(
+                error
+            )
+        go.set()
+        assert saver.settle() == []
+    assert [row["step"] for row in saver.rows] == [1] * (dist.get_rank() == 0)
+    dist.barrier()
+    found = checkpoint.newest(folder)
+    assert found is not None and found.step == 1 and found.good, "the step that came meanwhile was finite"
+    engine.destroy()
+    resumed = engine_of(ds_config(None, bf16={"enabled": True}), AwkwardNet(seed=9))
+    Saver(resumed, folder, identity, keep=2, max_failures=1, trust=False).load(found)
+    for name, master in masters_of(resumed).items():
+        assert torch.equal(master, masters[name]), name
+    resumed.destroy()

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from hzero.cli import main
 from hzero.train import checkpoint, data, digests, folder, safe_load
 from hzero.train.checkpoint import Identity
+from hzero.train.writer import HostCopy, Writer
 from hzero.validation import ConfigError
 
 IDENTITY = Identity("shape", "text", 0, 2, "fp32")
@@ -163,6 +165,15 @@ def test_the_last_good_checkpoint_is_never_rotated_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000006", "step_000007"]
 
 
+def test_young_checkpoints_are_kept_as_well(tmp_path: Path) -> None:
+    first, second, third = (_save(tmp_path, step) for step in (1, 2, 3))
+    os.utime(first / checkpoint.NOTE, (0, 0))
+    checkpoint.judge(third, True, 1, keep_s=60.0)
+    assert sorted(tmp_path.glob("step_*")) == [second, third]
+    checkpoint.judge(third, True, 1)
+    assert sorted(tmp_path.glob("step_*")) == [third]
+
+
 def test_a_checkpoint_is_good_once_a_finite_step_has_come_after_it(tmp_path: Path) -> None:
     """Until then the one before it stays, however few are kept; and one that led to NaN is not resumed from."""
     _save(tmp_path, 1, keep=1)
@@ -216,6 +227,30 @@ def test_a_note_that_is_damaged_cannot_be_judged(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="the note is not as it was written"):
             checkpoint.judge(target, True, 1)
         assert (target / checkpoint.NOTE).read_text() == text
+
+
+def test_a_copy_of_states_is_apart_from_them() -> None:
+    """A view of a large tensor takes no more than itself, and containers keep their kind."""
+    large = torch.arange(1000.0)
+    state: dict[str, Any] = OrderedDict(
+        view=large[10:20], group=[{"lr": 1.0, "at": (torch.ones(2), 3)}], size=torch.Size([2])
+    )
+    state._metadata = {"version": 1}  # type: ignore[attr-defined]
+    copies = HostCopy()
+    made = copies.of(state)
+    large.zero_()
+    state["group"][0]["lr"] = 2.0
+    state["group"][0]["at"][0].zero_()
+    assert torch.equal(made["view"], torch.arange(10.0, 20.0)) and made["view"].untyped_storage().nbytes() == 40
+    assert made["group"][0]["lr"] == 1.0 and made["group"][0]["at"][0].sum() == 2 and copies.bytes == 48
+    assert type(made) is OrderedDict and made._metadata == {"version": 1} and type(made["size"]) is torch.Size
+
+
+def test_a_task_that_fails_ends_no_writer() -> None:
+    writer, order = Writer(), list[int]()
+    tasks = [writer.submit(lambda number=number: order.append(1 // number)) for number in (1, 0, 1)]  # type: ignore[misc]
+    assert tasks[-1].result(60) is None and order == [1, 1]
+    assert isinstance(tasks[1].exception(60), ZeroDivisionError)
 
 
 class _Command:

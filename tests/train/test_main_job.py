@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "interrupted" and summary["steps"] == max(_losses(run))
 
-    newest, before = sorted((run / "checkpoints").glob("step_*"))[::-1]
+    newest, before, *_ = sorted((run / "checkpoints").glob("step_*"))[::-1]
     assert (newest / "complete.json").exists() and newest.name == f"step_{summary['steps']:06d}"
     damaged = newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = bytearray(damaged.read_bytes())
@@ -165,16 +165,19 @@ def test_a_run_that_is_killed_interrupted_and_torn_goes_on_bit_for_bit(folder: P
 
 
 def test_a_run_goes_on_with_other_ranks_and_another_preset_and_back(folder: Path) -> None:
-    """From two nodes to one, where a step takes two micro-steps, and from hzero to stock ZeRO-3; then the reverse."""
-    whole, run, job = folder / "runs" / "whole", folder / "runs" / "moved", ("run.name=moved", "checkpoint.every=2")
+    """From two nodes to one, where a step takes two micro-steps, and from hzero to stock ZeRO-3; then the reverse.
+
+    The first job has so little time that it stops after a step.
+    """
+    whole, run, job = folder / "runs" / "whole", folder / "runs" / "moved", ("run.name=moved",)
     start = f"resume='{whole}/checkpoints/step_000008'"
-    code, out, err = _start(folder, *job, "zero=stock", "topology.nodes=1", start).finish()
-    assert code == 0 and "step_000008 of 4 ranks goes on with 2" in out, out + err
+    code, out, err = _start(folder, *job, "zero=stock", "topology.nodes=1", "train.time_limit=1s", start).finish()
+    assert code == 75 and "step_000008 of 4 ranks goes on with 2" in out, out + err
     assert "train.grad_accumulation=2 in place of 1: the checkpoint's steps have 8 sequences" in out
     assert "from 4 to 2 ranks: " in out
-    shutil.rmtree(run / "checkpoints" / "step_000012")
+    assert _status(run)["state"] == "timed out" and list(_losses(run)) == [9]
     code, out, err = _start(folder, *job, "zero=lossless", "resume=auto").finish()
-    assert code == 0 and "step_000010 of 2 ranks goes on with 4" in out, out + err
+    assert code == 0 and "step_000009 of 2 ranks goes on with 4" in out, out + err
     expected = {step: loss for step, loss in _losses(whole).items() if step > 8}
     assert _losses(run) == pytest.approx(expected, rel=1e-5)
     assert [json.loads(line)["ranks"] for line in (run / "history.jsonl").read_text().splitlines()] == [2, 4]
@@ -268,7 +271,8 @@ def test_a_run_that_cannot_save_goes_on_and_then_stops_with_the_reason(folder: P
     assert len(re.findall(f"warning: {failed.format(2, 'training goes on')}", out.read_text())) == 1
     assert len(re.findall(failed.format(4, "2 saves in a row have failed"), err.read_text())) == 1
     assert "Traceback" not in err.read_text()
-    assert max(_losses(folder / "runs" / "full")) == 4 and not list((folder / "runs" / "full").rglob("step_*"))
+    # Training went on while the file was written that turned out to be too large.
+    assert 4 <= max(_losses(folder / "runs" / "full")) <= 6 and not list((folder / "runs" / "full").rglob("step_*"))
 
 
 def test_a_run_stopped_after_its_last_step_is_evaluated_and_summed_up(folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hzero.train import folder, runs, status
+from hzero.train import folder, runs, status, stragglers
 from hzero.train.stop import TIME_SIGNAL, Stop, ends_at
 from hzero.validation import seconds_of
 
@@ -128,3 +128,27 @@ def test_runs_are_shown_with_their_state(tmp_path: Path) -> None:
     status.end_lost(tmp_path)
     assert runs.state_of(tmp_path, {}) == "failed"
     assert runs.state_of(tmp_path, {"status": "timed out"}) == "timed out"
+
+
+def test_the_rank_that_waits_least_is_named_with_its_node() -> None:
+    hosts = [f"node{rank // 4}" for rank in range(12)]
+    waits = [0.30] * 12
+    assert stragglers.slow(hosts, [1.0] * 12, waits) == []
+    waits[6], waits[7], waits[1] = 0.05, 0.15, 0.25  # 0.05 s of a step of 1 s are no reason to name anybody
+    found = stragglers.slow(hosts, [1.0] * 12, waits)
+    assert found == [{"host": "node1", "ranks": [6, 7], "lag_s": 0.25, "step_s": 1.0}]
+    assert stragglers.described(found[0]).startswith(
+        "rank 6, 7 on node1 is slow: the others wait for it 0.25 s of every step"
+    )
+    waits[11] = 0.0
+    assert [row["host"] for row in stragglers.slow(hosts, [1.0] * 12, waits)] == ["node2", "node1"]
+
+
+def test_stragglers_are_noted_at_once(tmp_path: Path) -> None:
+    status.begin(tmp_path, step=0, steps=12, ranks=8)
+    kept = status.Status(tmp_path, print)
+    kept.set("running", 1)
+    kept.set(kept.state, 2, stragglers=[{"host": "a"}])
+    assert status.read(tmp_path)["stragglers"] == [{"host": "a"}] and status.read(tmp_path)["step"] == 2
+    kept.set(kept.state, 3, stragglers=[{"host": "a"}])
+    assert status.read(tmp_path)["step"] == 2
