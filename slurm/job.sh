@@ -14,6 +14,7 @@
 #   HZERO_TOPOLOGY   how these options describe the machine: auto, or GPUs and GCDs such as 4x2
 set -uo pipefail
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would pass no variables on
+umask 077 # as `hzero train` has it
 export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 nodes=$SLURM_JOB_NUM_NODES
 restart=${SLURM_RESTART_COUNT:-0}
@@ -63,7 +64,9 @@ case ${HZERO_ENV:-} in
 *.sif) python=(singularity exec "$HZERO_ENV" python) ;;
 *)
   local_env=$HZERO_LOCAL/hzero-$SLURM_JOB_ID
-  each_node mkdir -p "$local_env" || fail "cannot make $local_env on every node"
+  # -O: what runs from there must not be another user's, where the disk is one that all may write.
+  # shellcheck disable=SC2016
+  each_node bash -c 'mkdir -p "$1" && [ -O "$1" ]' _ "$local_env" || fail "cannot make $local_env on every node"
   # A broadcast that fails can leave parts of files on some nodes, which fail in strange ways when they are used.
   sbcast --preserve --force "$HZERO_ENV" "$local_env/env.tar" || fail "sbcast of $HZERO_ENV failed"
   # --overwrite: a job that is started again may find its files there.
@@ -147,7 +150,8 @@ if [ "$status" -ne 0 ] && [ "$status" -ne 2 ] && [ -z "$cancelled" ] && [ "$rest
   result="$result; started again"
   leave "$status"
   trap - EXIT
-  scontrol requeue "$SLURM_JOB_ID" # which ends this script
+  # It ends this script, unless the site does not allow it.
+  scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not start it again: submit it again, or as a chain" >&2
 else
   say "$result"
 fi
