@@ -266,42 +266,59 @@ def test_a_run_trains_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
     assert f"{2 * ranks} ranks: 2 nodes x 1 GPU x {ranks} GCDs" in _logs(run)
 
 
+#: Half a minute of training on two cores, in fp32 and without a codec, so that losses can be compared bit for bit.
+LONG = ["train.steps=24", "train.micro_batch=16", "checkpoint.every=4", "zero=lossless", "train.dtype=fp32"]
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run that nothing has interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    _train(slurm, run, *LONG)
+    _reached(slurm, run, 1, 300)
+    assert len(_losses(run)) == 24, _logs(run)
+    return _losses(run)
+
+
 @pytest.mark.skipif(not FULL, reason="takes minutes; HZERO_SLURM=full runs it")
-def test_losses_do_not_depend_on_the_jobs_of_a_run(slurm: Cluster, tmp_path: Path) -> None:
-    keys = ["train.steps=30", "train.micro_batch=16", "checkpoint.every=5", "zero=lossless", "train.dtype=fp32"]
-    whole, limited, moved = (tmp_path / name for name in ("whole", "limited", "moved"))
-    _train(slurm, whole, *keys)
-    _reached(slurm, whole, 1, 300)
-    assert len(_losses(whole)) == 30, _logs(whole)
+def test_a_run_that_hits_its_time_limit_goes_on_bit_for_bit(
+    slurm: Cluster, whole: dict[int, float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    _train(slurm, run, *LONG, "time=2m", "launcher.slurm.signal_s=92")
+    _reached(slurm, run, 2, 300)
+    while _history(run)[-1]["status"] == 75:
+        _reached(slurm, run, len(_history(run)) + 1, 300)
+    results = [row["result"] for row in _history(run)]
+    assert results == ["saved, to go on; started again"] * (len(results) - 1) + ["finished"], _logs(run)
+    assert _losses(run) == whole
 
-    # The time limit: Slurm sends the signal, the ranks save, the job starts again.
-    _train(slurm, limited, *keys, "time=2m", "launcher.slurm.signal_s=92")
-    _reached(slurm, limited, 2, 300)
-    while _history(limited)[-1]["status"]:
-        _reached(slurm, limited, len(_history(limited)) + 1, 300)
-    assert [row["status"] for row in _history(limited)][:1] == [75], _logs(limited)
-    assert _losses(limited) == _losses(whole)  # bit for bit
 
-    # Two nodes to one, where a rank is killed, and back with another preset.
+@pytest.mark.skipif(not FULL, reason="takes minutes; HZERO_SLURM=full runs it")
+def test_a_run_goes_on_with_other_nodes_and_presets_and_after_a_killed_rank(
+    slurm: Cluster, whole: dict[int, float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
     def until_step(step: int) -> None:
-        _until(lambda: max(_losses(moved), default=0) >= step, slurm, f"step {step}")
+        _until(lambda: max(_losses(run), default=0) >= step, slurm, f"step {step}")
 
-    _train(slurm, moved, *keys, "launcher.slurm.restarts=0")
-    until_step(7)
-    slurm.run("scancel", "--signal=USR1", str(_numbers_in(moved)[-1]))
-    _reached(slurm, moved, 1, 100)
-    _train(slurm, moved, *keys, "launcher.slurm.restarts=1", nodes=1)
-    until_step(13)
-    os.kill(_ranks_of(moved, lambda variables: variables["SLURM_PROCID"] == "1")[0], signal.SIGKILL)
-    _reached(slurm, moved, 2, 100)
-    assert _history(moved)[-1]["status"] not in (0, 75)
-    until_step(17)
-    slurm.run("scancel", "--signal=USR1", str(_numbers_in(moved)[-1]))
-    _reached(slurm, moved, 3, 100)
-    _train(slurm, moved, *keys[:-2], "zero=zero3", "train.dtype=fp32")
-    _reached(slurm, moved, 4, 300)
-    assert _history(moved)[-1]["result"] == "finished", _logs(moved)
-    assert _losses(moved) == pytest.approx(_losses(whole), rel=1e-5)
+    _train(slurm, run, *LONG, "launcher.slurm.restarts=0")
+    until_step(5)
+    slurm.run("scancel", "--signal=USR1", str(_numbers_in(run)[-1]))
+    _reached(slurm, run, 1, 100)
+    _train(slurm, run, *LONG, "launcher.slurm.restarts=1", nodes=1)
+    until_step(10)
+    os.kill(_ranks_of(run, lambda variables: variables["SLURM_PROCID"] == "1")[0], signal.SIGKILL)
+    _reached(slurm, run, 2, 100)
+    assert _history(run)[-1]["status"] not in (0, 75)
+    until_step(14)
+    slurm.run("scancel", "--signal=USR1", str(_numbers_in(run)[-1]))
+    _reached(slurm, run, 3, 100)
+    _train(slurm, run, *LONG[:3], "zero=zero3", "train.dtype=fp32")
+    _reached(slurm, run, 4, 300)
+    assert _history(run)[-1]["result"] == "finished", _logs(run)
+    assert _losses(run) == pytest.approx(whole, rel=1e-5)
 
 
 def _numbers_in(run: Path) -> list[int]:
