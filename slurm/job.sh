@@ -115,7 +115,8 @@ if [ "${#HZERO_CHECK[@]}" -gt 0 ]; then
   # shellcheck disable=SC2016
   all_ranks alone bash -c 'out=$1 ranks=$2; shift 2
     export RANK=$SLURM_LOCALID WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$((MASTER_PORT + 1 + SLURM_NODEID))
-    unset SLURM_STEP_ID SLURM_STEPID # these ranks are a world of their own
+    # These ranks are a world of their own, whatever Slurm and the PMI of a Cray say.
+    unset SLURM_STEP_ID SLURM_STEPID PMI_RANK PMI_SIZE PMIX_RANK PALS_RANKID
     exec "$@" --out "$out-$SLURM_NODEID.json"' _ "$logs/alone" "$HZERO_RANKS" \
     env NCCL_NET=Socket "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of 1)" "${HZERO_CHECK[@]}"
   bad=$(bad_nodes alone) || fail "the check of the nodes could not be read, see $logs"
