@@ -14,6 +14,7 @@
 #   HZERO_TOPOLOGY   how these options describe the machine: auto, or GPUs and GCDs such as 4x2
 set -uo pipefail
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would pass no variables on
+umask 077 # as `hzero train` has it
 export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 nodes=$SLURM_JOB_NUM_NODES
 restart=${SLURM_RESTART_COUNT:-0}
@@ -63,7 +64,9 @@ case ${HZERO_ENV:-} in
 *.sif) python=(singularity exec "$HZERO_ENV" python) ;;
 *)
   local_env=$HZERO_LOCAL/hzero-$SLURM_JOB_ID
-  each_node mkdir -p "$local_env" || fail "cannot make $local_env on every node"
+  # -O: what runs from there must not be another user's, where the disk is one that all may write.
+  # shellcheck disable=SC2016
+  each_node bash -c 'mkdir -p "$1" && [ -O "$1" ]' _ "$local_env" || fail "cannot make $local_env on every node"
   # A broadcast that fails can leave parts of files on some nodes, which fail in strange ways when they are used.
   sbcast --preserve --force "$HZERO_ENV" "$local_env/env.tar" || fail "sbcast of $HZERO_ENV failed"
   # --overwrite: a job that is started again may find its files there.
@@ -112,7 +115,8 @@ if [ "${#HZERO_CHECK[@]}" -gt 0 ]; then
   # shellcheck disable=SC2016
   all_ranks alone bash -c 'out=$1 ranks=$2; shift 2
     export RANK=$SLURM_LOCALID WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$((MASTER_PORT + 1 + SLURM_NODEID))
-    unset SLURM_STEP_ID SLURM_STEPID # these ranks are a world of their own
+    # These ranks are a world of their own, whatever Slurm and the PMI of a Cray say.
+    unset SLURM_STEP_ID SLURM_STEPID PMI_RANK PMI_SIZE PMIX_RANK PALS_RANKID
     exec "$@" --out "$out-$SLURM_NODEID.json"' _ "$logs/alone" "$HZERO_RANKS" \
     env NCCL_NET=Socket "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of 1)" "${HZERO_CHECK[@]}"
   bad=$(bad_nodes alone) || fail "the check of the nodes could not be read, see $logs"
@@ -147,7 +151,8 @@ if [ "$status" -ne 0 ] && [ "$status" -ne 2 ] && [ -z "$cancelled" ] && [ "$rest
   result="$result; started again"
   leave "$status"
   trap - EXIT
-  scontrol requeue "$SLURM_JOB_ID" # which ends this script
+  # It ends this script, unless the site does not allow it.
+  scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not start it again: submit it again, or as a chain" >&2
 else
   say "$result"
 fi

@@ -156,7 +156,12 @@ def _names(wheel: Path) -> set[str]:
 
 def test_wheel_holds_configuration_and_types(wheel: Path) -> None:
     names = _names(wheel)
-    assert {"hzero/conf/train.yaml", "hzero/conf/model/gpt_neox_20b.yaml", "hzero/py.typed"} <= names
+    assert {
+        "hzero/conf/train.yaml",
+        "hzero/conf/model/gpt_neox_20b.yaml",
+        "hzero/py.typed",
+        "hzero/slurm/scripts/job.sh",
+    } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"hzero/{path.relative_to(ROOT)}" in names

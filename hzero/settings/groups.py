@@ -89,7 +89,20 @@ class TopologyGroup(Frozen):
 
 
 class SlurmBlock(Frozen):
-    """The jobs of a run under Slurm. The rules of the ``machine`` are those of `hzero.slurm.machine`."""
+    """The jobs of a run under Slurm.
+
+    Attributes:
+        machine: Whose rules hold (``hzero/slurm/machines``).
+        account: Who pays.
+        partition: null takes the machine's main one.
+        qos: Quality of service, such as debug.
+        time: Of one job, such as 2h or 1:30:00; null takes the longest that the rules allow.
+        signal_s: Seconds before that time at which the ranks are told to save and stop.
+        environment: Archive or container with Python, torch and hzero.
+        check: Whether a job checks its nodes and their links before it trains.
+        restarts: How often a job that is not finished is started again. In a chain the next job goes on instead.
+        options: More options of sbatch, such as --mail-type=END.
+    """
 
     machine: Name
     account: Name | None

@@ -15,7 +15,7 @@ from hzero.topology import Grid
 BUCKET_NUMEL = 50_000_000
 #: Maximum number of reductions in flight, and of refresh messages ahead of the gathers.
 IN_FLIGHT = 2
-#: Channels of an NCCL or RCCL communicator, as ``slurm/frontier_train.sbatch`` asks for; by default they depend on the
+#: Channels of an NCCL or RCCL communicator, as ``slurm/frontier.env`` asks for; by default they depend on the
 #: machine. ``NCCL_BUFFSIZE`` is 4 MiB by default, for each channel and neighbour.
 CHANNELS, CHANNEL_BYTES = 16, 4 << 20
 

@@ -152,19 +152,6 @@ def _say_and_keep(line: str, said: list[str]) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _submit(settings: Settings) -> int:
-    """Sends the run to the cluster of its launcher as a job, whose ranks come here again."""
-    job = job_with(settings, list(HydraConfig.get().overrides.task), _suffix(settings.preset))
-    _say(f"submitted: job {submit(job)[0]} of {job.nodes:,} nodes; `hzero slurm status {job.run_dir}`")
-    return 0
-
-
-def _suffix(preset: str) -> str:
-    """What tells the folders of a multirun's runs apart."""
-    several = HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN")
-    return f"-{HydraConfig.get().job.num}-{preset}" if several else ""
-
-
 def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> Path:
     """Checks and prepares everything before anything is written into the run's folder.
 
@@ -232,6 +219,19 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
     return run_dir
+
+
+def _submit(settings: Settings) -> int:
+    """Sends the run to the cluster of its launcher as a job, whose ranks come here again."""
+    job = job_with(settings, list(HydraConfig.get().overrides.task), _suffix(settings.preset))
+    _say(f"submitted: job {submit(job)[0]} of {job.nodes:,} nodes; `hzero slurm status {job.run_dir}`")
+    return 0
+
+
+def _suffix(preset: str) -> str:
+    """What tells the folders of a multirun's runs apart."""
+    several = HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN")
+    return f"-{HydraConfig.get().job.num}-{preset}" if several else ""
 
 
 def _check_machine(settings: Settings) -> None:

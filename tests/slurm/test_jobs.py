@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -94,6 +95,7 @@ def _until(holds: Callable[[], Any], slurm: Cluster, what: str) -> None:
 
 
 def _history(run: Path) -> list[dict[str, Any]]:
+    """The ends of a run's jobs."""
     rows = [json.loads(line) for line in (run / "slurm" / "jobs.jsonl").read_text().splitlines()]
     return [row for row in rows if "result" in row]
 
@@ -191,32 +193,134 @@ def test_the_rules_of_a_cluster_are_asked_from_it(
         assert message in capsys.readouterr().err
 
 
-def test_a_run_trains_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
-    run, size = tmp_path / "run", 8 if FULL else 2
-    keys = [
-        "machine=slurm_local",
-        "nodes=2",
-        "topology.gpus_per_node=1",
-        f"topology.gcds_per_gpu={size}",
-        f"run.dir={run}",
-    ]
-    keys += [
-        "train.steps=3",
-        "train.eval_batches=1",
-        "sample.at_end=false",
-        "data.max_bytes=100000",
-        "checkpoint.every=0",
-    ]
-    keys += [f"launcher.slurm.check={str(FULL).lower()}", "launcher.slurm.restarts=0"]
-    environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "hzero", "slurm", "submit", *keys]
+@pytest.mark.skipif(not FULL, reason="takes half a minute; HZERO_SLURM=full runs it")
+def test_a_job_whose_node_has_died_starts_again_on_others(slurm: Cluster, job: Callable[..., Path]) -> None:
+    run = job()
+    _until(lambda: len(_calls(run, " train ")) == 4, slurm, "the job trains")
+    dead = _calls(run, " train ")[-1][0]
+    for pid in _ranks_of(run, lambda variables: variables["SLURMD_NODENAME"] == dead):
+        os.kill(pid, signal.SIGSTOP)  # the daemon's death alone would leave them at work
+    slurm.kill_node(dead)
+    _until(lambda: {row[0] for row in _calls(run, " train ") if row[2] == "1"}, slurm, "Slurm has started it again")
+    assert dead not in {row[0] for row in _calls(run, " train ") if row[2] == "1"}
+    for pid in _ranks_of(run, lambda variables: variables["SLURMD_NODENAME"] == dead):
+        os.kill(pid, signal.SIGKILL)
+    slurm.start_node(dead)
+    (run / "go").write_text("0")
+    _until(lambda: any(row["result"] == "finished" for row in _history(run)), slurm, "the job finishes")
+
+
+def _ranks_of(run: Path, chosen: Callable[[dict[str, str]], bool]) -> list[int]:
+    """Processes of a run's ranks that are chosen by their environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (place / "cmdline").read_bytes()
+            text = (place / "environ").read_text(errors="replace")
+        except OSError:  # it has ended
+            continue
+        variables = dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
+        started = (
+            f"run.dir={run}".encode() in arguments and "SLURM_STEP_ID" in variables and b"srun" not in arguments[:8]
+        )
+        if started and chosen(variables):
+            found.append(int(place.name))
+    return found
+
+
+def _train(slurm: Cluster, run: Path, *keys: str, nodes: int = 2, ranks: int = 2) -> None:
+    """Submits a run of the smallest model."""
+    given = ["machine=slurm_local", f"nodes={nodes}", "topology.gpus_per_node=1", f"topology.gcds_per_gpu={ranks}"]
+    given += [f"run.dir={run}", "train.eval_batches=1", "sample.at_end=false", "data.max_bytes=100000", *keys]
+    environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(run.parent / "cache")}
+    command = [sys.executable, "-m", "hzero", "slurm", "submit", *given]
     subprocess.run(command, env=environment, check=True, timeout=60)
-    history = run / "slurm" / "jobs.jsonl"
-    deadline = time.monotonic() + (500 if FULL else 120)
-    while "result" not in history.read_text() and time.monotonic() < deadline:
+
+
+def _logs(run: Path) -> str:
+    return "\n".join(path.read_text() for path in run.glob("slurm/**/*.log"))
+
+
+def _losses(run: Path) -> dict[int, float]:
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+
+
+def _reached(slurm: Cluster, run: Path, count: int, seconds: float) -> None:
+    """Waits until a run's jobs have ended so many times."""
+    deadline = time.monotonic() + seconds
+    while len(_history(run)) < count:
+        if time.monotonic() > deadline:
+            pytest.fail(f"{len(_history(run))} of {count} ends within {seconds:g} s\n{_logs(run)}\n{slurm.log()}")
         time.sleep(0.2)
-    logs = "\n".join(path.read_text() for path in run.glob("slurm/**/*.log"))
-    assert [row["result"] for row in _history(run)] == ["finished"], logs
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3]
-    assert f"{2 * size} ranks: 2 nodes x 1 GPU x {size} GCDs" in logs
+
+
+def test_a_run_trains_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    run, ranks = tmp_path / "run", 8 if FULL else 2
+    check = f"launcher.slurm.check={str(FULL).lower()}"
+    _train(slurm, run, "train.steps=3", "checkpoint.every=0", "launcher.slurm.restarts=0", check, ranks=ranks)
+    _reached(slurm, run, 1, 500 if FULL else 120)
+    assert [row["result"] for row in _history(run)] == ["finished"], _logs(run)
+    assert list(_losses(run)) == [1, 2, 3]
+    assert f"{2 * ranks} ranks: 2 nodes x 1 GPU x {ranks} GCDs" in _logs(run)
+
+
+#: Half a minute of training on two cores, in fp32 and without a codec, so that losses can be compared bit for bit.
+LONG = ["train.steps=24", "train.micro_batch=16", "checkpoint.every=4", "zero=lossless", "train.dtype=fp32"]
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run that nothing has interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    _train(slurm, run, *LONG)
+    _reached(slurm, run, 1, 300)
+    assert len(_losses(run)) == 24, _logs(run)
+    return _losses(run)
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; HZERO_SLURM=full runs it")
+def test_a_run_that_hits_its_time_limit_goes_on_bit_for_bit(
+    slurm: Cluster, whole: dict[int, float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    _train(slurm, run, *LONG, "time=2m", "launcher.slurm.signal_s=92")
+    _reached(slurm, run, 2, 300)
+    while _history(run)[-1]["status"] == 75:
+        _reached(slurm, run, len(_history(run)) + 1, 300)
+    results = [row["result"] for row in _history(run)]
+    assert results == ["saved, to go on; started again"] * (len(results) - 1) + ["finished"], _logs(run)
+    assert _losses(run) == whole
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; HZERO_SLURM=full runs it")
+def test_a_run_goes_on_with_other_nodes_and_presets_and_after_a_killed_rank(
+    slurm: Cluster, whole: dict[int, float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    def until_step(step: int) -> None:
+        _until(lambda: max(_losses(run), default=0) >= step, slurm, f"step {step}")
+
+    _train(slurm, run, *LONG, "launcher.slurm.restarts=0")
+    until_step(5)
+    slurm.run("scancel", "--signal=USR1", str(_numbers_in(run)[-1]))
+    _reached(slurm, run, 1, 100)
+    _train(slurm, run, *LONG, "launcher.slurm.restarts=1", nodes=1)
+    until_step(10)
+    os.kill(_ranks_of(run, lambda variables: variables["SLURM_PROCID"] == "1")[0], signal.SIGKILL)
+    _reached(slurm, run, 2, 100)
+    assert _history(run)[-1]["status"] not in (0, 75)
+    until_step(14)
+    slurm.run("scancel", "--signal=USR1", str(_numbers_in(run)[-1]))
+    _reached(slurm, run, 3, 100)
+    _train(slurm, run, *LONG[:3], "zero=zero3", "train.dtype=fp32")
+    _reached(slurm, run, 4, 300)
+    assert _history(run)[-1]["result"] == "finished", _logs(run)
+    assert _losses(run) == pytest.approx(whole, rel=1e-5)
+
+
+def _numbers_in(run: Path) -> list[int]:
+    rows = [json.loads(line) for line in (run / "slurm" / "jobs.jsonl").read_text().splitlines()]
+    return [row["job"] for row in rows if "submitted" in row]
