@@ -267,7 +267,7 @@ def test_a_run_trains_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
 
 
 #: Half a minute of training on two cores, in fp32 and without a codec, so that losses can be compared bit for bit.
-LONG = ["train.steps=24", "train.micro_batch=16", "checkpoint.every=4", "zero=lossless", "train.dtype=fp32"]
+LONG = ["train.steps=60", "train.micro_batch=16", "checkpoint.every=4", "zero=lossless", "train.dtype=fp32"]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def whole(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     run = tmp_path_factory.mktemp("whole") / "run"
     _train(slurm, run, *LONG)
     _reached(slurm, run, 1, 300)
-    assert len(_losses(run)) == 24, _logs(run)
+    assert len(_losses(run)) == 60, _logs(run)
     return _losses(run)
 
 
