@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from hzero.collectives import Chain, TieredCollectives
+from hzero.collectives import Chain
 from hzero.config import PLAIN
 from hzero.sharding.records import record_format
 from hzero.zero.refusals import ZeroParameter
@@ -74,9 +74,8 @@ class GatherHandle:
 class ResidentHandle:
     """Handle of parameters that are resident decoded. It starts nothing, and waits for their refresh."""
 
-    def __init__(self, managed: Sequence[Managed], collectives: TieredCollectives) -> None:
+    def __init__(self, managed: Sequence[Managed]) -> None:
         self._managed = managed
-        self._collectives = collectives
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available, as `GatherHandle.wait` does."""
@@ -85,7 +84,7 @@ class ResidentHandle:
             own.refresh.wait()
             assert own.whole is not None, "the refresh has made it"
             param = own.param
-            param.data = self._collectives.used(own.whole)[: param.ds_numel].view(param.ds_shape)
+            param.data = own.whole[: param.ds_numel].view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._managed = ()
 

@@ -294,7 +294,7 @@ class Weights:
             param.ds_status = ZeroParamStatus.INFLIGHT
             self._managed[param.ds_id].decoded = self._lossy
         if self._plan.decoded:
-            return ResidentHandle([self._managed[param.ds_id] for param in params], self.collectives)
+            return ResidentHandle([self._managed[param.ds_id] for param in params])
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in params:
             by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
@@ -415,7 +415,6 @@ class Weights:
 
     def _encode_difference(self, managed: Sequence[Managed], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
         """What is new in this rank's shards, against the copy that all ranks hold."""
-        self._await_change()
         row = self._plan.rank if self._plan.decoded else self._plan.own_row
         sources = []
         for own, weights in zip(managed, self._own_shards([own.param for own in managed], bucket)):
@@ -472,11 +471,11 @@ class Weights:
         return partial(self._encode_primary, params, bucket, codec, self._version)
 
     def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
-        self._await_change()
         return codec.encode(self._own_shards(params, bucket), bucket.chunks, seed=seed)
 
     def _own_shards(self, params: Sequence[ZeroParameter], bucket: Bucket) -> list[torch.Tensor]:
         """The primary shards, without padding: that of the last ones holds no element, and DeepSpeed does not set it."""
+        self._await_change()
         shards = []
         for param, chunk in zip(params, bucket.chunks):
             valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)

@@ -59,6 +59,7 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     assert main.config.cluster.rates_mbit == Rates(gcd=200, gpu=75, node=50)
     assert [item.config.train.accumulation for item in asked if item.title.startswith("accumulation/")] == [
         1,
+        2,
         4,
         8,
     ]
