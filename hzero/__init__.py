@@ -1,7 +1,7 @@
 """hzero: a ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.
 
-Weights, gradients and optimizer states are sharded over the package, the node or the world, each over its own, and
-collectives go tier by tier, each tier with its own codec. See docs/architecture.md.
+Weights, gradients and optimizer states are sharded over the device, the package, the node or the world, each over its
+own, and collectives go tier by tier, each tier with its own codec. See docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -236,7 +236,8 @@ class HZeroConfig(_Block):
         block_size: Elements that share a scale; a codec may have its own.
         resident: Form of weights over the device: `decoded`, the default, once a step, in the bytes of the weights' type; or
             as `payload`, in the codec's bytes, which forward and backward decode at every use. Weights over a wider scope
-            are always kept as payload.
+            are always kept as payload. Forward reads decoded weights where they are kept, so no module may write to its
+            weights in forward, as ``torch.nn.Embedding`` with ``max_norm`` does.
         error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at zero
             after a resume.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
@@ -247,7 +248,9 @@ class HZeroConfig(_Block):
             is nearer to the weights. An error of one step is part of the next difference, so none adds up. The copy is kept
             in the weights' own type. Needs weights over less than the world.
         full_refresh_every: With `refresh_differences`: steps from one refresh of whole weights, without codec, to the next. The
-            first one, and those after a load or an edit, are always whole.
+            first one, and those after a load or an edit inside `GatheredParameters`, are always whole. So a resumed run
+            does not repeat the bits of one that went on. A master that a script sets (`safe_set_full_fp32_param`) comes as
+            a difference, and is exact after a few steps.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
         exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints
             store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
@@ -330,6 +333,12 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         raise ConfigError(
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
+        )
+    refreshed = tiers_outside(shard.weights)
+    if parsed.refresh_differences and all(parsed.codecs.weights[tier].codec == "none" for tier in refreshed):
+        raise ConfigError(
+            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec none, where a difference "
+            f"has no fewer bytes and is rounded; possible with {', '.join(CODECS[:0:-1])} in {path}.codecs.weights"
         )
     return HZeroConfig(
         **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written

@@ -97,6 +97,11 @@ BAD: list[tuple[Any, str]] = [
         {"preset": "zero3", "refresh_differences": True},
         "hzero.refresh_differences: no copy is kept of weights over the world",
     ),
+    (
+        {"preset": "lossless", "refresh_differences": True},
+        "weights are refreshed on gpu, node with codec none, where a difference has no fewer bytes and is rounded; possible "
+        "with int4, int8, bf16 in hzero.codecs.weights",
+    ),
     ({"full_refresh_every": 0}, "hzero.full_refresh_every: found 0"),
     ({"resident": "decoded"}, "hzero.resident: found 'decoded' with weights over the package"),
     ({"resident": "whole"}, "hzero.resident: unknown value 'whole'. Possible: decoded, payload"),

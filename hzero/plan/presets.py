@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from hzero.arguments import Parser
-from hzero.config import PRESETS
+from hzero.config import PRESETS, ROLES
 from hzero.formatting import table_of
 from hzero.plan.command import compute
 from hzero.validation import ConfigError
@@ -60,17 +60,18 @@ def run_presets(arguments: Sequence[str]) -> int:
 
 
 def _row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    preset = PRESETS[name]
     tiers: dict[str, int] = {}
+    codecs: dict[str, dict[str, None]] = {role: {} for role in ROLES}
     for row in plan["traffic"]:
         if row["used"]:
             tiers[row["tier"]] = tiers.get(row["tier"], 0) + row["wire_bytes"]
+            codecs[row["role"]][row["codec"]] = None
     return {
         "preset": name,
         "weights": plan["weights"],
-        "weights_codec": preset.weights_codec,
+        "weights_codec": "/".join(codecs["weights"]) or "none",
         "gradients": plan["gradients"],
-        "gradients_codec": preset.gradients_codec,
+        "gradients_codec": "/".join(codecs["gradients"]) or "none",
         "tier_bytes": tiers,
         "node_bytes": plan["node_bytes"][f"hzero {name}"],
         "state_bytes": sum(state["bytes"] for state in plan["memory"] if state["name"] in _STATES),

@@ -75,6 +75,7 @@ def plan_memory(
     bucket = min(max(bucket_numel, largest), sum(numels))
     gather_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
     refresh_bits = itemsize if plan.differences else gather_bits  # a whole refresh has no codec
+    decoded_bits = itemsize if plan.decoded or plan.differences else 0
     reduce_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
     refreshed = min(max(plan.refresh_numel(bucket_numel, itemsize), largest), sum(numels)) if plan.refresh_hops() else 0
     first = plan.reduce_hops()[0].size if plan.reduce_hops() else 1
@@ -97,8 +98,14 @@ def plan_memory(
         ),
         StateMemory(
             "transient refresh",
-            round(2 * (IN_FLIGHT + 1) * refreshed * refresh_bits / plan.grid.scope_size(plan.weights_scope)),
-            f"two payloads of each of {IN_FLIGHT + 1} messages of {refreshed:,} elements" if refreshed else "none",
+            round(
+                refreshed
+                * (2 * (IN_FLIGHT + 1) * refresh_bits + decoded_bits)
+                / plan.grid.scope_size(plan.weights_scope)
+            ),
+            f"two payloads of each of {IN_FLIGHT + 1} messages of {refreshed:,} elements{', one decoded' * bool(decoded_bits)}"
+            if refreshed
+            else "none",
         ),
         StateMemory(
             "transient reduce",

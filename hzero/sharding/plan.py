@@ -96,7 +96,7 @@ class ShardPlan:
         checksum: Whether every message carries a checksum.
         decoded: Whether resident weights are kept decoded: whole, in their own type.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
-        adaptations: How the preset was adapted to the machine, for a warning.
+        adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
         notes: Settings that have no effect here.
     """
 
@@ -147,6 +147,17 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
+        refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
+        differs = config.refresh_differences and any(config.codecs.weights[tier].codec != "none" for tier in refreshed)
+        if config.refresh_differences and not differs:
+            how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
+            notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
+        coarse = [t for t in tiers_inside(weights) if grid.size(t) > 1 and config.codecs.weights[t].codec == "int4"]
+        if differs and coarse:
+            adaptations.append(
+                f"refresh_differences: on {', '.join(coarse)} every use gathers the weights themselves, and no differences, "
+                "in int4; codec none sends the copy as it is"
+            )
         return cls(
             grid,
             rank,
@@ -160,9 +171,7 @@ class ShardPlan:
             config.node_all_gather,
             config.checksum,
             weights == "device" and config.resident != "payload",
-            config.full_refresh_every
-            if config.refresh_differences and grid.scope_size(weights) < grid.world_size
-            else 0,
+            config.full_refresh_every if differs else 0,
         )
 
     def __str__(self) -> str:

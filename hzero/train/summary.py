@@ -122,7 +122,7 @@ def _fetches(
     DeepSpeed keeps parameters that are used again soon (``stage3_max_reuse_distance``), so a small model is gathered once.
     Plain ZeRO-3 would gather as often.
     """
-    hops = (plan.fetch_hops() or plan.gather_hops()) if plan is not None else ()
+    hops = (plan.fetch_hops() if plan.resident else plan.gather_hops()) if plan is not None else ()
     seen = [row for row in traffic if hops and (row["role"], row["tier"]) == ("weights", hops[-1].tier)]
     if plan is None or not seen or not micro_steps:
         return 2.0

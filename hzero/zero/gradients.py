@@ -24,7 +24,8 @@ class Gradients:
 
     `micro` submits the reduction of a bucket and does not wait for it. Its partial sums are added to the gradient
     accumulators, float32, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by the
-    size of the gradients' scope; the last hop adds them as it decodes them. In the last micro-step of a window they go on
+    size of the gradients' scope; the last hop adds them as it decodes them. Over a single device no hop is made, and whole
+    gradients are added up as they are. In the last micro-step of a window they go on
     across the outer tiers at once, while backward runs; a window of one micro-step keeps no accumulator. `boundary`
     sends what still waits, and delivers all shards together: after an error none is delivered, and the window is given
     up.
@@ -129,15 +130,17 @@ class Gradients:
 
         Those of a window's only micro-step cross as they are.
         """
-        flat = [self._collectives.used(param.grad).reshape(-1) for param in params]
+        flat = [self._collectives.used(param.grad).to(dtype).reshape(-1) for param in params]
         for param in params:
             param.grad = None
         if self._divides_first(dtype):
             torch._foreach_div_(flat, self._plan.grid.world_size)
         self._waiting.update((param.ds_id, param) for param in params)
         with self._all_or_nothing():
-            if last and not any(param.ds_id in self._accumulators for param in params):
+            # Without a hop nothing copies them from DeepSpeed's bucket, which the next gradients overwrite.
+            if last and self._boundary_hops and not any(param.ds_id in self._accumulators for param in params):
                 self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
+                self._limit_crossings()
                 return
             for param, grad in zip(params, flat):
                 kept = self._accumulators.get(param.ds_id)
@@ -145,9 +148,10 @@ class Gradients:
                     kept.add_(grad)
                 else:
                     self._keep(param.ds_id, grad.to(torch.float32, copy=True))
+            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
             if last:
                 self._cross(params, dtype, scale, self._next_seed())
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+                self._limit_crossings()
 
     def _keep(self, key: int, accumulator: torch.Tensor) -> None:
         self._accumulators[key] = accumulator
@@ -235,6 +239,11 @@ class Gradients:
         self._crossing.append((params, dtype, chain))
         return chain
 
+    def _limit_crossings(self) -> None:
+        """Waits until few crossings are in flight: each holds its message twice."""
+        if len(self._crossing) > IN_FLIGHT:
+            self._crossing[-IN_FLIGHT - 1][2].wait()
+
     def boundary(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
         """Sends the partial sums that still wait over the outer tiers and delivers this rank's shards.
 
@@ -248,8 +257,7 @@ class Gradients:
             rest = [self._waiting[key] for key in sorted(self._accumulators)]
             for params in in_buckets(((param, param.ds_numel) for param in rest), self.bucket_numel):
                 self._cross(params, dtype, scale, self._next_seed())
-                if len(self._crossing) > IN_FLIGHT:
-                    self._crossing[-IN_FLIGHT - 1][2].wait()
+                self._limit_crossings()
             crossed = [(params, kind, chain.wait()) for params, kind, chain in self._crossing]
             self._crossing.clear()
             self._waiting.clear()

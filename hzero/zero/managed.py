@@ -41,13 +41,13 @@ class Managed:
     decoded: bool = False
     age: int | None = None
 
-    def copy(self, dtype: torch.dtype) -> torch.Tensor:
+    def copy(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """The resident copy in the weights' own type, where it lies, ``[rows, chunk]``: all shards, or those of a payload."""
         if self.whole is not None:
-            return self.whole.view(-1, self.chunk)
+            return self.whole.view(rows, self.chunk)
         assert self.payload is not None, "a refresh of whole weights has made it"
         record = record_format(PLAIN).record_bytes(self.chunk, dtype.itemsize) // dtype.itemsize
-        return self.payload.view(dtype).view(-1, record)[:, : self.chunk]
+        return self.payload.view(dtype).view(rows, record)[:, : self.chunk]
 
 
 class GatherHandle:

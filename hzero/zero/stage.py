@@ -216,8 +216,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _refuse_early_reader(self, param: ZeroParameter) -> None:
         if self.hzero.gradients.holds(param):
             raise RuntimeError(
-                f"hzero: the gradient of parameter {param.ds_id} is a partial sum inside its node until the accumulation "
-                "boundary. Read it after the backward of the last micro-step, before step(); with "
+                f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its {self.hzero.plan.gradients_scope} "
+                "until the accumulation boundary. Read it after the backward of the last micro-step, before step(); with "
                 "managed_gradient_accumulation false, after optimizer.finalize_gradient_accumulation_boundary()"
             )
 

@@ -120,12 +120,12 @@ class Weights:
             if in_forward and managed.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                 return self.gather([managed.param]).wait()
         for param in [managed.param] if param_list is None else param_list:
-            # Available data may have been decoded. An exact reader, above all one that writes back, must not see it:
-            # partition it, and let DeepSpeed gather the primary shards.
+            # Available data may have been decoded. An exact reader, above all one that writes back, must not see it, and
+            # none may write to the resident copy: partition it, and let DeepSpeed gather the primary shards.
             own = self._managed.get(param.ds_id)
             if own is None or param.ds_status != ZeroParamStatus.AVAILABLE or param.ds_active_sub_modules:
                 continue
-            if own.decoded:
+            if own.decoded or own.whole is not None:
                 param.partition()
         gathered = managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
         for param in [managed.param] if param_list is None else param_list:
@@ -328,6 +328,7 @@ class Weights:
             self._encoder = chain
         return GatherHandle(params, chain)
 
+    @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
         """One message of resident payloads, as they lie in memory; they are laid together where they do not yet."""
         managed = [self._managed[param.ds_id] for param in params]
@@ -418,11 +419,12 @@ class Weights:
         row = self._plan.rank if self._plan.decoded else self._plan.own_row
         sources = []
         for own, weights in zip(managed, self._own_shards([own.param for own in managed], bucket)):
-            copy = own.copy(bucket.dtype)[row, : weights.numel()]
+            copy = own.copy(self._plan.resident_rows, bucket.dtype)[row, : weights.numel()]
             difference = weights.to(torch.float32) - copy
             sources.append(difference.to(bucket.dtype) if codec.name == "none" else difference)
         return codec.encode(sources, bucket.chunks, seed=seed)
 
+    @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _add_difference(
         self, managed: Sequence[Managed], bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:
@@ -432,9 +434,10 @@ class Weights:
         else:
             differences = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
         for own, difference in zip(managed, differences):
-            if own.chunk:
-                own.copy(bucket.dtype).add_(difference.view(-1, own.chunk))
+            copy = own.copy(self._plan.resident_rows, bucket.dtype)
+            copy.add_(difference.view(copy.shape))
 
+    @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _keep(
         self, managed: Sequence[Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:

@@ -123,3 +123,19 @@ def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int
     )
     assert explicit.weights_scope == "package"
     assert len([note for note in explicit.notes if "unused" in note]) == 1
+
+
+def test_where_differences_have_no_effect_or_another_one() -> None:
+    """They need a lossy hop outside the weights' scope of this machine, and are not what a use gathers."""
+    codecs = {"weights": {"gcd": "none", "gpu": "int4", "node": "int4"}}
+    block = parse_config({"preset": "topo", "refresh_differences": True, "full_refresh_every": 7, "codecs": codecs})
+    plan = ShardPlan.from_config(block, Grid(2, 4, 2), 0)
+    assert plan.differences == 7 and not plan.notes and not plan.adaptations
+    within = ShardPlan.from_config(block, Grid(1, 8, 1), 0)  # weights over all devices
+    assert not within.differences and any("over no tier here" in note for note in within.notes)
+    coarse = ShardPlan.from_config(block, Grid(2, 8, 1), 0)  # weights over the node
+    assert coarse.differences == 7 and any("on gpu every use gathers" in one for one in coarse.adaptations)
+    codecs = {"weights": {"gcd": "int4", "gpu": "none", "node": "none"}}
+    block = parse_config({"preset": "replica", "refresh_differences": True, "codecs": codecs})
+    exact = ShardPlan.from_config(block, Grid(2, 8, 1), 0)
+    assert not exact.differences and any("codec none on gpu, node" in note for note in exact.notes)
