@@ -180,8 +180,6 @@ NOT_SEEN = {
     "collectives/transport.py take: pending.wait()": "of the probe, which has no chain",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
     "zero/weights.py _payloads: self.collectives.used(first)": "its memory goes with a refresh after those who read it",
-    "zero/managed.py wait: self._collectives.used(own.whole)": "stock keeps it when it frees the parameter",
-    "zero/weights.py _encode_difference: self._await_change()": "steps come before forwards, whose streams wait for them",
     "zero/stage.py offload_states: self.hzero.weights.before_change()": "the stand-in's states are on the host already",
     "zero/gradients.py _limit_crossings: self._crossing[-IN_FLIGHT - 1][2].wait()": "limits memory; waited for again",
     "zero/gradients.py clear: chain.wait()": "on processors; on a device all that chains do has been enqueued",
