@@ -15,10 +15,12 @@ from hzero.sharding.traffic import plan_traffic
 from tests.zero.training import (
     AwkwardNet,
     assert_losses,
+    batch,
     block_of,
     ds_config,
     engine_of,
     masters_of,
+    mean_over_ranks,
     same_on_all_ranks,
     shared_folder,
     train,
@@ -118,3 +120,46 @@ def check_whole_weights_are_sent_after_a_load_and_an_edit() -> None:
             engine.module.up.weight.data.mul_(3.0)
     assert float(_read(engine)["gain"]) == 5.0
     engine.destroy()
+
+
+class _WithNothing(AwkwardNet):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.nothing.sum()
+
+
+def check_an_evaluation_in_inference_mode_may_start_a_refresh() -> None:
+    """What it keeps is trained with and added to; a parameter without elements is no obstacle."""
+    for block in (block_of("zero1"), _block("device"), _block("package")):
+        losses = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            engine = engine_of(ds_config(block), _WithNothing())
+            got = []
+            for first in (0, 2):
+                with mode():
+                    engine(batch(first, 0))
+                got += train(engine, 2, first=first)
+            engine.destroy()
+            losses.append(got)
+        assert losses[0] == losses[1], (block, losses)
+
+
+def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
+    """As in stock. A parameter that is kept whole between steps must not let it into the resident copy."""
+    for preset in ("zero1", "lossless"):
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 10**6}
+        engine = engine_of(ds_config(block_of(preset), zero_optimization=zero))
+        train(engine, 1)
+        losses = []
+        for value in (5.0, 6.0):
+            with torch.no_grad():
+                losses.append(mean_over_ranks(engine(batch(50, 0))))
+                with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                    engine.module.gain.data.fill_(value + dist.get_rank())
+        assert losses[0] == losses[1], losses
+        engine.destroy()
