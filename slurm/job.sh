@@ -69,8 +69,9 @@ case ${HZERO_ENV:-} in
   each_node bash -c 'mkdir -p "$1" && [ -O "$1" ]' _ "$local_env" || fail "cannot make $local_env on every node"
   # A broadcast that fails can leave parts of files on some nodes, which fail in strange ways when they are used.
   sbcast --preserve --force "$HZERO_ENV" "$local_env/env.tar" || fail "sbcast of $HZERO_ENV failed"
-  # --overwrite: a job that is started again may find its files there.
-  each_node tar --overwrite -xf "$local_env/env.tar" -C "$local_env" || fail "$HZERO_ENV cannot be unpacked on every node"
+  # --overwrite: a job that is started again may find its files there. flock: nodes that are pretended share a disk.
+  each_node flock "$local_env.lock" tar --overwrite -xf "$local_env/env.tar" -C "$local_env" ||
+    fail "$HZERO_ENV cannot be unpacked on every node"
   export PATH=$local_env/bin:$PATH
   python=("$local_env/bin/python")
   # The archive's scripts hold the path at which it was packed.
@@ -145,7 +146,7 @@ elif [ "$status" -eq 75 ]; then
 else
   result="failed with status $status"
 fi
-[ -z "${local_env:-}" ] || each_node rm -rf "$local_env"
+[ -z "${local_env:-}" ] || each_node rm -rf "$local_env" "$local_env.lock"
 if [ "$status" -ne 0 ] && [ "$status" -ne 2 ] && [ -z "$cancelled" ] && [ "$restart" -lt "$HZERO_RESTARTS" ]; then
   say "$result; the job is started again"
   result="$result; started again"
