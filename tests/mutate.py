@@ -48,7 +48,7 @@ _TIERED: list[OnRanks | InProcess] = [
     OnRanks(world_size, ("tests.collectives.tiered_checks", "tests.collectives.fault_checks")) for world_size in (8, 6)
 ]
 _UNIT: list[OnRanks | InProcess] = [
-    InProcess(tuple(f"tests/collectives/test_{name}.py" for name in ("gather", "order", "trace", "checksum")))
+    InProcess(tuple(f"tests/collectives/test_{name}.py" for name in ("bucket", "gather", "order", "trace", "checksum")))
 ]
 _STAGE: list[OnRanks | InProcess] = [
     OnRanks(8, ("tests.zero.equality_checks", "tests.zero.gradient_checks")),

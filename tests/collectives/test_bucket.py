@@ -1,0 +1,33 @@
+"""Buckets of parameters, and the canary's patterns. No process group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.collectives import Canary, in_buckets
+
+
+@given(st.lists(st.integers(0, 20)), st.integers(1, 40))
+def test_buckets_are_as_full_as_the_limit_allows(sizes: list[int], limit: int) -> None:
+    items = list(enumerate(sizes))
+    buckets = list(in_buckets(((item, item[1]) for item in items), limit))
+    assert [item for bucket in buckets for item in bucket] == items
+    filled = [sum(size for _, size in bucket) for bucket in buckets]
+    assert all(total <= limit or len(bucket) == 1 for total, bucket in zip(filled, buckets))
+    assert all(total + following[0][1] > limit for total, following in zip(filled, buckets[1:]))
+
+
+def test_patterns_differ_by_sender_receiver_and_turn() -> None:
+    ranks = np.arange(4)
+    one = np.arange(1)
+    patterns = [
+        row.tobytes()
+        for sent in (1, 2)
+        for receiver in ranks
+        for row in Canary._pattern(SimpleNamespace(_sent=sent), ranks, one + receiver, 2)  # type: ignore[arg-type]
+    ]
+    assert len(set(patterns)) == len(patterns) == 32 and {len(pattern) for pattern in patterns} == {16}
