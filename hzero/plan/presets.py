@@ -50,12 +50,12 @@ def run_presets(arguments: Sequence[str]) -> int:
     for override in parsed.overrides:
         if override.partition("=")[0] in ("preset", "zero", "zero.preset"):
             raise ConfigError(f"{override}: given to `hzero presets`, which lists all of {', '.join(PRESETS)}")
-    job = compute([*parsed.overrides, "zero.preset=topo"])
-    rows = [_row(name, compute([*parsed.overrides, f"zero.preset={name}"])) for name in PRESETS]
+    plans = {name: compute([*parsed.overrides, f"zero.preset={name}"]) for name in PRESETS}
+    rows = [_row(name, plan) for name, plan in plans.items()]
     if parsed.json:
         print(json.dumps(rows, indent=1))
     else:
-        _show(rows, job)
+        _show(rows, next(iter(plans.values())))  # of the same job as all
     return 0
 
 

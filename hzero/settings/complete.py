@@ -11,7 +11,7 @@ from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from omegaconf.errors import OmegaConfBaseException
 
 from hzero.config import PRESETS
-from hzero.settings.conf import conf_dir
+from hzero.settings.conf import conf_dir, long_name
 
 
 def matches(word: str, before: Sequence[str], short: Mapping[str, str]) -> list[str]:
@@ -28,7 +28,7 @@ def matches(word: str, before: Sequence[str], short: Mapping[str, str]) -> list[
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
-            line = " ".join([*(_long(override, short) for override in before), _long(word, short)])
+            line = " ".join([*(long_name(override, short) for override in before), long_name(word, short)])
             found = DefaultCompletionPlugin(loader)._query("train", line)
             if len(found) == 1 and found[0].endswith("."):  # a shell would put a blank behind the only answer
                 found = DefaultCompletionPlugin(loader)._query("train", line.rpartition(" ")[0] + f" {found[0]}")
@@ -37,8 +37,3 @@ def matches(word: str, before: Sequence[str], short: Mapping[str, str]) -> list[
     if sign and key in short:
         found = [f"{key}={override.partition('=')[2]}" for override in found]
     return found if sign else [*found, *(f"{name}=" for name in short)]
-
-
-def _long(override: str, short: Mapping[str, str]) -> str:
-    key, sign, value = override.partition("=")
-    return f"{short[key]}={value}" if sign and key in short else override

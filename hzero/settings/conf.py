@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ def compose(overrides: list[str]) -> DictConfig:
             return hydra_compose("train", overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from None
+
+
+def long_name(override: str, short: Mapping[str, str]) -> str:
+    """An override with the whole name of its key.
+
+    Args:
+        override: ``KEY=VALUE``.
+        short: Short names of keys, with the keys that they stand for.
+    """
+    key, sign, value = override.partition("=")
+    return f"{short[key]}={value}" if sign and key in short else override
 
 
 def check_values(overrides: Sequence[str]) -> None:

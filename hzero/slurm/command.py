@@ -13,6 +13,7 @@ from typing import Any
 from hzero.arguments import Parser
 from hzero.files import read_small, refusing, replacing
 from hzero.formatting import table_of
+from hzero.settings.conf import long_name
 from hzero.slurm import queue
 from hzero.slurm.job import FOLDER, HISTORY, chain_length, job_of, submit
 from hzero.slurm.machine import minutes_of, time_text
@@ -85,21 +86,12 @@ def run_slurm(arguments: Sequence[str]) -> int:
     return 0
 
 
-def long_names(overrides: Sequence[str]) -> list[str]:
-    """Overrides with whole names of keys."""
-    found = []
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        found.append(f"{SHORT[key]}={value}" if sign and key in SHORT else override)
-    return found
-
-
 def _chain(text: str | None) -> float:
     return minutes_of("--chain", text) if text is not None else 0.0
 
 
 def _render(parsed: argparse.Namespace) -> None:
-    job = job_of(long_names(parsed.overrides))
+    job = job_of([long_name(override, SHORT) for override in parsed.overrides])
     text = job.script(chained=chain_length(job, _chain(parsed.chain)) > 1)
     if parsed.output is None:
         sys.stdout.write(text)
@@ -112,7 +104,7 @@ def _render(parsed: argparse.Namespace) -> None:
 
 
 def _submit(parsed: argparse.Namespace) -> None:
-    job = job_of(long_names(parsed.overrides))
+    job = job_of([long_name(override, SHORT) for override in parsed.overrides])
     numbers = submit(job, _chain(parsed.chain))
     said = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {numbers[0]} to {numbers[-1]}, one after the other"
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from importlib import resources
@@ -10,10 +11,9 @@ from typing import Annotated
 import yaml
 from pydantic import Field, FiniteFloat
 
-from hzero.validation import ConfigError, Frozen, one_of, validated
+from hzero.validation import ConfigError, Frozen, one_of, seconds_of, validated
 
 _FOLDER = resources.files("hzero") / "slurm" / "machines"
-_UNITS = {"d": 1440.0, "h": 60.0, "m": 1.0}
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -126,7 +126,8 @@ def minutes_of(where: str, text: str | int) -> float:
     found = str(text)
     minutes = 0.0
     if re.fullmatch(r"(?:\d{1,6}(?:\.\d+)?[dhm])+", found):
-        minutes = sum(float(value) * _UNITS[unit] for value, unit in re.findall(r"([\d.]+)([dhm])", found))
+        with contextlib.suppress(ValueError):  # 0h
+            minutes = seconds_of(found) / 60
     elif match := re.fullmatch(r"(\d{1,4})-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?", found):
         days, hours, rest, seconds = (int(part or 0) for part in match.groups())
         minutes = days * 1440 + hours * 60 + rest + seconds / 60

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.progress import Progress
+from hzero.sharding.records import chunk_numel
 from hzero.validation import ConfigError, some
 
 #: Ends of the names of a rank's two files.
@@ -37,7 +38,7 @@ def part(count: int, world_size: int, rank: int) -> tuple[int, int, int]:
         world_size: Ranks.
         rank: The rank.
     """
-    size = -(-count // world_size)
+    size = chunk_numel(count, world_size)
     return size, min(rank * size, count), min((rank + 1) * size, count)
 
 
@@ -64,7 +65,7 @@ class Layout:
             at = 0
             for name in group:
                 self.places[name] = index, at
-                at += part(self.counts[name], world_size, 0)[0]
+                at += chunk_numel(self.counts[name], world_size)
             self.sizes.append(at)
 
     def __eq__(self, other: object) -> bool:
@@ -82,7 +83,7 @@ def cut(count: int, old_world: int, world_size: int, rank: int, source: Callable
         source: The flat part of a rank of the other world.
     """
     size, first, last = part(count, world_size, rank)
-    step, kept = part(count, old_world, 0)[0], None
+    step, kept = chunk_numel(count, old_world), None
     for old in range(first // step, -(-last // step)):
         begin, end = max(first, old * step), min(last, (old + 1) * step)
         piece = source(old)
@@ -188,7 +189,7 @@ class Resharding:
 
         def old_part(name: str, key: str | None, rank: int) -> torch.Tensor:
             index, at = old.places[name]
-            size = part(old.counts[name], old.world_size, 0)[0]
+            size = chunk_numel(old.counts[name], old.world_size)
             return _flat(self._file(rank, OPTIMIZER)[_STATE], index, key)[at : at + size]
 
         flat = [torch.zeros(size) for size in new.sizes]

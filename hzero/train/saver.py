@@ -57,6 +57,11 @@ class _UnderWay:
     published: bool = False
     good: bool | None = None
 
+    @property
+    def waits_for(self) -> Future[Any] | None:
+        """What this rank does next for it; None once the rest is rank 0's."""
+        return self.result if self.published else self.written
+
 
 class Saver:
     """Saves an engine's checkpoints.
@@ -115,8 +120,7 @@ class Saver:
         work = self._under_way
         if work is None:
             return False
-        waits_for: Future[Any] | None = work.result if work.published else work.written
-        return waits_for is None or waits_for.done()
+        return work.waits_for is None or work.waits_for.done()
 
     def load(self, found: checkpoint.Checkpoint) -> None:
         """Loads a checkpoint of any number of ranks. Collective."""
@@ -203,10 +207,9 @@ class Saver:
         failures: list[str] = []
         device = get_accelerator().current_device_name()
         while (work := self._under_way) is not None and not failures:
-            waits_for: Future[Any] | None = work.result if work.published else work.written
-            if waits_for is not None:
+            if work.waits_for is not None:
                 with contextlib.suppress(NotDone):
-                    waits_for.exception(_ASK_S)
+                    work.waits_for.exception(_ASK_S)
             mine, late = self.ready, self._rank == 0 and time.monotonic() > deadline
             flags = torch.tensor([mine, late], dtype=torch.float32, device=device)
             dist.all_reduce(flags)

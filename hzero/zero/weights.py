@@ -172,8 +172,8 @@ class Weights:
         All ranks must call it alike: rebuilding is a collective.
         """
         self._version += 1
-        keys = list(self._managed) if params is None else [param.ds_id for param in params]
-        marked = [self._managed[key] for key in keys]
+        every = self._managed.values()
+        marked = list(every) if params is None else [self._managed[param.ds_id] for param in params]
         replaced = {managed.refresh for managed in marked}
         self._ahead = [chain for chain in self._ahead if chain not in replaced]
         for managed in marked:
