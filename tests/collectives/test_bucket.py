@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,3 +34,23 @@ def test_patterns_differ_by_sender_receiver_and_turn() -> None:
         for row in Canary._pattern(SimpleNamespace(_sent=sent), ranks, one + receiver, 2)  # type: ignore[arg-type]
     ]
     assert len(set(patterns)) == len(patterns) == 32 and {len(pattern) for pattern in patterns} == {16}
+
+
+@pytest.mark.parametrize(("size", "words"), [(1, 2), (64, 2), (4096, 128)])
+def test_a_canary_sends_what_its_size_leaves_each_peer(size: int, words: int) -> None:
+    grid = mock.Mock(size=lambda tier: 4 if tier == "node" else 1)
+    plan = mock.Mock(grid=grid, rank=2, tier_group=lambda tier: range(4), **{"node_all_gather.algorithm": "library"})
+    collectives = mock.Mock(plan=plan)
+    canary = Canary(collectives, size, torch.device("cpu"))
+
+    def echo(lane: tuple[str, str], message: torch.Tensor, name: str, algorithm: str) -> mock.Mock:
+        """What all four ranks have sent arrives, as from wires that work."""
+        everyone, own = np.arange(4), np.array([2])
+        to_all = lane[0] == "weights"
+        arrived = canary._pattern(everyone, np.zeros(1) if to_all else own, words)
+        return mock.Mock(wait=lambda: torch.from_numpy(arrived.reshape(-1)))
+
+    collectives.send.side_effect = echo
+    canary.send()
+    lengths = {call.args[0][0]: call.args[1].numel() for call in collectives.send.call_args_list}
+    assert lengths == {"weights": 8 * words, "gradients": 4 * 8 * words}

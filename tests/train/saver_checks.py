@@ -115,9 +115,16 @@ def check_a_save_that_fails_leaves_the_one_before() -> None:
     masters = masters_of(engine)
     engine.destroy()
     resumed = engine_of(ds_config(None, **bf16), AwkwardNet(seed=9))
-    Saver(resumed, folder, identity, keep=2, max_failures=1, trust=False).load(found)
+    assert found.good is None, "no finite step has come after it"
+    loader = Saver(resumed, folder, identity, keep=2, max_failures=1, trust=False)
+    loader.load(found)
     for name, master in masters_of(resumed).items():
         assert torch.equal(master, masters[name]), name
+    loader.judge(True)  # the first finite step of the run that goes on
+    loader.close()
+    dist.barrier()
+    again = checkpoint.find(str(folder), folder, identity, trust=False)
+    assert again is not None and again.good is True
     resumed.destroy()
 
 
