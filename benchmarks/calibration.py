@@ -9,6 +9,7 @@ The emulated cluster is fit on the suite ``main`` of a report and its measuremen
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -144,11 +145,16 @@ def collective_checks(profile: Profile) -> list[Check]:
     return checks
 
 
+def _link_rates() -> dict[tuple[int, int], float]:
+    """GB/s of the links of a node of Frontier: the mean of the rows C, where there are two."""
+    links = measured()["links"]["C"]
+    lanes = {4: "in a package", 2: "two links", 1: "one link"}
+    return link_rates(preset("frontier"), {count: statistics.fmean(links[name]) for count, name in lanes.items()})
+
+
 def link_checks() -> list[Check]:
     """Pairs of devices without a link, whose messages go by another device."""
-    links = measured()["links"]
-    by_count = {4: links["C"]["in a package"], 2: links["C"]["two links"], 1: links["C"]["one link"]}
-    rates = link_rates(preset("frontier"), by_count)
+    routed, rates = measured()["links"]["K"], _link_rates()
     best = {}
     for a in range(8):
         for b in range(a):
@@ -156,8 +162,8 @@ def link_checks() -> list[Check]:
                 narrowest = min(rates[link] for link in route(rates, a, b))
                 best[narrowest] = narrowest
     return [
-        Check("K", "routed over two links, GB/s", 1 << 25, links["K"]["routed over two links"], max(best)),
-        Check("K", "routed over one link, GB/s", 1 << 25, links["K"]["routed over one link"], min(best)),
+        Check("K", "routed over two links, GB/s", 1 << 25, routed["routed over two links"], max(best)),
+        Check("K", "routed over one link, GB/s", 1 << 25, routed["routed over one link"], min(best)),
     ]
 
 
@@ -172,10 +178,10 @@ def fit_net_ring(profile: Profile) -> dict[str, float]:
 
 
 def fabric() -> dict[str, float]:
-    """Rates of the tier gpu by max-min shares of the measured links."""
-    links = measured()["links"]["C"]
-    rates = link_rates(preset("frontier"), {4: links["in a package"], 2: links["two links"], 1: links["one link"]})
+    """Rates inside a node: the links of a package, and those of the tier gpu by max-min shares of the measured links."""
+    rates = _link_rates()
     return {
+        "gcd_gb_s": rates[0, 1],
         "gpu_ring_gb_s": ring_gb_s(rates, [[0, 2, 4, 6], [1, 3, 7, 5]]),
         "gpu_pairs_gb_s": pairs_gb_s(rates, [[0, 2, 4, 6], [1, 3, 5, 7]]),
     }
@@ -385,4 +391,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -5,6 +5,7 @@ python -m benchmarks.calibration_report      # writes benchmarks/reports/DATE-mo
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -157,4 +158,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(write_report())

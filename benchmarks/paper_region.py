@@ -9,6 +9,7 @@ how fast nodes exchanged data with its software, so the answer is a region.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from dataclasses import dataclass, replace
 from datetime import date
@@ -227,4 +228,5 @@ def _meeting(meeting: list[tuple[Case, float, float, dict[str, float], float]]) 
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

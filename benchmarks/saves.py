@@ -6,6 +6,7 @@ of those during which its files are written, and of the others.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -76,4 +77,6 @@ def main(overrides: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of `hzero train`")
+    sys.exit(main(parser.parse_args().overrides))

@@ -120,8 +120,8 @@ def test_published_collectives_that_were_not_fit() -> None:
     assert len(checks) == sum(use == "K" for use, *_ in all_reduce_rows()) == 10
     for check in checks:
         assert abs(check.error) < (0.10 if check.size >= 1 << 24 else 0.25), check
-    # One of the two misses 10 %: nothing that was fit says what forwarding costs.
-    assert [abs(check.error) < 0.105 for check in link_checks()] == [True, True]
+    # Both are too fast: nothing that was fit says what forwarding costs.
+    assert [abs(check.error) < 0.10 for check in link_checks()] == [True, True]
 
 
 def test_published_training_that_was_not_fit() -> None:
