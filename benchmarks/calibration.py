@@ -22,7 +22,7 @@ import yaml
 
 from benchmarks.compare.traffic import engine_of
 from benchmarks.rows import StepsRow, read_rows
-from hzero.config import PLAIN, TIERS, parse_config
+from hzero.config import BASE_TIERS, PLAIN, parse_config
 from hzero.model.collectives import transfer
 from hzero.model.profile import Profile, Source, load_profile
 from hzero.model.shape import gpt_neox_shape
@@ -76,7 +76,7 @@ def measured() -> dict[str, Any]:
 
 def flat(kind: Kind, nodes: int) -> Crossing:
     """A collective over all devices of some nodes of Frontier."""
-    tiers = TIERS if nodes > 1 else TIERS[:2]
+    tiers = BASE_TIERS if nodes > 1 else BASE_TIERS[:2]
     return Crossing("gradients", kind, tiers, 8 * nodes, PLAIN, 1)
 
 
@@ -208,7 +208,7 @@ def pipeline_share(row: dict[str, Any], rate: float, profile: Profile) -> float:
     compute = flops / rate / 1e12
     reduces = 0.0
     if row["tensor"] > 1:
-        tiers = TIERS[: 1 if row["tensor"] == 2 else 2]
+        tiers = BASE_TIERS[: 1 if row["tensor"] == 2 else 2]
         crossing = Crossing("gradients", "all_reduce", tiers, row["tensor"], PLAIN, 1)
         reduces = 4 * transfer(crossing, 2.0 * tokens * row["hidden"], Grid(1, 4, 2), profile).alone_s
     bubble = 0.0
@@ -247,7 +247,7 @@ def training_checks(profile: Profile) -> list[Check]:
 
 def emulated(cluster: Any, base: Profile) -> Profile:
     """The profile with the rates of a cluster, less packet headers; a tier without a limit has 1 GB/s."""
-    rates = {tier: (cluster.rate_mbit(tier) or 8104.0) / 8000 / 1.013 for tier in TIERS}
+    rates = {tier: (cluster.rate_mbit(tier) or 8104.0) / 8000 / 1.013 for tier in BASE_TIERS}
     source = Source(what="rates of the measurement", date="2026-11", stack="gloo", kind="nominal")
     return base.with_values(
         source,

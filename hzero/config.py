@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
@@ -12,9 +12,9 @@ from pydantic import Field, field_validator, model_validator
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: A level of links. The order of `TIERS` is innermost first.
-Tier: TypeAlias = Literal["gcd", "gpu", "node"]
+Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
 #: The ranks that a state is sharded over, see `tiers_inside`. The order of `SCOPES` is narrowest first.
-Scope: TypeAlias = Literal["device", "package", "node", "world"]
+Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluster", "world"]
 #: A payload format.
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4"]
 #: The kind of state that a message carries.
@@ -23,6 +23,10 @@ Role: TypeAlias = Literal["weights", "gradients"]
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
+#: Those of every machine, some of size 1; the others have to be declared.
+BASE_TIERS: tuple[Tier, ...] = ("gcd", "gpu", "node")
+#: The tiers between nodes, which their NICs carry.
+NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("node") :]
 SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
 CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 ROLES: tuple[Role, ...] = typing.get_args(Role)
@@ -95,15 +99,28 @@ class CodecConfig(Frozen):
 PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
 
+#: Whose codec a tier takes that has none of its own.
+_LIKE: dict[Tier, Tier] = {"hive": "gpu", "group": "node", "cluster": "group"}
+
+
 class TierCodecs(Frozen):
-    """One codec for each tier."""
+    """One codec for each tier: ``hive`` takes that of ``gpu`` by default, ``group`` and ``cluster`` that of ``node``."""
 
     gcd: CodecConfig
     gpu: CodecConfig
     node: CodecConfig
+    hive: CodecConfig | None = None
+    group: CodecConfig | None = None
+    cluster: CodecConfig | None = None
 
     def __getitem__(self, tier: Tier) -> CodecConfig:
-        return getattr(self, tier)
+        codec: CodecConfig | None = getattr(self, tier)
+        return self[_LIKE[tier]] if codec is None else codec
+
+    @property
+    def written(self) -> tuple[Tier, ...]:
+        """Tiers with a codec of their own, innermost first."""
+        return tuple(tier for tier in TIERS if getattr(self, tier) is not None)
 
 
 class CodecsConfig(Frozen):
@@ -129,7 +146,7 @@ class ShardConfig(Frozen):
 
 
 class NodeAllGather(Frozen):
-    """The algorithm of the all-gathers on tier ``node``.
+    """The algorithm of the all-gathers between nodes: on tiers ``node``, ``group`` and ``cluster``.
 
     Attributes:
         algorithm: For short messages; long ones take the library's. `doubling` (Bruck et al. 1997) needs log2 of the nodes
@@ -174,20 +191,69 @@ class TopologyConfig(Frozen):
         nodes: Nodes of the world; null derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        order: How ranks are numbered, slowest first.
+        gpus_per_hive: Packages of a hive, a part of a node that has faster links than the node; 1 where it has no such part.
+        nodes_per_group: Nodes of a group, as of one switch or cabinet; null where all are one group. Tier ``group`` then
+            joins the groups, so that rings between nodes become two shorter ones.
+        clusters: Parts of the world that slow links join; tier ``cluster``. Nodes and groups are divided among them evenly.
+        order: How ranks are numbered, slowest first. Tiers that are left out stay with those that they divide: ``hive``
+            with ``gpu``, ``group`` and ``cluster`` with ``node``.
     """
 
     nodes: int | None = Field(None, ge=1)
     gpus_per_node: int = Field(ge=1)
     gcds_per_gpu: int = Field(1, ge=1)
-    order: tuple[Tier, Tier, Tier] = ("node", "gpu", "gcd")
+    gpus_per_hive: int = Field(1, ge=1)
+    nodes_per_group: int | None = Field(None, ge=1)
+    clusters: int = Field(1, ge=1)
+    order: tuple[Tier, ...] = TIERS[::-1]
 
     @field_validator("order", mode="before")
     @classmethod
     def _permutation(cls, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)) or sorted(map(str, value)) != sorted(TIERS):
-            raise ValueError(f"found {reprlib.repr(value)}, expected node, gpu and gcd in some order, slowest first")
-        return tuple(value)
+        """All tiers, slowest first."""
+        written = list(map(str, value)) if isinstance(value, (list, tuple)) else []
+        if not set(BASE_TIERS) <= set(written) <= set(TIERS) or len(set(written)) < len(written):
+            optional = ", ".join(tier for tier in TIERS if tier not in BASE_TIERS)
+            raise ValueError(
+                f"found {reprlib.repr(value)}, expected node, gpu and gcd in some order, slowest first; possible beside them: "
+                f"{optional}"
+            )
+        return complete_order(written)  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _divides(self) -> TopologyConfig:
+        if self.gpus_per_node % self.gpus_per_hive:
+            raise ValueError(
+                f"gpus_per_hive: found {self.gpus_per_hive}, which does not divide gpus_per_node {self.gpus_per_node}; "
+                f"possible: {_divisors(self.gpus_per_node)}"
+            )
+        if self.nodes is not None:
+            if self.nodes % self.clusters:
+                raise ValueError(
+                    f"clusters: found {self.clusters}, which do not divide {self.nodes} nodes evenly; clusters have to be "
+                    f"alike; possible: {_divisors(self.nodes)}"
+                )
+            own = self.nodes // self.clusters
+            if self.nodes_per_group is not None and own % self.nodes_per_group:
+                raise ValueError(
+                    f"nodes_per_group: found {self.nodes_per_group}, which does not divide the {own} nodes"
+                    f"{' of a cluster' if self.clusters > 1 else ''}; possible: {_divisors(own)}"
+                )
+        return self
+
+
+def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """An order of tiers, slowest first, with those that it leaves out: each beside the tier that it divides."""
+    order = list(tiers)
+    around: tuple[tuple[Tier, Tier, int], ...] = (("hive", "gpu", 1), ("group", "node", 0), ("cluster", "group", 0))
+    for missing, neighbour, after in around:
+        if missing not in order:
+            order.insert(order.index(neighbour) + after, missing)
+    return tuple(order)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(count) for count in range(1, number + 1) if number % count == 0)
 
 
 class _Block(Frozen):
@@ -303,7 +369,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             {role: {} for role in ROLES},
             block.get("codecs", {}),
             lambda role, tiers: _over(
-                dict.fromkeys(TIERS, codecs[role]),
+                dict.fromkeys((*BASE_TIERS, *(tier for tier in _LIKE if tier in tiers)), codecs[role]),
                 tiers,
                 lambda _, leaf: _over(
                     {"codec": codecs[role], "block_size": size},
@@ -334,7 +400,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
-    refreshed = tiers_outside(shard.weights)
+    refreshed = [tier for tier in tiers_outside(shard.weights) if tier in parsed.codecs.weights.written]
     if parsed.refresh_differences and all(parsed.codecs.weights[tier].codec == "none" for tier in refreshed):
         raise ConfigError(
             f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec none, where a difference "

@@ -69,7 +69,7 @@ BAD: list[tuple[Any, str]] = [
     ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
     ({"shard": {"weight": "node"}}, "hzero.shard: unknown key 'weight'; did you mean 'weights'"),
     ({"shard": {"weights": "nod"}}, "hzero.shard.weights: unknown value 'nod'; did you mean 'node'"),
-    ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be device, package, node"),
+    ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be device, package, hive, node"),
     ({"shard": "node"}, "hzero.shard: found 'node'"),
     ({"codecs": {"weights": {"gpuu": "int8"}}}, "hzero.codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
     ({"codecs": {"weights": {"gpu": "int9"}}}, "hzero.codecs.weights.gpu.codec: unknown value 'int9'"),

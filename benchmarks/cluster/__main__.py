@@ -18,7 +18,7 @@ from benchmarks.cluster.namespace import occupants
 from benchmarks.cluster.network import Network, check_tools, clear_unowned, ours
 from benchmarks.cluster.ranks import run_ranks
 from benchmarks.cluster.shape import Cluster
-from hzero.config import TIERS
+from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError
 
 PROGRAM = "python -m benchmarks.cluster"
@@ -152,11 +152,11 @@ def _counters() -> int:
     cluster = there.cluster
     print(f"bytes sent since {there.since}: {cluster.grid}")
     table = Table(box=SIMPLE_HEAD)
-    for name in ("rank", "namespace", *TIERS):
+    for name in ("rank", "namespace", *BASE_TIERS):
         table.add_column(name, justify="left" if name == "namespace" else "right")
     for rank in range(cluster.world_size):
         by_tier = counters.sent(namespace=cluster.namespace(rank))
-        cells = (f"{by_tier[tier]:,}" if tier in by_tier else "" for tier in TIERS)
+        cells = (f"{by_tier[tier]:,}" if tier in by_tier else "" for tier in BASE_TIERS)
         table.add_row(str(rank), cluster.namespace(rank), *cells)
     Console().print(table)
     if cluster.nodes > 1:

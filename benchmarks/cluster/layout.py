@@ -13,7 +13,7 @@ rates of the tiers gcd and gpu hold there. The class of tier node is not shaped:
 from __future__ import annotations
 
 from benchmarks.cluster.shape import PREFIX, Cluster
-from hzero.config import TIERS, Tier
+from hzero.config import BASE_TIERS, Tier
 
 INTERFACE, TRUNK, BRIDGE = "eth0", "trunk", "br0"
 SPINE = f"{PREFIX}spine"
@@ -27,7 +27,7 @@ QUEUE_BYTES = 8 * 1024 * 1024
 #: Stands for "not shaped" in a class, which has to have a rate.
 UNSHAPED_BITS, UNSHAPED_BURST = 10**11, 8 * 1024 * 1024
 #: Class of each tier in a rank's htb, and the handle of the queue in it.
-CLASSES = {tier: (f"1:{index}", f"{index}0:") for index, tier in enumerate(TIERS, start=1)}
+CLASSES = {tier: (f"1:{index}", f"{index}0:") for index, tier in enumerate(BASE_TIERS, start=1)}
 #: Files under /proc/sys/net to write in every namespace. IPv6 would add its own packets to the counters; bridges need no
 #: firewall; connections must not be slow after each pause or because of those before; and reno is the one congestion
 #: control that every kernel has and allows here, so that results do not depend on the machine's default.

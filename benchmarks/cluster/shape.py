@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
-from hzero.config import TIERS, Tier
+from hzero.config import BASE_TIERS, Tier
 from hzero.settings.groups import Positive
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
@@ -74,12 +74,12 @@ class Cluster(Frozen):
         counts = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", shape, re.ASCII)
         if counts is None:
             raise ConfigError(f"--shape: found {shape!r}, expected nodes x GPUs x GCDs, as in 2x2x2")
-        words = rates.split(",") if rates != "none" else ["none"] * len(TIERS)
-        if len(words) != len(TIERS):
+        words = rates.split(",") if rates != "none" else ["none"] * len(BASE_TIERS)
+        if len(words) != len(BASE_TIERS):
             raise ConfigError(
                 f"--rates: found {rates!r}, expected Mbit/s of gcd,gpu,node, as in 200,75,50 or none,75,50, or none"
             )
-        found = validated(Rates, dict(zip(TIERS, map(_number, words))), "--rates")
+        found = validated(Rates, dict(zip(BASE_TIERS, map(_number, words))), "--rates")
         numbers = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), map(int, counts.groups())))
         return validated(cls, {**numbers, "rates_mbit": found}, "--shape")
 
@@ -106,7 +106,7 @@ class Cluster(Frozen):
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Tiers that join more than one thing, innermost first: those with links."""
-        return tuple(tier for tier in TIERS if self.grid.size(tier) > 1)
+        return tuple(tier for tier in BASE_TIERS if self.grid.size(tier) > 1)
 
     def node_of(self, rank: int) -> int:
         """The node on which a rank stands."""
@@ -144,7 +144,7 @@ class Cluster(Frozen):
         return f"{NETWORK}.{rank + 1}"
 
     def __str__(self) -> str:
-        return f"{self.grid}; {', '.join(f'{tier} {self.rate_text(tier)}' for tier in TIERS)}"
+        return f"{self.grid}; {', '.join(f'{tier} {self.rate_text(tier)}' for tier in BASE_TIERS)}"
 
     def rate_text(self, tier: Tier) -> str:
         """A tier's rate, for people."""

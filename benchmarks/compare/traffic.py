@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import TIERS, Tier, parse_config
+from hzero.config import BASE_TIERS, Tier, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Crossing, Scheme, scheme_chains
 from hzero.sharding.traffic import plan_traffic, ring_links
@@ -38,7 +38,7 @@ def step_bytes(
     grid = cluster.grid
     if scheme["engine"] == "hzero":
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
-    total = dict.fromkeys(TIERS, 0.0)
+    total = dict.fromkeys(BASE_TIERS, 0.0)
     weights = sum(numels) * itemsize
     for chain in scheme_chains(engine_of(scheme), grid, accumulation):
         # DeepSpeed keeps the last weights of forward for backward.
@@ -66,7 +66,7 @@ def _collective_bytes(crossing: Crossing, size: float, cluster: Cluster, reduce_
     pairwise = crossing.kind == "reduce_scatter" and reduce_scatter == "all_to_all"
     # gloo reduces and then gathers around a ring, also where only a part of the sum is asked for.
     twice = crossing.kind == "all_reduce" or (crossing.kind, reduce_scatter) == ("reduce_scatter", "gloo")
-    total = dict.fromkeys(TIERS, 0.0)
+    total = dict.fromkeys(BASE_TIERS, 0.0)
     inside = 1
     for tier, ranks, links in zip(tiers, sizes, ring_links(sizes)):
         if pairwise:  # every rank sends each of the others its part
@@ -88,9 +88,11 @@ def _hzero_bytes(
 ) -> dict[Tier, float]:
     plan = ShardPlan.from_config(parse_config(block), grid, 0)
     rows = plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
-    sent = {tier: float(sum(row.wire_bytes for row in rows if row.tier == tier) * grid.world_size) for tier in TIERS}
+    sent = {
+        tier: float(sum(row.wire_bytes for row in rows if row.tier == tier) * grid.world_size) for tier in BASE_TIERS
+    }
     return _present(sent, grid)
 
 
 def _present(total: dict[Tier, float], grid: Grid) -> dict[Tier, float]:
-    return {tier: total[tier] for tier in TIERS if grid.size(tier) > 1}
+    return {tier: total[tier] for tier in BASE_TIERS if grid.size(tier) > 1}

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from hzero import __version__
 from hzero.bench.settings import LinksSettings, check_output, parse
-from hzero.config import TIERS, TopologyConfig
+from hzero.config import TopologyConfig
 from hzero.launcher import INTERRUPTED, REFUSED, Ranks, end_with_parent, local_ranks, on_rank_0, run_rank
 from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
 from hzero.reasons import PeerError
@@ -196,7 +196,7 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
     if start.rank == 0:
         from hzero.bench.plot import draw
 
-        tiers = [tier for tier in TIERS if grid.size(tier) > 1]
+        tiers = [tier for tier in grid.tiers if grid.size(tier) > 1]
         links = LinksFile(
             schema=SCHEMA,
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -206,7 +206,7 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
             device=name,
             codecs=codecs,
             launcher="hzero" if _STARTED_HERE in os.environ else start.launcher,
-            grid={tier: grid.size(tier) for tier in TIERS},
+            grid={tier: grid.size(tier) for tier in grid.tiers},
             settings=settings.model_dump(mode="json", exclude={"topology", "device", "out", "overwrite"}),
             tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in tiers},
             rows=rows,

@@ -15,7 +15,18 @@ from hzero.codecs import Codec
 from hzero.collectives import Bucket, TieredCollectives, Transport, WireLog
 from hzero.collectives.transport import Lane
 from hzero.collectives.wirelog import HopTimer
-from hzero.config import DEFAULT_BLOCK_SIZE, ROLES, TIERS, Algorithm, CodecConfig, CodecName, Role, Tier, parse_config
+from hzero.config import (
+    DEFAULT_BLOCK_SIZE,
+    NET_TIERS,
+    ROLES,
+    TIERS,
+    Algorithm,
+    CodecConfig,
+    CodecName,
+    Role,
+    Tier,
+    parse_config,
+)
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.topology import Grid
@@ -69,7 +80,7 @@ def timings(grid: Grid, settings: LinksSettings, dtype: torch.dtype) -> list[Hop
         for tier in TIERS
         if grid.size(tier) > 1
         for op, codec, kind in ops
-        if tier == "node" or GATHERS.get(op, "library") == "library"
+        if tier in NET_TIERS or GATHERS.get(op, "library") == "library"
         for count in settings.parts(grid.size(tier), kind.itemsize)
     ]
 

@@ -10,7 +10,7 @@ import torch
 from hzero.collectives.errors import HopError
 from hzero.collectives.tiered import TieredCollectives
 from hzero.collectives.transport import Lane
-from hzero.config import ROLES, TIERS, Algorithm
+from hzero.config import NET_TIERS, ROLES, TIERS, Algorithm
 
 #: Differences that an error names one by one.
 _NAMED = 4
@@ -46,7 +46,7 @@ class Canary:
             for role, tier in itertools.product(ROLES, TIERS)
             if plan.grid.size(tier) > 1
             for algorithm in dict.fromkeys(("library", plan.node_all_gather.algorithm))
-            if algorithm == "library" or (role, tier) == ("weights", "node")
+            if algorithm == "library" or (role == "weights" and tier in NET_TIERS)
         ]
         tests = []
         for lane, algorithm in lanes:

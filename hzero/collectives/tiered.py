@@ -20,7 +20,7 @@ from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
 from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
-from hzero.config import Algorithm, CodecConfig
+from hzero.config import NET_TIERS, Algorithm, CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class TieredCollectives:
     and encodes them again (transcodes), with the same seed on all ranks. So all ranks decode the same bytes and hold
     the same bits. `decode_gathered` writes the tensors in shard order, whatever the order of ranks.
 
-    A reduce crosses the tiers innermost first: gcd, gpu, node. A hop with codec ``none`` is a plain reduce-scatter in
+    A reduce crosses the tiers innermost first, as gcd, gpu, node. A hop with codec ``none`` is a plain reduce-scatter in
     the communication type. A hop with any other codec is an all-to-all: each rank receives one encoded message per
     peer, decodes them, sums them in float32 in peer order, and encodes the sums for the next hop. Each hop leaves a
     rank with its size-th part of the rows, so the tier with the most bytes to move is the innermost. Where a tier
@@ -120,7 +120,7 @@ class TieredCollectives:
         found: list[Algorithm] = []
         for hop in hops:
             size = Codec.from_config(hop.codec).message_bytes(bucket.chunks, rows, bucket.dtype.itemsize)
-            found.append(self.plan.node_all_gather.of(size) if hop.tier == "node" else "library")
+            found.append(self.plan.node_all_gather.of(size) if hop.tier in NET_TIERS else "library")
             rows *= hop.size
         return found
 

@@ -223,8 +223,8 @@ def rounds(algorithm: Algorithm, ranks: int) -> int:
 class Transport:
     """Tier groups over torch.distributed, and collectives on them.
 
-    Every rank makes only its own groups: for each role one of each tier, in the order gcd, gpu, node; a tier of size 1
-    has none. The number of calls and the memory do not depend on the size of the world.
+    Every rank makes only its own groups: for each role one of each tier, innermost first; a tier of size 1 has
+    none. The number of calls and the memory do not depend on the size of the world.
 
     Args:
         plan: The shard plan of this rank.

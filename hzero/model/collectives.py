@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hzero.config import Algorithm, Tier
+from hzero.config import NET_TIERS, Algorithm
 from hzero.model.profile import Profile
 from hzero.sharding.sequence import Crossing
 from hzero.topology import Grid
@@ -63,7 +63,7 @@ def transfer(
         return Phase(0.0)
     if profile.library == "gloo":
         return _gloo(crossing, size, grid, profile, pairwise)
-    if crossing.kind == "all_to_all" or (algorithm == "pairs" and crossing.tiers == ("node",)):
+    if crossing.kind == "all_to_all" or (algorithm == "pairs" and set(crossing.tiers) <= set(NET_TIERS)):
         return _with_compute(_pairs(crossing, size, grid, profile), profile)
     if crossing.kind == "all_reduce":
         return _with_compute(_all_reduce(crossing, size, grid, profile), profile)
@@ -77,14 +77,14 @@ def _with_compute(phase: Phase, profile: Profile) -> Phase:
 
 def _places(crossing: Crossing, grid: Grid) -> tuple[int, int, int]:
     """Nodes of a group, its ranks on each, and the groups that share a node."""
-    nodes = grid.nodes if "node" in crossing.tiers else 1
+    nodes = math.prod(grid.size(tier) for tier in crossing.tiers if tier in NET_TIERS)
     ranks = crossing.ranks // nodes
     return nodes, ranks, grid.scope_size("node") // ranks
 
 
 def _inside(crossing: Crossing, sent: float, profile: Profile, pairs: bool) -> dict[Resource, float]:
     """Seconds of a node's links for what a device sends to the others of its group on the node."""
-    within = [tier for tier in crossing.tiers if tier != "node"]
+    within = [tier for tier in crossing.tiers if tier not in NET_TIERS]
     if not within:
         return {}
     if within == ["gcd"]:
@@ -105,9 +105,9 @@ def _ring(crossing: Crossing, size: float, grid: Grid, profile: Profile, algorit
         work["node"] = sent * groups / profile.value("net_ring_gb_s" if ranks > 1 else "net_rails_gb_s") / 1e9
         if algorithm == "doubling" and ranks == 1:
             between = (nodes - 1).bit_length()
-            work |= _uplink(work["node"], nodes, profile)
+            work |= _uplink(work["node"], nodes, crossing, profile)
         else:
-            work |= _neighbours(work["node"], nodes, profile)
+            work |= _neighbours(work["node"], nodes, crossing, profile)
     choices = []
     for protocol, share in (("", 1.0), ("_ll", profile.value("ll_share"))):
         steps = inside * profile.value(f"ring_inside{protocol}_us") + between * profile.value(f"ring_net{protocol}_us")
@@ -124,20 +124,31 @@ def _pairs(crossing: Crossing, size: float, grid: Grid, profile: Profile) -> Pha
     if nodes > 1:
         # Every rank of the node sends to all ranks of the group on other nodes.
         work["node"] = part * (nodes - 1) * ranks * ranks * groups / profile.value("net_rails_gb_s") / 1e9
-        work |= _uplink(work["node"], nodes, profile)
+        work |= _uplink(work["node"], nodes, crossing, profile)
     return Phase(latency / 1e6, work)
 
 
-def _uplink(node_s: float, nodes: int, profile: Profile) -> dict[Resource, float]:
-    """Messages to all peers leave the switch group in proportion to the nodes outside it."""
-    if profile.group_nodes is None or nodes <= profile.group_nodes:
+def _uplink(node_s: float, nodes: int, crossing: Crossing, profile: Profile) -> dict[Resource, float]:
+    """Messages to all peers leave the switch group in proportion to the nodes outside it; on tier ``group`` all do."""
+    if profile.group_nodes is None:
+        return {}
+    if "node" not in crossing.tiers:
+        return {"uplink": node_s * profile.taper}
+    if nodes <= profile.group_nodes:
         return {}
     return {"uplink": node_s * (nodes - profile.group_nodes) / nodes * profile.taper}
 
 
-def _neighbours(node_s: float, nodes: int, profile: Profile) -> dict[Resource, float]:
-    """A ring, and nearly all edges of a tree, join neighbours; nodes are numbered group by group, so one in each leaves."""
-    if profile.group_nodes is None or nodes <= profile.group_nodes:
+def _neighbours(node_s: float, nodes: int, crossing: Crossing, profile: Profile) -> dict[Resource, float]:
+    """A ring, and nearly all edges of a tree, join neighbours; nodes are numbered group by group, so one in each leaves.
+
+    On tier ``group`` all nodes of a group have their neighbours in other groups.
+    """
+    if profile.group_nodes is None:
+        return {}
+    if "node" not in crossing.tiers:
+        return {"uplink": node_s * profile.taper}
+    if nodes <= profile.group_nodes:
         return {}
     return {"uplink": node_s * profile.taper / profile.group_nodes}
 
@@ -164,7 +175,7 @@ def _all_reduce(crossing: Crossing, size: float, grid: Grid, profile: Profile) -
     elif nodes > 1:
         work["node"] = ring * groups / profile.value("net_all_reduce_gb_s") / 1e9
     if nodes > 1:
-        work |= _neighbours(work["node"], nodes, profile)
+        work |= _neighbours(work["node"], nodes, crossing, profile)
     return Phase(latency / 1e6, work)
 
 
@@ -172,24 +183,25 @@ def _gloo(crossing: Crossing, size: float, grid: Grid, profile: Profile, pairwis
     """On emulated links, which carry all algorithms at one rate. gloo's reduce-scatter is a ring that gathers again."""
     nodes, ranks, groups = _places(crossing, grid)
     count = crossing.ranks
-    rates: dict[Tier, float] = {"gcd": profile.value("gcd_gb_s"), "gpu": profile.value("gpu_ring_gb_s")}
+    rates: dict[str, float] = {"gcd": profile.value("gcd_gb_s"), "gpu": profile.value("gpu_ring_gb_s")}
     work: dict[Resource, float] = {}
     if crossing.kind == "all_to_all" or (crossing.kind == "reduce_scatter" and pairwise):
         rounds, inner, sent = 1, 1, size * (count - 1) / count
         for tier in crossing.tiers:
             peers = (grid.size(tier) - 1) * inner
             inner *= grid.size(tier)
-            if tier == "node":
-                work["node"] = size / count * peers * ranks * groups / profile.value("net_rails_gb_s") / 1e9
-            else:
+            if tier in NET_TIERS:
+                seconds = size / count * peers * ranks * groups / profile.value("net_rails_gb_s") / 1e9
+                work["node"] = work.get("node", 0.0) + seconds
+            elif tier == "gcd" or tier == "gpu":  # `predict` refuses grids with hives
                 work[tier] = size / count * peers / rates[tier] / 1e9
     else:
         rounds = (count - 1) * (1 if crossing.kind == "all_gather" else 2)
         sent = rounds * size / count
         for tier in crossing.tiers:
-            if tier == "node":
+            if tier in NET_TIERS:
                 work["node"] = sent * groups / profile.value("net_ring_gb_s") / 1e9
-            else:
+            elif tier == "gcd" or tier == "gpu":
                 work[tier] = sent / rates[tier] / 1e9
     if profile.cores:
         work["cores"] = sent / 1e9 * profile.value("core_s_per_gb") * grid.world_size / profile.cores

@@ -115,6 +115,9 @@ def predict(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile, 
             f"profile {profile.name}: found a node of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
             f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
         )
+    if grid.gpus_per_hive > 1 or grid.clusters > 1:
+        missing = "gpus_per_hive" if grid.gpus_per_hive > 1 else "clusters"
+        raise ConfigError(f"profile {profile.name}: has no rates of links that topology.{missing} declares")
     if grid.nodes > profile.nodes:
         raise ConfigError(f"nodes: found {grid.nodes:,}; {profile.name} has {profile.nodes:,}")
     if isinstance(scheme, Scheme) and scheme.engine == "fsdp":  # gathers and reduces a layer at once

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from hzero.arguments import Parser
-from hzero.config import TIERS
 from hzero.model.profile import Profile
 from hzero.model.step import predict
 from hzero.plan import predicted
@@ -208,7 +207,8 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     return {
         "model": model["name"],
         "parameters": sum(numels),
-        "grid": {tier: grid.size(tier) for tier in TIERS},
+        "grid": {tier: grid.size(tier) for tier in grid.tiers},
+        "grid_text": str(grid),
         "world_size": grid.world_size,
         "preset": settings.preset,
         "weights": plan.weights_scope,
@@ -238,8 +238,8 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
 
 def _holds(profile: Profile, grid: Grid) -> bool:
     """Whether a profile's machine has such a grid."""
-    shape = grid.gpus_per_node, grid.gcds_per_gpu
-    return shape == (profile.gpus_per_node, profile.gcds_per_gpu) and grid.nodes <= profile.nodes
+    shape = grid.gpus_per_node, grid.gcds_per_gpu, grid.gpus_per_hive, grid.clusters
+    return shape == (profile.gpus_per_node, profile.gcds_per_gpu, 1, 1) and grid.nodes <= profile.nodes
 
 
 def _measured(path: Path, grid: Grid) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _measured(path: Path, grid: Grid) -> dict[str, Any]:
         "grid": dict(links.grid),
         "backend": links.backend,
         "device": links.device,
-        "tiers": {tier: links.tiers[tier].model_dump() for tier in TIERS if grid.size(tier) > 1},
+        "tiers": {tier: links.tiers[tier].model_dump() for tier in grid.tiers if grid.size(tier) > 1},
     }
 
 

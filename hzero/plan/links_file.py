@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from hzero.config import ALGORITHMS, TIERS, CodecName, NodeAllGather, Tier
+from hzero.config import ALGORITHMS, BASE_TIERS, TIERS, CodecName, NodeAllGather, Tier
 from hzero.files import replacing
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
@@ -99,7 +99,7 @@ class LinksFile(Frozen):
         device: The ranks' device type.
         codecs: Backend of the codecs.
         launcher: The command that started the ranks.
-        grid: Size of every tier.
+        grid: Size of every tier that the machine has.
         settings: Of the command.
         tiers: Summary of every tier of more than one rank.
         rows: All measurements, in order.
@@ -120,23 +120,23 @@ class LinksFile(Frozen):
 
     def grid_text(self) -> str:
         """Sizes of the tiers, outermost first."""
-        return " x ".join(f"{self.grid[tier]} {tier}" for tier in reversed(TIERS))
+        return " x ".join(f"{self.grid[tier]} {tier}" for tier in reversed(TIERS) if tier in self.grid)
 
     @model_validator(mode="after")
     def _agrees(self) -> LinksFile:
-        if set(self.grid) != set(TIERS) or min(self.grid.values()) < 1:
-            raise ValueError(f"grid: found {self.grid}, expected a size of at least 1 for each of {', '.join(TIERS)}")
-        measured = {tier for tier in TIERS if self.grid[tier] > 1}
+        if not set(BASE_TIERS) <= set(self.grid) or min(self.grid.values()) < 1:
+            raise ValueError(
+                f"grid: found {self.grid}, expected a size of at least 1 for each of {', '.join(BASE_TIERS)}"
+            )
+        measured = {tier for tier in TIERS if self.grid.get(tier, 1) > 1}
         if set(self.tiers) != measured:
             raise ValueError(
                 f"tiers: found {', '.join(self.tiers) or 'none'}, but the grid {self.grid} has more than one rank on "
                 f"{', '.join(sorted(measured)) or 'no tier'}"
             )
         for index, row in enumerate(self.rows):
-            if row.ranks != self.grid[row.tier]:
-                raise ValueError(
-                    f"rows.{index}.ranks: found {row.ranks}, but tier {row.tier} has {self.grid[row.tier]}"
-                )
+            if row.ranks != (size := self.grid.get(row.tier, 1)):
+                raise ValueError(f"rows.{index}.ranks: found {row.ranks}, but tier {row.tier} has {size}")
         return self
 
 
@@ -190,7 +190,7 @@ def links_for(path: Path, grid: Grid) -> LinksFile:
         ConfigError: As `read_links`, or a tier of more than one rank of the grid has not been measured.
     """
     links = read_links(path)
-    for tier in TIERS:
+    for tier in grid.tiers:
         if grid.size(tier) > 1 and tier not in links.tiers:
             raise ConfigError(
                 f"{path}: tiers.{tier}: missing, and the plan's grid ({grid}) needs it; measured: "

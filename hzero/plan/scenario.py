@@ -79,7 +79,13 @@ class Scenario:
     def on(self, nodes: int) -> Scenario:
         """The same with other nodes and equal work per device."""
         batch = self.job.micro_batch * self.job.accumulation * nodes * self.grid.scope_size("node")
-        return replace(self, grid=replace(self.grid, nodes=nodes, ranks=None), global_batch=batch)
+        group = self.grid.nodes_per_group
+        if group is not None and nodes % group:
+            if nodes > group:
+                raise ConfigError(f"nodes: found {nodes:,}, expected a multiple of topology.nodes_per_group, {group}")
+            group = None
+        grid = replace(self.grid, nodes=nodes, ranks=None, nodes_per_group=group)
+        return replace(self, grid=grid, global_batch=batch)
 
     def others(self) -> dict[str, Scheme]:
         """Other engines; ZeRO++ as the machine's usual launch line has it."""
@@ -248,7 +254,7 @@ def with_links(profile: Profile, path: Path, grid: Grid) -> Profile:
             values["gcd_gb_s"] = rate
         elif tier == "gpu":
             values |= {"gpu_ring_gb_s": rate, "gpu_pairs_gb_s": rate}
-        else:
+        elif tier == "node":  # the model has one rate between nodes, and no hives
             devices = links.grid["gpu"] * links.grid["gcd"]
             values |= {"net_rails_gb_s": rate * devices, "net_ring_gb_s": rate * devices}
     values["launch_us"] = min(rate.latency_us for rate in links.tiers.values())

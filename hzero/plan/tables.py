@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hzero.config import TIERS
 from hzero.formatting import size_text, table_of
 from hzero.plan.predicted import show_steps
 
@@ -18,12 +17,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    grid = " x ".join(f"{result['grid'][tier]} {name}" for tier, name in zip(TIERS[::-1], ("nodes", "GPUs", "GCDs")))
     say(
         f"[bold]{result['model']}[/]: {result['parameters']:,} parameters of {result['itemsize']} bytes on "
-        f"{result['world_size']:,} devices ({grid})\npreset {result['preset']}: weights over the {result['weights']}, "
-        f"gradients over the {result['gradients']}, optimizer over the world; micro-steps per step: "
-        f"{result['accumulation']}"
+        f"{result['world_size']:,} devices ({result['grid_text']})\n"
+        f"preset {result['preset']}: weights over the {result['weights']}, gradients over the "
+        f"{result['gradients']}, optimizer over the world; micro-steps per step: {result['accumulation']}"
     )
     for note in result["notes"]:
         say(f"note: {note}")
@@ -34,7 +32,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(_times(result))
         say("GB/s: one way per device. Not counted: latency, computation, overlap (assumptions: hzero plan --help)")
     if (links := result["links"]) is not None:
-        shape = " x ".join(f"{links['grid'][tier]} {tier}" for tier in TIERS[::-1])
+        shape = " x ".join(f"{size} {tier}" for tier, size in reversed(links["grid"].items()))
         console.print(
             f"rates: {links['file']}, measured {links['date']} on {shape}, {links['backend']} on {links['device']}",
             highlight=False,

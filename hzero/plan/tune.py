@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hzero.config import PRESETS, ROLES, SCOPES, TIERS, CodecName, Scope, Tier, parse_config
+from hzero.config import BASE_TIERS, PRESETS, ROLES, CodecName, Scope, Tier, parse_config
 from hzero.model import footprint
 from hzero.model.profile import Profile, Source
 from hzero.model.step import Prediction, predict
@@ -81,7 +81,7 @@ class Candidate:
     def _leaves(self) -> tuple[dict[str, Scope], dict[str, dict[Tier, CodecName]]]:
         names: dict[str, CodecName] = {"weights": self.weights_codec, "gradients": self.gradients_codec}
         codecs: dict[str, dict[Tier, CodecName]] = {
-            role: {tier: name if self.inner or tier == "node" else "none" for tier in TIERS}
+            role: {tier: name if self.inner or tier == "node" else "none" for tier in BASE_TIERS}
             for role, name in names.items()
         }
         return {"weights": self.weights, "gradients": self.gradients}, codecs
@@ -94,7 +94,7 @@ class Candidate:
             f"shard.{role}": scope for role, scope in shard.items() if getattr(config.shard, role) != scope
         }
         for role in ROLES:
-            for tier in TIERS:
+            for tier in BASE_TIERS:
                 if config.codecs[role][tier].codec != codecs[role][tier]:
                     found[f"codecs.{role}.{tier}"] = codecs[role][tier]
         return found
@@ -247,15 +247,16 @@ def candidates(scenario: Scenario) -> Iterator[Candidate]:
     per_rank = scenario.global_batch // scenario.grid.world_size
     batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
     weights, gradients = _CODECS[scenario.quality]
-    scopes = [(a, b) for a in SCOPES for b in SCOPES if SCOPES.index(a) <= SCOPES.index(b)]
-    sizes = [scenario.grid.scope_size(scope) for scope in SCOPES]
+    names = scenario.grid.scopes
+    scopes = [(a, b) for a in names for b in names if names.index(a) <= names.index(b)]
+    sizes = [scenario.grid.scope_size(scope) for scope in names]
     for (of_weights, of_gradients), codec, coded, inner, size, again in itertools.product(
         scopes, weights, gradients, (True, False), batches, (False, True)
     ):
         if not inner and (codec == coded == "none" or scenario.grid.nodes == 1):
             continue
         if any(  # a scope that reaches no more ranks than the one inside it is the same
-            index and sizes[index] == sizes[index - 1] for index in map(SCOPES.index, (of_weights, of_gradients))
+            index and sizes[index] == sizes[index - 1] for index in map(names.index, (of_weights, of_gradients))
         ):
             continue
         yield Candidate(

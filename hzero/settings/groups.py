@@ -73,8 +73,11 @@ class Bandwidth(Frozen):
     """Bytes per second that one device receives over a tier, in GB/s."""
 
     gcd: FiniteFloat | None = Field(None, gt=0)
+    hive: FiniteFloat | None = Field(None, gt=0)
     gpu: FiniteFloat | None = Field(None, gt=0)
     node: FiniteFloat | None = Field(None, gt=0)
+    group: FiniteFloat | None = Field(None, gt=0)
+    cluster: FiniteFloat | None = Field(None, gt=0)
 
 
 class TopologyGroup(Frozen):
@@ -84,6 +87,9 @@ class TopologyGroup(Frozen):
     nodes: Any = None
     gpus_per_node: Any = None
     gcds_per_gpu: Any = None
+    gpus_per_hive: Any = None
+    nodes_per_group: Any = None
+    clusters: Any = None
     order: Any = None
     bandwidth_gb_s: Bandwidth | None = None
 

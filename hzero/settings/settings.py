@@ -154,9 +154,7 @@ class Settings:
         zero = {"guard": self["train"]["guard"], **zero}
         if isinstance(declared, str):
             return {**zero, "topology": declared}
-        grid = self.grid
-        sizes = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-        return {**zero, "topology": {**sizes, "order": list(grid.order)}}
+        return {**zero, "topology": self.grid.declaration()}
 
 
 def _ranks_to_start(declared: str | TopologyConfig) -> int:

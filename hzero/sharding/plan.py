@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ from hzero.config import (
 )
 from hzero.sharding.records import element_bytes
 from hzero.topology import Grid
+from hzero.validation import ConfigError
+
+#: The key that declares a scope which machines do not have by default.
+_DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class ShardPlan:
     """One rank's view of the stage: which hops weights and gradients make, and what the rank keeps in between.
 
     A machine has three tiers, innermost first: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``.
-    The scope that ends at a tier is the package, the node or the world; the scope inside all tiers is the device. Every
+    The scope that ends at a tier is the package, the node or the world; the scope inside all tiers is the device. A declared
+    machine may have more: ``hive`` below ``gpu``, ``group`` and ``cluster`` above ``node``, each with its scope. Every
     parameter is cut into as many shards as the world has ranks, and rank r owns shard r: that is DeepSpeed's partition,
     which the optimizer and checkpoints use. A scope then says where a state stops being replicated. Optimizer states are
     sharded over the world; weights and gradients each have a scope of their own, and scopes nest: weights <= gradients <=
@@ -70,7 +76,7 @@ class ShardPlan:
 
         >>> from hzero.config import parse_config
         >>> from hzero.topology import Grid
-        >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
+    >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
         >>> [list(plan.tier_group(tier)) for tier in ("gcd", "gpu", "node")]
         [[4, 5], [5, 7], [1, 5]]
         >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.fetch_hops()]
@@ -92,7 +98,7 @@ class ShardPlan:
         codecs: Codec of each role and tier.
         error_feedback: Tiers whose gradient encoding keeps its residual.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message.
-        node_all_gather: Algorithm of the all-gathers on tier ``node``.
+        node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message carries a checksum.
         decoded: Whether resident weights are kept decoded: whole, in their own type.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
@@ -120,15 +126,24 @@ class ShardPlan:
 
         A preset's degree that is a single device here becomes the smallest scope of more than one device, so that a
         preset never means whole copies by accident. A degree that the user wrote is kept.
+
+        Raises:
+            ConfigError: The machine has no such scope.
         """
         adaptations, notes = [], []
         scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
+        for role, scope in scopes.items():
+            if scope not in grid.scopes:
+                raise ConfigError(
+                    f"hzero.shard.{role}: found {scope!r}, which this machine does not have ({grid}); possible: "
+                    f"{', '.join(grid.scopes)}; {_DECLARED_BY[scope]} in hzero.topology declares it"
+                )
         from_preset: dict[Role, bool] = {"weights": config.preset_shard, "gradients": config.preset_gradients}
         for role in reversed(ROLES):
             if from_preset[role] and scopes[role] != "device" and grid.scope_size(scopes[role]) == 1:
                 # Weights may not become wider than gradients that the user fixed.
                 widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
-                allowed = SCOPES[SCOPES.index(scopes[role]) : SCOPES.index(widest) + 1]
+                allowed = grid.scopes[grid.scopes.index(scopes[role]) : grid.scopes.index(widest) + 1]
                 wider = next((scope for scope in allowed if grid.scope_size(scope) > 1), scopes[role])
                 if wider != scopes[role]:
                     adaptations.append(
@@ -139,7 +154,7 @@ class ShardPlan:
         unused = [
             f"{config.codecs[role][tier].codec} of {role} on {tier}"
             for role in ROLES
-            for tier in TIERS
+            for tier in config.codecs[role].written
             if grid.size(tier) == 1 and config.codecs[role][tier].codec != "none"
         ]
         if unused:
@@ -265,14 +280,14 @@ class ShardPlan:
         return self.grid.world_size // self.grid.scope_size(self.gradients_scope)
 
     @property
-    def hop_sizes(self) -> tuple[int, int, int]:
-        """Sizes of the axes of hop order: gcd, gpu, node."""
-        return tuple(self.grid.size(tier) for tier in TIERS)  # type: ignore[return-value]
+    def hop_sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes of hop order: those of all tiers, gcd first."""
+        return tuple(self.grid.size(tier) for tier in TIERS)
 
     @property
-    def hop_strides(self) -> tuple[int, int, int]:
+    def hop_strides(self) -> tuple[int, ...]:
         """Distance in shards between neighbours on each axis of hop order. Requires regularly numbered ranks."""
-        return tuple(self.grid.stride(tier) for tier in TIERS)  # type: ignore[return-value]
+        return tuple(self.grid.stride(tier) for tier in TIERS)
 
     def tier_group(self, tier: Tier) -> Sequence[int]:
         """Ranks of this rank's group of a tier."""
@@ -280,5 +295,5 @@ class ShardPlan:
 
     def row_order(self) -> list[int]:
         """Shard of every row of hop order. Its cost grows with the world."""
-        gcds, gpus, nodes = map(range, self.hop_sizes)
-        return [self.grid.rank(node, gpu, gcd) for gcd in gcds for gpu in gpus for node in nodes]
+        places = itertools.product(*map(range, self.hop_sizes))
+        return [self.grid.rank(**dict(zip(TIERS, place))) for place in places]

@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hzero.config import DEFAULT_BLOCK_SIZE, PLAIN, CodecConfig, Role, Scope, Tier, tiers_inside, tiers_outside
+from hzero.config import (
+    DEFAULT_BLOCK_SIZE,
+    NET_TIERS,
+    PLAIN,
+    CodecConfig,
+    Role,
+    Scope,
+    Tier,
+    tiers_inside,
+    tiers_outside,
+)
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.sharding.records import record_format
 from hzero.topology import Grid
@@ -182,7 +192,8 @@ def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
     inside = replace(_flat("gradients", "all_to_all", "node", grid), codec=codec, rows=grid.world_size)
     if grid.nodes == 1:
         return (inside,)
-    return inside, Crossing("gradients", "all_to_all", ("node",), grid.nodes, codec, grid.nodes)
+    between = tuple(tier for tier in NET_TIERS if grid.size(tier) > 1)
+    return inside, Crossing("gradients", "all_to_all", between, grid.nodes, codec, grid.nodes)
 
 
 def _flat(role: Role, kind: Kind, scope: Scope, grid: Grid) -> Crossing:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hzero.config import ROLES, TIERS, CodecName, Role, Tier
+from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, Role, Tier
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.sharding.sequence import stage_chains
@@ -95,13 +95,13 @@ def plan_traffic(
             checksum_bytes=CHECKSUM_BYTES * (plan.grid.size(tier) - 1) if plan.checksum else 0,
         )
         for role in ROLES
-        for tier in TIERS
+        for tier in plan.grid.tiers
     ]
 
 
 def node_bytes(traffic: Sequence[TierTraffic], plan: ShardPlan) -> int:
-    """Bytes that enter one node per step: those of the node tier, of both roles and all ranks of the node."""
-    return sum(row.wire_bytes for row in traffic if row.tier == "node") * plan.grid.scope_size("node")
+    """Bytes that enter one node per step: those of the tiers between nodes, of both roles and all ranks of the node."""
+    return sum(row.wire_bytes for row in traffic if row.tier in NET_TIERS) * plan.grid.scope_size("node")
 
 
 def ring_links(sizes: Sequence[int]) -> list[int]:
@@ -146,7 +146,7 @@ def zero3_traffic(
     rows = []
     uses: dict[Role, float] = {"weights": fetches * accumulation, "gradients": accumulation}
     for role, times in uses.items():
-        for tier, links in zip(TIERS, ring_links([grid.size(tier) for tier in TIERS])):
+        for tier, links in zip(grid.tiers, ring_links([grid.size(tier) for tier in grid.tiers])):
             size = round(links * link * times / world)
             rows.append(TierTraffic(role, tier, "none", size, size, round(times), grid.size(tier) > 1))
     return rows

@@ -1,42 +1,57 @@
-"""The grid: nodes x packages x devices, and the place of every rank. Pure arithmetic, whatever the size of the world."""
+"""The grid: a machine as tiers of equal groups, and the place of every rank. Pure arithmetic, whatever the size of the world."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hzero.config import Scope, Tier, tiers_inside
+from hzero.config import BASE_TIERS, SCOPES, TIERS, Scope, Tier, complete_order, tiers_inside
 
 
 class Coordinates(NamedTuple):
-    """A rank's place."""
+    """A rank's place, by tier."""
 
     node: int
     gpu: int
     gcd: int
+    hive: int = 0
+    group: int = 0
+    cluster: int = 0
 
 
 @dataclass(frozen=True)
 class Grid:
     """A rectangular machine.
 
+    Three tiers by default. A node may be divided into hives, the world into groups of nodes and into clusters.
+
     Attributes:
         nodes: Nodes of the world.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        order: How ranks are numbered: axis names, slowest first. The default numbers the devices of a package, then
-            the packages of a node, then the nodes.
-        ranks: Where no such order holds, the rank of every place, devices fastest, then packages, then nodes; else None.
+        order: How ranks are numbered: tiers, slowest first, completed by `hzero.config.complete_order`. The default numbers
+            the devices of a package, then the packages of a hive, hives, nodes of a group, groups and clusters.
+        ranks: Where no such order holds, the rank of every place, in the default order; else None.
+        gpus_per_hive: Packages of a hive.
+        nodes_per_group: Nodes of a group; None where all nodes of a cluster are one.
+        clusters: Clusters of the world.
     """
 
     nodes: int
     gpus_per_node: int
     gcds_per_gpu: int
-    order: tuple[Tier, Tier, Tier] = ("node", "gpu", "gcd")
+    order: tuple[Tier, ...] = TIERS[::-1]
     ranks: tuple[int, ...] | None = None
+    gpus_per_hive: int = 1
+    nodes_per_group: int | None = None
+    clusters: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", complete_order(self.order))
 
     @property
     def world_size(self) -> int:
@@ -50,7 +65,39 @@ class Grid:
 
     def size(self, tier: Tier) -> int:
         """Ranks of a tier group."""
-        return {"gcd": self.gcds_per_gpu, "gpu": self.gpus_per_node, "node": self.nodes}[tier]
+        return self._sizes[tier]
+
+    @functools.cached_property
+    def _sizes(self) -> dict[Tier, int]:
+        own = self.nodes // self.clusters
+        group = self.nodes_per_group or own
+        return {
+            "gcd": self.gcds_per_gpu,
+            "hive": self.gpus_per_hive,
+            "gpu": self.gpus_per_node // self.gpus_per_hive,
+            "node": group,
+            "group": own // group,
+            "cluster": self.clusters,
+        }
+
+    def declaration(self) -> dict[str, Any]:
+        """The block `hzero.config.TopologyConfig` that declares it, where ranks are numbered in some order."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key != "ranks"}
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The three tiers that every machine has, and the others that this one has, innermost first."""
+        return tuple(tier for tier in TIERS if tier in BASE_TIERS or self.size(tier) > 1)
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """The scopes that this machine has, narrowest first; of two that end at the same of its `tiers` one, `world` at last."""
+        found: dict[tuple[Tier, ...], Scope] = {}
+        for scope in SCOPES:
+            reached = tuple(tier for tier in tiers_inside(scope) if tier in self.tiers)
+            if reached not in found or found[reached] in ("group", "cluster"):
+                found[reached] = scope
+        return tuple(found.values())
 
     def stride(self, tier: Tier) -> int:
         """Distance between the ranks of neighbours in a tier group.
@@ -60,7 +107,13 @@ class Grid:
         """
         if self.ranks is not None:
             raise ValueError("stride: ranks are numbered in no regular order")
-        return _stride(self, self.order, tier)
+        return self._strides[tier]
+
+    @functools.cached_property
+    def _strides(self) -> dict[Tier, int]:
+        """In places where a table gives the ranks."""
+        order = self.order if self.ranks is None else TIERS[::-1]
+        return {tier: math.prod(map(self.size, order[index + 1 :])) for index, tier in enumerate(order)}
 
     def scope_size(self, scope: Scope) -> int:
         """Ranks reached by a scope."""
@@ -74,16 +127,14 @@ class Grid:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: found {rank}, expected 0..{self.world_size - 1}")
-        axes: tuple[Tier, Tier, Tier] = ("node", "gpu", "gcd")
-        order = self.order if self.ranks is None else axes
         place = rank if self.ranks is None else self._place_of[rank]
-        return Coordinates(*(place // _stride(self, order, tier) % self.size(tier) for tier in axes))
+        return Coordinates(**{tier: place // stride % self.size(tier) for tier, stride in self._strides.items()})
 
-    def rank(self, node: int, gpu: int, gcd: int) -> int:
-        """The rank at given coordinates."""
-        if self.ranks is not None:
-            return self.ranks[(node * self.gpus_per_node + gpu) * self.gcds_per_gpu + gcd]
-        return node * self.stride("node") + gpu * self.stride("gpu") + gcd * self.stride("gcd")
+    def rank(self, node: int, gpu: int, gcd: int, hive: int = 0, group: int = 0, cluster: int = 0) -> int:
+        """The rank at given coordinates, in the order of `Coordinates`."""
+        place = Coordinates(node, gpu, gcd, hive, group, cluster)
+        number = sum(getattr(place, tier) * stride for tier, stride in self._strides.items())
+        return number if self.ranks is None else self.ranks[number]
 
     def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
@@ -99,9 +150,6 @@ class Grid:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def __str__(self) -> str:
-        counts = {"node": self.nodes, "GPU": self.gpus_per_node, "GCD": self.gcds_per_gpu}
-        return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for name, count in counts.items())
-
-
-def _stride(grid: Grid, order: Sequence[Tier], tier: Tier) -> int:
-    return math.prod(grid.size(axis) for axis in order[order.index(tier) + 1 :])
+        names = {"gcd": "GCD", "hive": "GPU", "gpu": "hive" if self.gpus_per_hive > 1 else "GPU"}  # what a tier joins
+        counts = [(self.size(tier), names.get(tier, tier)) for tier in reversed(self.tiers)]
+        return " x ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hzero.config import TIERS
+from hzero.config import BASE_TIERS
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError, some
 
@@ -64,8 +64,8 @@ def grid_of(places: Sequence[Place]) -> Grid:
     by_place = _numbered_as_ranks(physical)
     by_rank = [sorted(packages, key=min) for packages in by_place]
     for cells in (by_place, by_rank):
-        for order in itertools.permutations(TIERS[::-1]):
-            grid = Grid(len(cells), len(cells[0]), len(cells[0][0]), order)  # type: ignore[arg-type]
+        for order in itertools.permutations(BASE_TIERS[::-1]):
+            grid = Grid(len(cells), len(cells[0]), len(cells[0][0]), order)
             if all(
                 grid.rank(node, gpu, gcd) == rank
                 for node, packages in enumerate(cells)

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 
-from hzero.config import TopologyConfig
+from hzero.config import TopologyConfig, parse_topology
 from hzero.topology.discovery import discover, foresee
 from hzero.topology.grid import Grid
 from hzero.topology.preset import PRESETS, preset
@@ -52,7 +52,10 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
                 f"node, but the world has {world_size}; {fitting} ranks would fit"
             )
         nodes = world_size // inside
-    grid = Grid(nodes, topology.gpus_per_node, topology.gcds_per_gpu, topology.order)
+        topology = parse_topology(
+            where, {**topology.model_dump(include=set(TopologyConfig.model_fields)), "nodes": nodes}
+        )
+    grid = Grid(**{key: value for key, value in topology if key in TopologyConfig.model_fields})
     if grid.world_size != world_size:
         factors = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
         others = {name: grid.world_size // value for name, value in factors.items()}
@@ -80,7 +83,7 @@ def declared_grid(topology: str, where: str) -> TopologyConfig | None:
         return None
     if topology in PRESETS:
         packages = packages_of(preset(topology))
-        return TopologyConfig(nodes=None, gpus_per_node=len(packages), gcds_per_gpu=len(packages[0]))
+        return parse_topology(where, {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])})
     if not os.path.exists(topology):
         raise ConfigError(
             f'{where}: no such file: {topology[:80]!r}; possible: "auto", a file, a preset '

@@ -75,7 +75,7 @@ def build_summary(
         "model": settings["model"]["name"],
         "parameters": parameters,
         "world_size": settings.world_size,
-        "grid": {tier: settings.grid.size(tier) for tier in TIERS},
+        "grid": {tier: settings.grid.size(tier) for tier in settings.grid.tiers},
         "preset": settings.preset,
         "accumulation": accumulation,
         "traffic": traffic,

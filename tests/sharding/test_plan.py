@@ -6,22 +6,36 @@ import doctest
 import math
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import SCOPES, TIERS, parse_config
+from hzero.config import BASE_TIERS, SCOPES, TIERS, parse_config, tiers_inside
 from hzero.sharding import plan as plan_module
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
+from hzero.validation import ConfigError
 
-ORDERS = st.permutations(["node", "gpu", "gcd"]).map(tuple)
-SHAPES = (st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-REGULAR = st.builds(Grid, *SHAPES, ORDERS)
+ORDERS = st.permutations(BASE_TIERS).map(tuple) | st.permutations(TIERS).map(tuple)
+#: Sizes of the tiers: three, or all.
+SIZES = st.tuples(
+    st.integers(1, 3), st.just(1), st.integers(1, 4), st.integers(1, 4), st.just(1), st.just(1)
+) | st.tuples(*(st.integers(1, most) for most in (2, 2, 2, 3, 2, 2)))
+
+
+def grid_of(sizes: tuple[int, ...], **how: Any) -> Grid:
+    """A grid by the sizes of all tiers, innermost first."""
+    gcd, hive, gpu, node, group, cluster = sizes
+    declared = {"gpus_per_hive": hive, "nodes_per_group": node if group > 1 else None, "clusters": cluster}
+    return Grid(node * group * cluster, gpu * hive, gcd, **declared, **how)
+
+
+REGULAR = st.builds(lambda sizes, order: grid_of(sizes, order=order), SIZES, ORDERS)
 #: Ranks in no order at all, as visible-device lists can number them.
-IRREGULAR = st.tuples(*SHAPES).flatmap(
-    lambda shape: st.permutations(range(math.prod(shape))).map(lambda ranks: Grid(*shape, ranks=tuple(ranks)))
+IRREGULAR = SIZES.flatmap(
+    lambda sizes: st.permutations(range(math.prod(sizes))).map(lambda ranks: grid_of(sizes, ranks=tuple(ranks)))
 )
 GRIDS = REGULAR | IRREGULAR
 NAMED = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (3, 1, 2), (8, 1, 1)]
@@ -48,18 +62,59 @@ def test_groups_of_a_tier_partition_the_world(grid: Grid) -> None:
 
 @given(GRIDS)
 def test_row_order_puts_every_rank_at_its_own_row(grid: Grid) -> None:
-    """After reducing along gcd, gpu, node, the row that is left to a rank is the shard of its rank."""
+    """After reducing along all tiers, innermost first, the row that is left to a rank is the shard of its rank."""
     order = plan_of(grid).row_order()
     assert sorted(order) == list(range(grid.world_size))
     for rank in range(grid.world_size):
-        node, gpu, gcd = grid.coordinates(rank)
-        assert order[(gcd * grid.gpus_per_node + gpu) * grid.nodes + node] == rank
+        place, row = grid.coordinates(rank), 0
+        for tier in TIERS:
+            row = row * grid.size(tier) + getattr(place, tier)
+        assert order[row] == rank
 
 
-@given(GRIDS, st.sampled_from(SCOPES), st.sampled_from(SCOPES))
-def test_hops_cover_every_tier_once(grid: Grid, weights: str, gradients: str) -> None:
-    if SCOPES.index(weights) > SCOPES.index(gradients):
-        weights, gradients = gradients, weights
+@given(GRIDS)
+def test_scopes_reach_ever_more_of_the_machines_tiers(grid: Grid) -> None:
+    reached = [tuple(tier for tier in tiers_inside(scope) if tier in grid.tiers) for scope in grid.scopes]
+    assert reached == [grid.tiers[:count] for count in range(len(grid.tiers) + 1)]
+    assert {"device", "package", "node", "world"} <= set(grid.scopes)
+
+
+def test_a_ring_between_many_nodes_becomes_two_short_ones() -> None:
+    """The whole of Frontier in 98 groups of 96: 9,407 steps become 95 and 97."""
+    grid = Grid(9408, 4, 2, nodes_per_group=96)
+    plan = plan_of(grid, rank=75_263)
+    assert [(hop.tier, hop.size) for hop in plan.boundary_hops()] == [("node", 96), ("group", 98)]
+    assert [(hop.tier, hop.size) for hop in plan.refresh_hops()] == [("group", 98), ("node", 96), ("gpu", 4)]
+    assert list(plan.tier_group("group"))[:2] == [767, 1535]
+
+
+def test_a_scope_that_the_machine_lacks_is_refused_with_what_declares_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"gradients: found 'group', which .* possible: device, package, node, world; nodes_per"
+    ):
+        plan_of(Grid(4, 2, 2), shard={"gradients": "group"})
+    with pytest.raises(
+        ConfigError, match=r"weights: found 'hive', .* possible: device, package, node, cluster, world; gpus_per"
+    ):
+        plan_of(Grid(4, 2, 2, clusters=2), shard={"weights": "hive"})
+
+
+def test_tiers_take_the_codec_of_their_neighbour() -> None:
+    codecs = {"weights": {"node": "int4", "cluster": "none"}, "gradients": {"gpu": "int8", "group": "int4"}}
+    plan = plan_of(Grid(8, 4, 1, gpus_per_hive=2, nodes_per_group=2, clusters=2), codecs=codecs)
+    found = {
+        role: [hop.codec.codec for hop in hops] for role, hops in (("w", plan.gather_hops()), ("g", plan.reduce_hops()))
+    }
+    assert found == {"w": ["none", "int4", "int4", "none", "none"], "g": ["int8", "int8", "none", "int4", "int4"]}
+    assert plan_of(Grid(4, 2, 2), codecs=codecs).notes == (
+        "codecs on tiers of size 1 are unused: int4 of gradients on group",
+    )
+
+
+@given(GRIDS, st.data())
+def test_hops_cover_every_tier_once(grid: Grid, data: st.DataObject) -> None:
+    pair = [data.draw(st.sampled_from(grid.scopes)) for _ in range(2)]
+    weights, gradients = sorted(pair, key=SCOPES.index)
     plan = plan_of(grid, shard={"weights": weights, "gradients": gradients})
     tiers = [tier for tier in TIERS if grid.size(tier) > 1]
     assert [hop.tier for hop in plan.refresh_hops() + plan.fetch_hops()] == tiers[::-1]
@@ -102,7 +157,7 @@ def test_a_plan_for_the_whole_machine_is_cheap() -> None:
     seconds = time.perf_counter() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [len(group) for group in groups] == [2, 4, 9408]
+    assert [len(group) for group in groups] == [2, 1, 4, 9408, 1, 1]
     assert len(hops) == 6
     assert peak < 16_000
     assert seconds < 0.1  # 10 ms is asked for; a loaded machine may be ten times slower

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.collectives.checksum import checksums
-from hzero.config import TIERS, parse_config
+from hzero.config import BASE_TIERS, parse_config
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import RecordFormat, chunk_numel, record_format
@@ -34,7 +34,7 @@ def _walk(
     """Received bytes of one rank by following every message of every hop, record by record."""
     world = plan.grid.world_size
     chunks = [chunk_numel(n, world) for n in numels]
-    received = {(role, tier): 0 for role in ("weights", "gradients") for tier in TIERS}
+    received = {(role, tier): 0 for role in ("weights", "gradients") for tier in plan.grid.tiers}
 
     def message(hop, rows: int) -> int:
         fmt = record_format(hop.codec)
@@ -60,7 +60,7 @@ def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
         config = parse_config({"preset": "topo", "checksum": checksum})
         rows = plan_traffic(ShardPlan.from_config(config, Grid(4, 1, 2), 0), [1000])
         found = {row.tier: row.checksum_bytes for row in rows}
-        assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(TIERS, 0))
+        assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0))
     assert checksums(torch.zeros(64, dtype=torch.uint8), 4).nbytes == 4 * CHECKSUM_BYTES
 
 
@@ -109,11 +109,11 @@ def test_links_of_a_ring() -> None:
 @pytest.mark.parametrize("shape", [(2, 2, 2), (48, 4, 2), (1, 4, 2), (3, 1, 4), (1, 1, 5), (2, 3, 1)])
 def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int, int, int]) -> None:
     grid = Grid(*shape)
-    walked = dict.fromkeys(TIERS, 0)
+    walked = dict.fromkeys(BASE_TIERS, 0)
     for rank in range(grid.world_size):
         here, ahead = grid.coordinates(rank), grid.coordinates((rank + 1) % grid.world_size)
         walked["node" if here.node != ahead.node else "gpu" if here.gpu != ahead.gpu else "gcd"] += 1
-    assert ring_links([grid.size(tier) for tier in TIERS]) == list(walked.values())
+    assert ring_links([grid.size(tier) for tier in BASE_TIERS]) == list(walked.values())
 
 
 def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import TIERS
+from hzero.config import BASE_TIERS, Tier, complete_order
 from hzero.topology.placement import Place, grid_of
 from hzero.validation import ConfigError
 
@@ -38,10 +38,10 @@ def node_by_node(nodes: int, devices: tuple[int, ...], width: int = 2, cyclic: b
         ((0, 2, 4, 6, 1, 3, 5, 7), True, ("gcd", "gpu", "node")),
     ],
 )
-def test_usual_launches_are_regular(devices: tuple[int, ...], cyclic: bool, order: tuple[str, ...]) -> None:
+def test_usual_launches_are_regular(devices: tuple[int, ...], cyclic: bool, order: tuple[Tier, ...]) -> None:
     grid = grid_of(node_by_node(3, devices, cyclic=cyclic))
     assert (grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu) == (3, 4, 2)
-    assert grid.regular and grid.order == order
+    assert grid.regular and grid.order == complete_order(order)
 
 
 def test_nodes_with_other_orders_of_packages_stay_regular() -> None:
@@ -65,7 +65,7 @@ def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int],
         assert {p.host for p in group} == {place.host} and len({p.package for p in group}) == gpus
         assert {p.gcd for p in group} == {place.gcd}
         assert len({places[rank].host for rank in grid.tier_group(place.rank, "node")}) == nodes
-        assert [grid.size(tier) for tier in TIERS] == [gcds, gpus, nodes]
+        assert [grid.size(tier) for tier in BASE_TIERS] == [gcds, gpus, nodes]
 
 
 @given(SHAPES, st.lists(st.integers(0, 200), max_size=6))
