@@ -44,31 +44,44 @@ class InProcess(NamedTuple):
     arguments: tuple[str, ...]
 
 
-_TIERED: list[OnRanks | InProcess] = [
-    OnRanks(world_size, ("tests.collectives.tiered_checks", "tests.collectives.fault_checks")) for world_size in (8, 6)
+_TIERED = ("tests.collectives.tiered_checks", "tests.collectives.fault_checks")
+#: Those that let no rank wait until the timeout come first.
+_QUICK = tuple(name for name in collect(*_TIERED) if name != "check_everyone_ends_in_time_when_one_rank_stops")
+_TRANSFERS: list[OnRanks | InProcess] = [
+    OnRanks(8, _TIERED, _QUICK),
+    InProcess(
+        tuple(
+            f"tests/collectives/test_{name}.py"
+            for name in ("bucket", "feedback", "gather", "order", "trace", "checksum")
+        )
+    ),
+    OnRanks(6, _TIERED),
+    OnRanks(8, _TIERED, ("check_everyone_ends_in_time_when_one_rank_stops",)),
 ]
-_UNIT: list[OnRanks | InProcess] = [
-    InProcess(tuple(f"tests/collectives/test_{name}.py" for name in ("bucket", "gather", "order", "trace", "checksum")))
-]
-_STAGE: list[OnRanks | InProcess] = [
-    OnRanks(8, ("tests.zero.equality_checks", "tests.zero.gradient_checks")),
-    OnRanks(8, ("tests.zero.stage_checks", "tests.zero.trace_checks")),
-    OnRanks(8, ("tests.zero.race_checks", "tests.zero.delay_checks")),
-]
+_EQUALITY = OnRanks(8, ("tests.zero.equality_checks", "tests.zero.gradient_checks"))
+_FEATURES = OnRanks(8, ("tests.zero.stage_checks", "tests.zero.trace_checks"))
+_RACES = OnRanks(8, ("tests.zero.race_checks", "tests.zero.delay_checks"))
+_DIFFERENCES = OnRanks(8, ("tests.zero.difference_checks",))
 #: Tests of a module, quickest first.
 TESTS: dict[str, list[OnRanks | InProcess]] = {
-    "hzero/collectives/pipeline.py": [*_UNIT, *_TIERED[:1], *_STAGE],
-    "hzero/collectives/trace.py": [*_UNIT, OnRanks(8, ("tests.zero.trace_checks",))],
+    "hzero/collectives/pipeline.py": [*_TRANSFERS, _EQUALITY, _RACES],
+    "hzero/collectives/trace.py": [
+        InProcess(("tests/collectives/test_trace.py",)),
+        OnRanks(8, ("tests.zero.trace_checks",)),
+    ],
     "hzero/collectives/record": [
         InProcess(("tests/collectives/test_recorder.py", "-k", "not test_on_ranks")),
         OnRanks(4, ("tests.collectives.recorder_checks",)),
+        OnRanks(8, ("tests.zero.delay_checks",)),
     ],
-    "hzero/collectives/": [*_UNIT, *_TIERED, _STAGE[0]],
+    "hzero/collectives/": [*_TRANSFERS, _EQUALITY],
     "hzero/zero/guard.py": [
         InProcess(("tests/zero/test_guard.py",)),
         OnRanks(8, ("tests.zero.gradient_checks",), ("check_the_guard_ends_training_that_diverges",)),
     ],
-    "hzero/zero/": _STAGE,
+    "hzero/zero/streams.py": [_RACES],
+    "hzero/zero/refusals.py": [_FEATURES],
+    "hzero/zero/": [_EQUALITY, _FEATURES, _DIFFERENCES, _RACES],
     "hzero/train/checkpoint": [
         InProcess(("tests/train/test_checkpoint.py",)),
         OnRanks(8, ("tests.train.saver_checks",)),

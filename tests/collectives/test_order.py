@@ -13,11 +13,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from hzero.collectives import pipeline
 from hzero.collectives.errors import HopError
-from hzero.collectives.pipeline import Chain, Pipeline
+from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
 from hzero.config import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
@@ -331,3 +333,13 @@ def test_a_chain_after_one_that_failed_fails_alike() -> None:
         with pytest.raises(HopError, match="gone"):
             chain.wait()
     pipeline.drain()
+
+
+def test_a_process_has_one_pipeline_for_as_long_as_its_world_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = mock.Mock()
+    monkeypatch.setattr(pipeline, "_of_world", None)
+    monkeypatch.setattr(pipeline.dist, "group", world)
+    first = shared_pipeline(None)
+    assert shared_pipeline(None) is first
+    world.WORLD = mock.Mock()
+    assert shared_pipeline(None) is not first
