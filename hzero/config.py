@@ -104,12 +104,18 @@ _LIKE: dict[Tier, Tier] = {"hive": "gpu", "group": "node", "cluster": "group"}
 
 
 class TierCodecs(Frozen):
-    """One codec for each tier: ``hive`` takes that of ``gpu`` by default, ``group`` and ``cluster`` that of ``node``."""
+    """One codec for each tier.
+
+    Attributes:
+        hive: Of tier `hive`, as the key `TIER.codec` and its neighbours; null takes that of `gpu`.
+        group: Of tier `group`; null takes that of `node`.
+        cluster: Of tier `cluster`; null takes that of `group`.
+    """
 
     gcd: CodecConfig
+    hive: CodecConfig | None = None
     gpu: CodecConfig
     node: CodecConfig
-    hive: CodecConfig | None = None
     group: CodecConfig | None = None
     cluster: CodecConfig | None = None
 

@@ -76,7 +76,7 @@ class ShardPlan:
 
         >>> from hzero.config import parse_config
         >>> from hzero.topology import Grid
-    >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
+        >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
         >>> [list(plan.tier_group(tier)) for tier in ("gcd", "gpu", "node")]
         [[4, 5], [5, 7], [1, 5]]
         >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.fetch_hops()]

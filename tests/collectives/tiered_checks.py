@@ -41,6 +41,8 @@ GRIDS = {
         Grid(1, 1, 8),
         Grid(2, 2, 2, order=("gcd", "node", "gpu")),
         Grid(2, 2, 2, ranks=(3, 0, 5, 6, 1, 7, 4, 2)),
+        Grid(4, 2, 1, nodes_per_group=2),
+        Grid(2, 4, 1, order=("gpu", "node", "gcd"), gpus_per_hive=2, clusters=2),
     ],
     6: [Grid(3, 1, 2), Grid(1, 3, 2), Grid(3, 1, 2, ranks=(5, 0, 3, 1, 2, 4))],
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from typing import Any
 
 import pytest
 import torch
 
-from hzero.config import SCOPES
+from hzero.config import parse_topology
+from hzero.topology import resolve_grid
 from tests.zero.training import (
     assert_losses,
     ds_config,
@@ -22,6 +24,18 @@ from tests.zero.training import (
 STEPS = {1: 4, 3: 3, 4: 3}  # optimizer steps, by micro-steps per step
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LAYOUTS = {8: (2, 2, 2), 6: (3, 1, 2)}
+#: Machines of more tiers: two groups of two nodes of two packages; two groups of one node of 2 x 2 devices; two clusters of
+#: one node with two hives of two packages.
+MORE_TIERS: dict[int, list[dict[str, int]]] = {
+    8: [
+        {"nodes": 4, "gpus_per_node": 2, "gcds_per_gpu": 1, "nodes_per_group": 2},
+        {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2, "nodes_per_group": 1},
+        {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1, "gpus_per_hive": 2, "clusters": 2},
+    ],
+    6: [],
+}
+#: Whether the lattice is compared cell by cell on every machine, with 1 and 3 micro-steps; that takes minutes.
+FULL = os.environ.get("HZERO_LATTICE") == "full"
 
 
 def _topology(layout: tuple[int, int, int]) -> dict[str, int]:
@@ -94,12 +108,20 @@ def check_layouts_with_tiers_of_size_one() -> None:
 
 
 def check_lattice_of_scopes() -> None:
-    """Weights and gradients over every pair of scopes that nests, from ZeRO-1 to ZeRO-3."""
-    pairs = [(w, g) for w in SCOPES for g in SCOPES if SCOPES.index(w) <= SCOPES.index(g)]
-    assert len(pairs) == 10
-    for number, (weights, gradients) in enumerate(pairs):
-        block = {"preset": "lossless", "shard": {"weights": weights, "gradients": gradients}}
-        _compare(block, LAYOUTS[WORLD], 3 if number % 2 else 1)
+    """Weights and gradients over every pair of scopes that nests, from ZeRO-1 to ZeRO-3.
+
+    On machines of more than three tiers every third of the pairs with a scope of such a tier.
+    """
+    usual = _topology(LAYOUTS[WORLD])
+    for topology in (usual, *MORE_TIERS[WORLD]):
+        scopes = resolve_grid(parse_topology("topology", topology), WORLD).scopes
+        pairs = list(itertools.combinations_with_replacement(scopes, 2))
+        if not FULL and topology != usual:
+            pairs = [pair for pair in pairs if {"hive", "group", "cluster"} & set(pair)][::3]
+        for number, (weights, gradients) in enumerate(pairs):
+            block = {"preset": "lossless", "shard": {"weights": weights, "gradients": gradients}, "topology": topology}
+            for accumulation in (1, 3) if FULL else (3,) if number % 2 else (1,):
+                _compare(block, LAYOUTS[WORLD], accumulation, steps=None if FULL or topology == usual else 2)
     _compare({"preset": "zero1", "resident": "payload"}, LAYOUTS[WORLD], 3)
 
 
