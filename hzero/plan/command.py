@@ -133,7 +133,7 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
         _refuse_varied(parsed, overrides)
     if parsed.sweep is not None:
         counts = node_counts(parsed.sweep)
-        overrides = [*overrides, f"topology.nodes={counts[0]}"]
+        overrides = [*overrides, f"topology.nodes={counts[-1]}"]  # groups of nodes have to divide it
     mode, reads = ("--tune", KEYS) if parsed.tune else ("--sweep", SWEPT) if parsed.sweep else ("--trace", KEYS[-1:])
     for key in split_keys(overrides)[0]:
         if key not in reads:
