@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hzero.config import Tier
-from hzero.model import footprint
 from hzero.model.collectives import Phase, kernel, transfer
 from hzero.model.compute import Bucket, compute_phase, layers_together, model_buckets, model_flops, optimizer_phase
+from hzero.model.footprint import Attention, footprint
 from hzero.model.profile import Profile
 from hzero.model.shape import ModelShape
 from hzero.model.simulate import COMPUTE, Task, Timeline, simulate
-from hzero.sharding.memory import BUCKET_NUMEL, CHANNELS, IN_FLIGHT
+from hzero.sharding.memory import BUCKET_NUMEL, IN_FLIGHT, Buffers
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.sharding.sequence import Chain, Scheme, scheme_chains, stage_chains
@@ -47,6 +47,8 @@ class Job:
             parameter gathered (``stage3_max_reuse_distance``). It always keeps the last.
         ahead: Buckets that are gathered ahead of their use, where the engine does that.
         overlap: Whether collectives run beside compute; without it each is waited for where it starts.
+        buffers: Sizes of DeepSpeed's buffers, for memory alone.
+        attention: How attention is computed, for memory alone.
     """
 
     model: ModelShape
@@ -58,6 +60,8 @@ class Job:
     reuse_numel: int = 0
     ahead: int = 1
     overlap: bool = True
+    buffers: Buffers = Buffers()
+    attention: Attention = "flash"
 
     @property
     def tokens(self) -> int:
@@ -127,17 +131,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile, 
     else:
         found = _many_micro_steps(scheme, job, grid, profile)
     seconds = found["seconds"]
-    numels = [numel for bucket in buckets for numel in bucket.numels]
     tokens = job.tokens * job.accumulation
-    memory = footprint.state_bytes(
-        scheme,
-        grid,
-        numels,
-        itemsize=job.itemsize,
-        bucket_numel=job.bucket_numel,
-        accumulation=job.accumulation,
-        channels=0 if profile.library == "gloo" else CHANNELS,
-    )
     return Prediction(
         step_s=seconds,
         tflops=model_flops(buckets, tokens) / seconds / 1e12,
@@ -146,7 +140,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile, 
         exposed={name[8:]: time for name, time in found.items() if name.startswith("exposed ")},
         latency_s=found["latency"],
         busy={name[5:]: time / seconds for name, time in found.items() if name.startswith("busy ")},
-        memory_bytes=memory + footprint.activation_bytes(job.model, job.micro_batch, job.checkpointing),
+        memory_bytes=footprint(scheme, grid, job.model.numels, job, channels=profile.channels).bytes,
         timeline=timeline,
     )
 

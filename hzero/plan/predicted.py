@@ -18,6 +18,7 @@ from hzero.model.profile import Constants
 from hzero.model.step import Prediction, predict
 from hzero.model.trace import write_trace
 from hzero.plan.against import Comparison
+from hzero.plan.fit import Fitting, Fittings, fullest
 from hzero.plan.scenario import Scenario, key_of
 from hzero.plan.sweep import Curve
 from hzero.plan.tune import Candidate, Found, Tuning
@@ -183,7 +184,10 @@ def _longer(share: float) -> str:
 
 def command(candidate: Candidate, scenario: Scenario) -> str:
     """The trainer's command with a setting, and with what the user has given beside it."""
-    chosen = candidate.overrides()
+    return _train_command(candidate.overrides(), scenario)
+
+
+def _train_command(chosen: list[str], scenario: Scenario) -> str:
     keys = set(map(key_of, chosen))
     return shlex.join(["hzero", "train", *(one for one in scenario.given if key_of(one) not in keys), *chosen])
 
@@ -238,6 +242,70 @@ def write_choice(path: Path, tuning: Tuning, scenario: Scenario) -> None:
             file.write(json.dumps(tuning_dict(tuning, scenario), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
+
+
+# ---- fit ----------------------------------------------------------------------------------------------------------------
+
+
+def fitting_dict(fittings: Fittings, scenario: Scenario) -> dict[str, Any]:
+    """What fits, by preset."""
+
+    def of(one: Fitting) -> dict[str, Any]:
+        return {
+            "preset": one.preset,
+            "checkpointing": one.job.checkpointing,
+            "micro_batch": one.job.micro_batch,
+            "accumulation": one.job.accumulation,
+            "fits": one.fits,
+            "memory_bytes": one.footprint.bytes,
+            "fullest": one.footprint.fullest,
+            "states": {state.name: state.bytes for state in one.footprint.states},
+            "over_bytes": max(one.footprint.bytes - scenario.memory_bytes, 0),
+            "sequence_s": one.sequence_s if one.fits else None,
+        }
+
+    best = fittings.best
+    return {
+        **_about(scenario),
+        "memory_bytes": scenario.memory_bytes,
+        "fittings": [of(one) for one in fittings.found],
+        "best": of(best),
+        "block": {"preset": best.preset},
+        "overrides": best.overrides(),
+        "command": _train_command(best.overrides(), scenario),
+    }
+
+
+def show_fitting(fittings: Fittings, scenario: Scenario, console: Console) -> None:
+    """Prints what fits, by preset; where nothing does, what fills the device."""
+    rows = []
+    for plain, again in zip(fittings.found[::2], fittings.found[1::2]):
+        shown = again if not plain.fits else plain
+        most = ", ".join(f"{name} {size_text(size)}" for name, size in fullest(shown.footprint))
+        if not shown.fits:
+            most = f"{size_text(shown.footprint.bytes - scenario.memory_bytes)} too much: {most}"
+        rows.append((plain.preset, *(cell for one in (plain, again) for cell in _fitting_cells(one)), most))
+    head = ("preset", "*micro-batch", "*memory", "*s / sequence", "*checkpointing", "*memory", "*s / sequence", "most of it")
+    title = f"largest micro-batch that fits into {size_text(scenario.memory_bytes)} on {scenario.grid}"
+    console.print(table_of(title, head, rows))
+    best = fittings.best
+    job = best.job
+    _say(
+        console,
+        f"shortest predicted time per sequence: {best.preset} with {job.micro_batch} x {job.accumulation} sequences"
+        f"{' and checkpointing' if job.checkpointing else ''}, {size_text(best.footprint.bytes)} at "
+        f"{best.footprint.fullest}; `hzero plan --tune` searches further",
+    )
+    console.print(table_of("its memory", ("state", "*bytes", "of"), [(s.name, size_text(s.bytes), s.what) for s in best.footprint.states]))
+    _say_error(scenario, console)
+    _say(console, f'\n"hzero": {json.dumps({"preset": best.preset})}')
+    _say(console, _train_command(best.overrides(), scenario))
+
+
+def _fitting_cells(one: Fitting) -> tuple[str, str, str]:
+    if not one.fits:
+        return "none", size_text(one.footprint.bytes), ""
+    return f"{one.job.micro_batch} x {one.job.accumulation}", size_text(one.footprint.bytes), f"{one.sequence_s:.3g}"
 
 
 # ---- sweep --------------------------------------------------------------------------------------------------------------
