@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hzero.model.shape import ModelShape
-from hzero.sharding.memory import StateMemory, plan_memory, zero3_memory
+from hzero.sharding.memory import IN_FLIGHT, StateMemory, plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
@@ -91,7 +91,9 @@ def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[Sta
     if job.attention == "flash":
         layer += tokens * hidden * size * on_processors
     else:  # scaled queries and keys, and values, in float32 where torch computes scores in float32
-        layer += tokens * (hidden * (12 - 5 * size) + hidden * size * on_processors + 4 * model.heads * model.seq_length)
+        layer += tokens * (
+            hidden * (12 - 5 * size) + hidden * size * on_processors + 4 * model.heads * model.seq_length
+        )
     whole = tokens * hidden * size
     working = tokens * (hidden + model.intermediate) * size
     if job.attention == "math":
@@ -115,8 +117,9 @@ def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[Sta
 def _summed(states: list[StateMemory], total: int, job: Job, *, slack: float) -> Footprint:
     """The moments of a step.
 
-    Gradients of the first bucket are reduced when backward has passed as many parameters, whose activations are gone. The
-    last messages of the refresh come when forward is as many short of its end; accumulators are empty until then.
+    While the first buckets of gradients are reduced, the activations of as many parameters are gone, and few buckets are on
+    their way. The last messages of the refresh come when forward is as many short of its end; accumulators are empty
+    until then.
     """
     size = {state.name: state.bytes for state in states}
 
@@ -125,21 +128,21 @@ def _summed(states: list[StateMemory], total: int, job: Job, *, slack: float) ->
 
     held = sum(state.bytes for state in states if not state.name.startswith(("transient", "activations")))
     before = held - of("gradient accumulators")
-    reduced = min(job.buffers.reduce / max(total, 1), 1.0)
     live, gather = of("transient parameters"), of("transient gather")
     everything = live >= total * job.itemsize  # backward gathers nothing again
+    bucket = job.buffers.reduce / max(total, 1)
+    reducing = max(
+        round(of("activations") * max(1 - count * bucket, 0.0) + of("transient reduce") * count / (IN_FLIGHT + 1))
+        for count in range(1, IN_FLIGHT + 2)
+        if count == 1 or (count - 1) * bucket < 1
+    )
     moments = {
         "the loss": held + live + of("activations") + of("transient loss"),
-        "backward": held
-        + live
-        + (0 if everything else gather)
-        + round(of("activations") * (1 - reduced))
-        + of("transient layer")
-        + of("transient reduce"),
+        "backward": held + live + (0 if everything else gather) + of("transient layer") + reducing,
         "the optimizer": before + of("transient step"),
     }
     if refresh := of("transient refresh"):
-        done = max(1 - 3 * job.buffers.prefetch / max(total, 1), 0.0)
+        done = max(1 - (IN_FLIGHT + 1) * job.buffers.prefetch / max(total, 1), 0.0)
         forward = round(done * of("activations")) + min(live, round(done * total * job.itemsize))
         moments["the refresh"] = before + refresh + gather + forward
     slacks = {name: round(slack * (count - held)) if count > held else 0 for name, count in moments.items()}

@@ -60,7 +60,7 @@ class Job:
     reuse_numel: int = 0
     ahead: int = 1
     overlap: bool = True
-    buffers: Buffers = Buffers()
+    buffers: Buffers = field(default_factory=Buffers)
     attention: Attention = "flash"
 
     @property

@@ -61,10 +61,9 @@ SHORT = {
     "accumulation": "train.grad_accumulation",
 }
 #: Of the keys of a prediction those that ``--sweep`` reads.
-SWEPT = ("memory", "attention", "profile")
-#: And those that ``--fit`` reads, and a plan.
+SWEPT: tuple[str, ...] = ("memory", "attention", "profile")
+#: And those that ``--fit`` reads.
 FITTED = (*SWEPT, "global_batch")
-PLANNED = SWEPT
 _EPILOG = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
@@ -110,7 +109,9 @@ def parser() -> argparse.ArgumentParser:
     add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
     mode = made.add_mutually_exclusive_group()
     mode.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
-    mode.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits into a device, by preset")
+    mode.add_argument(
+        "--fit", action="store_true", help="find the largest micro-batch that fits into a device, by preset"
+    )
     mode.add_argument("--sweep", metavar="nodes=A..B", help="predict all schemes on these nodes, and draw them")
     mode.add_argument("--from", dest="run", metavar="RUN", type=Path, help="compare a finished run with its prediction")
     mode.add_argument("--trace", metavar="FILE", type=Path, help="write the predicted step for Perfetto")
@@ -152,9 +153,7 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
     if parsed.sweep is not None:
         counts = node_counts(parsed.sweep)
         overrides = [*overrides, f"topology.nodes={counts[0]}"]
-    mode, reads = ("--tune", KEYS) if parsed.tune else ("--fit", FITTED) if parsed.fit else ("--trace", KEYS[-1:])
-    if parsed.sweep:
-        mode, reads = "--sweep", SWEPT
+    reads = {"--tune": KEYS, "--fit": FITTED, "--sweep": SWEPT, "--trace": ("profile",)}[mode := _mode(parsed)]
     for key in split_keys(overrides)[0]:
         if key not in reads:
             raise ConfigError(f"{key}: given with {mode}, which does not read it; it reads {', '.join(reads)}")
@@ -179,12 +178,22 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
     return predicted.tuning_dict(tuning, scenario), partial(predicted.show_tuning, tuning, scenario, parsed.out)
 
 
+def _mode(parsed: argparse.Namespace) -> str:
+    return next((f"--{name}" for name in ("tune", "fit", "sweep") if getattr(parsed, name)), "--trace")
+
+
 def _refuse_varied(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Refuses keys that a search or a sweep varies itself: their values would be ignored."""
-    given, mode = list(map(key_of, overrides)), "--tune" if parsed.tune else "--fit" if parsed.fit else "--sweep"
+    given, mode = list(map(key_of, overrides)), _mode(parsed)
     for key in given:
         if key.partition(".")[0] == "zero":
-            what = "searches the block" if parsed.tune else "looks at all presets" if parsed.fit else "predicts all presets"
+            what = (
+                "searches the block"
+                if parsed.tune
+                else "looks at all presets"
+                if parsed.fit
+                else "predicts all presets"
+            )
             raise ConfigError(f"{key}: given with {mode}, which {what}")
         if (parsed.tune or parsed.fit) and key == "train.activation_checkpointing":
             raise ConfigError(f"{key}: given with {mode}, which searches it")
@@ -211,7 +220,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         links: File of measured rates; None takes ``topology.bandwidth_gb_s``.
     """
     own, kept = split_keys([_long(override) for override in overrides])
-    for key in set(own) - set(PLANNED):
+    for key in set(own) - set(SWEPT):
         raise ConfigError(f"{key}: given without --tune, which alone reads it")
     settings = Settings(plain(compose(kept)))
     plan, grid = _plan_of(settings), settings.grid

@@ -141,7 +141,11 @@ def _nothing(least: Fitting, scenario: Scenario) -> str:
         f"memory: found {size_text(scenario.memory_bytes)}, and the smallest, {least.preset} with micro-batch "
         f"{least.job.micro_batch}{' and checkpointing' if least.job.checkpointing else ''}, needs "
         f"{size_text(least.footprint.bytes)} at {least.footprint.fullest}: {most}; "
-        + (f"possible: {', or '.join(helps[:2])}" if helps else "possible: a smaller model, or devices with more memory")
+        + (
+            f"possible: {', or '.join(helps[:2])}"
+            if helps
+            else "possible: a smaller model, or devices with more memory"
+        )
     )
 
 

@@ -69,6 +69,22 @@ def _about(scenario: Scenario) -> dict[str, Any]:
     }
 
 
+#: States that a table shows as one.
+_GROUPS = {
+    "weights": ("primary weights", "resident weights", "transient parameters", "transient gather", "transient refresh"),
+    "gradients": (
+        "gradient shard",
+        "gradient accumulators",
+        "error feedback",
+        "gradient buffer",
+        "transient reduce",
+    ),
+    "optimizer": ("optimizer", "transient step"),
+    "activations": ("activations", "transient loss", "transient layer"),
+    "other": ("communicators", "allocator"),
+}
+
+
 def _busy_text(step: Prediction) -> str:
     return f"{step.full} {step.busy.get(step.full, 0.0):.0%}"
 
@@ -278,16 +294,34 @@ def fitting_dict(fittings: Fittings, scenario: Scenario) -> dict[str, Any]:
 
 def show_fitting(fittings: Fittings, scenario: Scenario, console: Console) -> None:
     """Prints what fits, by preset; where nothing does, what fills the device."""
-    rows = []
-    for plain, again in zip(fittings.found[::2], fittings.found[1::2]):
-        shown = again if not plain.fits else plain
-        most = ", ".join(f"{name} {size_text(size)}" for name, size in fullest(shown.footprint))
-        if not shown.fits:
-            most = f"{size_text(shown.footprint.bytes - scenario.memory_bytes)} too much: {most}"
-        rows.append((plain.preset, *(cell for one in (plain, again) for cell in _fitting_cells(one)), most))
-    head = ("preset", "*micro-batch", "*memory", "*s / sequence", "*checkpointing", "*memory", "*s / sequence", "most of it")
-    title = f"largest micro-batch that fits into {size_text(scenario.memory_bytes)} on {scenario.grid}"
-    console.print(table_of(title, head, rows))
+    shown = [
+        again if again.fits and not plain.fits else plain
+        for plain, again in zip(fittings.found[::2], fittings.found[1::2])
+    ]
+    micro = [
+        (plain.preset, *(cell for one in (plain, again) for cell in _fitting_cells(one)))
+        for plain, again in zip(fittings.found[::2], fittings.found[1::2])
+    ]
+    head = ("preset", "*without", "*memory", "*s", "*with", "*memory", "*s")
+    title = (
+        f"largest micro-batch x micro-steps without and with checkpointing that fits into "
+        f"{size_text(scenario.memory_bytes)} on {scenario.grid}; s: predicted, per sequence"
+    )
+    console.print(table_of(title, head, micro))
+    held = [
+        (
+            f"{one.preset}{', checkpointing' * one.job.checkpointing}",
+            *(size_text(sum(s.bytes for s in one.footprint.states if s.name in names)) for names in _GROUPS.values()),
+        )
+        for one in shown
+    ]
+    title = "what it holds, each at most (with checkpointing where nothing else fits)"
+    console.print(table_of(title, ("preset", *(f"*{name}" for name in _GROUPS)), held))
+    for one in fittings.found[1::2]:
+        if not one.fits:
+            over = size_text(one.footprint.bytes - scenario.memory_bytes)
+            most = ", ".join(f"{name} {size_text(size)}" for name, size in fullest(one.footprint))
+            _say(console, f"{one.preset}: {over} too much at {one.footprint.fullest}, even with checkpointing: {most}")
     best = fittings.best
     job = best.job
     _say(
@@ -296,7 +330,8 @@ def show_fitting(fittings: Fittings, scenario: Scenario, console: Console) -> No
         f"{' and checkpointing' if job.checkpointing else ''}, {size_text(best.footprint.bytes)} at "
         f"{best.footprint.fullest}; `hzero plan --tune` searches further",
     )
-    console.print(table_of("its memory", ("state", "*bytes", "of"), [(s.name, size_text(s.bytes), s.what) for s in best.footprint.states]))
+    states = [(state.name, size_text(state.bytes), state.what) for state in best.footprint.states if state.bytes]
+    console.print(table_of("its memory", ("state", "*bytes", "of"), states))
     _say_error(scenario, console)
     _say(console, f'\n"hzero": {json.dumps({"preset": best.preset})}')
     _say(console, _train_command(best.overrides(), scenario))

@@ -237,7 +237,7 @@ def buffers_of(settings: Settings, module: int = 0) -> Buffers:
         reuse=_elements(settings, "stage3_max_reuse_distance", REUSE_NUMEL),
         sub_group=_elements(settings, "sub_group_size", SUB_GROUP_NUMEL),
         module=module,
-        accumulation_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(types.get("grad_accum_dtype")),
+        accumulation_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(str(types.get("grad_accum_dtype"))),
         offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
     )
 

@@ -57,7 +57,9 @@ def _memory(result: dict[str, Any]) -> Table:
     table = table_of(title if moments else f"{title}, without activations", ("state", "*bytes", "of", "*ZeRO-3"), rows)
     if moments:
         fullest = f"at {max(moments, key=lambda name: moments[name])}, when most is there"
-        table.add_row("all", size_text(result["memory_bytes"]), fullest, size_text(result["zero3_memory_bytes"]), style="bold")
+        table.add_row(
+            "all", size_text(result["memory_bytes"]), fullest, size_text(result["zero3_memory_bytes"]), style="bold"
+        )
     return table
 
 

@@ -304,9 +304,7 @@ def _compute_s(candidate: Candidate, scenario: Scenario) -> float:
 
 
 def _predicted(candidate: Candidate, scenario: Scenario, profile: Profile | None = None) -> Prediction:
-    return predict(
-        _plan(candidate, scenario), _job(candidate, scenario), scenario.grid, profile or scenario.profile
-    )
+    return predict(_plan(candidate, scenario), _job(candidate, scenario), scenario.grid, profile or scenario.profile)
 
 
 def _otherwise(best: Sequence[Found], found: Sequence[Found], scenario: Scenario) -> list[Otherwise]:

@@ -71,7 +71,7 @@ def plan_memory(
     itemsize: int = 2,
     accumulation: int = 2,
     channels: int = CHANNELS,
-    buffers: Buffers = Buffers(),  # noqa: B008 - frozen
+    buffers: Buffers = Buffers(),
 ) -> list[StateMemory]:
     """Bytes of every state of the stage on one rank, without activations.
 
@@ -134,7 +134,9 @@ def plan_memory(
         ),
         StateMemory(
             "transient refresh",
-            round(refreshed * ((IN_FLIGHT + 1) * refresh_bits + decoded_bits) / plan.grid.scope_size(plan.weights_scope)),
+            round(
+                refreshed * ((IN_FLIGHT + 1) * refresh_bits + decoded_bits) / plan.grid.scope_size(plan.weights_scope)
+            ),
             f"{IN_FLIGHT + 1} messages of {refreshed:,} elements{', one decoded' * bool(decoded_bits)}"
             if refreshed
             else "none",
@@ -158,7 +160,7 @@ def zero3_memory(
     *,
     itemsize: int = 2,
     channels: int = CHANNELS,
-    buffers: Buffers = Buffers(),  # noqa: B008 - frozen
+    buffers: Buffers = Buffers(),
 ) -> list[StateMemory]:
     """The same for plain ZeRO-3."""
     shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)
