@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
+from hzero.model.job import Job
 from hzero.model.shape import ModelShape
 from hzero.sharding.memory import IN_FLIGHT, StateMemory, plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 
-if TYPE_CHECKING:
-    from hzero.model.step import Job
-
-#: How attention is computed, by torch's names: ``flash`` never stores scores, ``math`` keeps them for backward.
-Attention = Literal["flash", "math"]
 #: Share of what comes and goes on a device that its allocator holds beside it, in blocks that are rounded up or torn.
 #: Assumed; no measurement on MI250X is known.
 SLACK = 0.05

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from hzero.config import PRESETS, parse_config
 from hzero.formatting import size_text
 from hzero.model.footprint import Footprint, footprint
-from hzero.model.step import Job, Prediction, predict
+from hzero.model.job import Job
+from hzero.model.step import Prediction, predict
 from hzero.plan.scenario import Scenario
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hzero.config import TIERS
-from hzero.model.footprint import Attention
+from hzero.model.job import Attention, Job
 from hzero.model.profile import Profile, Source, load_profile, profile_names
 from hzero.model.shape import ModelShape, gpt_neox_shape
-from hzero.model.step import Job
 from hzero.plan.links_file import links_for
 from hzero.settings.architecture import architecture, is_general
 from hzero.settings.conf import compose, plain

@@ -9,8 +9,9 @@ from typing import Any
 
 from hzero.config import PRESETS, ROLES, SCOPES, TIERS, CodecName, Scope, Tier, parse_config
 from hzero.model.footprint import footprint
+from hzero.model.job import Job
 from hzero.model.profile import Profile, Source
-from hzero.model.step import Job, Prediction, predict
+from hzero.model.step import Prediction, predict
 from hzero.plan.scenario import BUCKET, REDUCE_BUCKET, Quality, Scenario
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import stage_chains
