@@ -68,7 +68,8 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, numels: Sequence[int], job
     else:
         states = [StateMemory("model states", _other_bytes(scheme, grid, numels, job), "with buckets")]
     states += activations(job.model, job, on_processors=not channels)
-    return _summed(states, sum(numels), job, slack=SLACK * bool(channels))
+    whole = isinstance(scheme, ShardPlan) and not scheme.micro_hops()
+    return _summed(states, sum(numels), job, whole=whole, slack=SLACK * bool(channels))
 
 
 def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[StateMemory]:
@@ -109,10 +110,10 @@ def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[Sta
     ]
 
 
-def _summed(states: list[StateMemory], total: int, job: Job, *, slack: float) -> Footprint:
+def _summed(states: list[StateMemory], total: int, job: Job, *, whole: bool, slack: float) -> Footprint:
     """The moments of a step.
 
-    While the first buckets of gradients are reduced, the activations of as many parameters are gone, and few buckets are on
+    While the first buckets of gradients are reduced, as many parameters and their activations are gone, and few buckets are on
     their way. The last messages of the refresh come when forward is as many short of its end; accumulators are empty
     until then.
     """
@@ -126,14 +127,22 @@ def _summed(states: list[StateMemory], total: int, job: Job, *, slack: float) ->
     live, gather = of("transient parameters"), of("transient gather")
     everything = live >= total * job.itemsize  # backward gathers nothing again
     bucket = job.buffers.reduce / max(total, 1)
-    reducing = max(
-        round(of("activations") * max(1 - count * bucket, 0.0) + of("transient reduce") * count / (IN_FLIGHT + 1))
-        for count in range(1, IN_FLIGHT + 2)
-        if count == 1 or (count - 1) * bucket < 1
-    )
+    # Gradients that accumulate whole go from their accumulators into the messages.
+    freed = 4 * min(job.buffers.reduce, total) if whole else 0
+
+    def reducing(count: int) -> int:
+        left = max(1 - count * bucket, 0.0)
+        messages = round(of("transient reduce") * count / (IN_FLIGHT + 1))
+        sums = -min(count * freed, of("gradient accumulators"))
+        return messages + sums + round(left * of("activations")) + min(live, round(left * total * job.itemsize))
+
+    counts = [count for count in range(IN_FLIGHT + 2) if count < 2 or (count - 1) * bucket < 1]
     moments = {
         "the loss": held + live + of("activations") + of("transient loss"),
-        "backward": held + live + (0 if everything else gather) + of("transient layer") + reducing,
+        "backward": held
+        + (0 if everything else gather)
+        + of("transient layer")
+        + max(reducing(count) for count in counts),
         "the optimizer": before + of("transient step"),
     }
     if refresh := of("transient refresh"):

@@ -203,7 +203,7 @@ def _gradient_buffer(total: int, itemsize: int, channels: int, buffers: Buffers)
     numel = buffers.reduce if channels else min(buffers.reduce, total)
     if not buffers.contiguous:
         return StateMemory("gradient buffer", 0, "none: contiguous_gradients is false")
-    return StateMemory("gradient buffer", numel * itemsize, f"reduce_bucket_size, {buffers.reduce:,} elements")
+    return StateMemory("gradient buffer", numel * itemsize, f"reduce_bucket_size, {numel:,} elements")
 
 
 def _fetched(numels: Sequence[int], buffers: Buffers) -> int:
