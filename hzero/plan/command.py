@@ -76,11 +76,10 @@ _EPILOG = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --trace step.json.gz     a predicted step for Perfetto
 
 predictions: a simulation of the step with the constants of a profile (profile=NAME or a .yaml; by default that of the
-topology), see docs/model.md for its errors. memory=64GB is that of a device (by default the profile's), attention=math that of
-a machine without flash attention, where scores are kept. --fit finds the largest micro-batch that fits, by preset, with
-and without checkpointing. --tune also takes global_batch=SEQUENCES of all
-devices (by default train.micro_batch x train.grad_accumulation of each), and codecs=lossless|weights|all, what codecs
-may lose (by default all).
+topology), see docs/model.md for its errors. memory=64GB is the size of a device (by default the profile's), attention=math
+says that the machine has no flash attention and keeps scores. --tune and --fit also take global_batch=SEQUENCES of all
+devices (by default train.micro_batch x train.grad_accumulation of each), --tune also codecs=lossless|weights|all, what
+codecs may lose (by default all).
 
 link times: the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
 that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are those of flat rings,
@@ -187,14 +186,8 @@ def _refuse_varied(parsed: argparse.Namespace, overrides: Sequence[str]) -> None
     given, mode = list(map(key_of, overrides)), _mode(parsed)
     for key in given:
         if key.partition(".")[0] == "zero":
-            what = (
-                "searches the block"
-                if parsed.tune
-                else "looks at all presets"
-                if parsed.fit
-                else "predicts all presets"
-            )
-            raise ConfigError(f"{key}: given with {mode}, which {what}")
+            what = {"--tune": "searches the block", "--fit": "looks at all presets", "--sweep": "predicts all presets"}
+            raise ConfigError(f"{key}: given with {mode}, which {what[mode]}")
         if (parsed.tune or parsed.fit) and key == "train.activation_checkpointing":
             raise ConfigError(f"{key}: given with {mode}, which searches it")
         if parsed.fit and key == "train.micro_batch":
@@ -221,7 +214,8 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     """
     own, kept = split_keys([_long(override) for override in overrides])
     for key in set(own) - set(SWEPT):
-        raise ConfigError(f"{key}: given without --tune, which alone reads it")
+        modes = "--tune or --fit, which alone read it" if key in FITTED else "--tune, which alone reads it"
+        raise ConfigError(f"{key}: given without {modes}")
     settings = Settings(plain(compose(kept)))
     plan, grid = _plan_of(settings), settings.grid
     profile = profile_of(kept, own.get("profile"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -158,7 +159,7 @@ def _changes(job: Job, scenario: Scenario) -> Iterator[tuple[str, Job, Grid]]:
     """Jobs that need less, the gentlest first."""
     smaller = replace(job, buffers=replace(job.buffers, prefetch=5_000_000, reduce=50_000_000, reuse=0))
     keys = "{reduce_bucket_size: 50000000, stage3_prefetch_bucket_size: 5000000, stage3_max_reuse_distance: 0}"
-    yield f"+deepspeed.zero_optimization='{keys}'", smaller, scenario.grid
+    yield shlex.quote(f"++deepspeed.zero_optimization={keys}"), smaller, scenario.grid
     nodes = 2 * scenario.grid.nodes
     while nodes <= scenario.profile.nodes:
         grid = replace(scenario.grid, nodes=nodes, ranks=None)

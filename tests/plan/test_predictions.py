@@ -295,7 +295,7 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--fit", *FRONTIER, "nodes=48", "preset=topo"], "zero.preset: given with --fit, which looks at all presets"),
         (["--fit", *FRONTIER, "nodes=48", "train.micro_batch=2"], "train.micro_batch: given with --fit, which finds the"),
         (["--fit", *FRONTIER, "nodes=48", "codecs=all"], "codecs: given with --fit, which does not read it"),
-        (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "possible: +deepspeed.zero_optimization='{reduce_bucket_size: 50000"),
+        (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "possible: '++deepspeed.zero_optimization={reduce_bucket_size: 5"),
         (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: given with --sweep, which does not read it; it reads"),
         ([*FRONTIER, "nodes=2", "--out", "x"], "--out: given without --tune or --sweep"),
     ],
