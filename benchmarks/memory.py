@@ -76,6 +76,11 @@ class Storages:
         self._lock = threading.RLock()  # hops run on a thread; a storage may be freed while another one is added
         self.peak: Counter[str] = Counter()
 
+    @property
+    def alive(self) -> int:
+        """Bytes that are alive."""
+        return self._by.total()
+
     def reset(self) -> None:
         """Forgets the peak."""
         self.peak = Counter()

@@ -87,9 +87,7 @@ def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[Sta
     if job.attention == "flash":
         layer += tokens * hidden * size * on_processors
     else:  # scaled queries and keys, and values, in float32 where torch computes scores in float32
-        layer += tokens * (
-            hidden * (12 - 5 * size) + hidden * size * on_processors + 4 * model.heads * model.seq_length
-        )
+        layer += tokens * (hidden * (12 - 5 * size) + 4 * model.heads * model.seq_length)
     whole = tokens * hidden * size
     working = tokens * (hidden + model.intermediate) * size
     if job.attention == "math":
