@@ -11,6 +11,7 @@ import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
 from hzero.files import read_small
+from hzero.sharding.memory import CHANNELS
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 Positive = Annotated[int, Field(ge=1)]
@@ -184,6 +185,11 @@ class Profile(Frozen):
     def value(self, name: str) -> float:
         """A constant's value."""
         return float(getattr(self.constants, name).value)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a communicator, each with buffers; none on processors."""
+        return 0 if self.library == "gloo" else CHANNELS
 
     @property
     def groups(self) -> int:

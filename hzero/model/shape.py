@@ -17,6 +17,8 @@ class ModelShape:
         seq_length: Tokens of a sequence.
         hidden: Width of the residual stream.
         layers: Number of layers.
+        heads: Heads of attention.
+        intermediate: Hidden units of a layer.
         vocab: Ids of tokens.
         before: Elements of every parameter before the first layer.
         layer: Of every parameter of one layer.
@@ -30,6 +32,8 @@ class ModelShape:
     seq_length: int
     hidden: int
     layers: int
+    heads: int
+    intermediate: int
     vocab: int
     before: tuple[int, ...]
     layer: tuple[int, ...]
@@ -37,6 +41,11 @@ class ModelShape:
     layer_flops: float
     attention_flops: float
     after_flops: float
+
+    @property
+    def module(self) -> int:
+        """Elements of the largest part that the trainer gathers as a whole."""
+        return max(sum(self.layer), *self.before, *self.after)
 
     @property
     def numels(self) -> list[int]:
@@ -54,6 +63,8 @@ def gpt_neox_shape(model: dict[str, Any]) -> ModelShape:
         seq_length=length,
         hidden=hidden,
         layers=model["num_layers"],
+        heads=model["num_heads"],
+        intermediate=model["intermediate_size"],
         vocab=model["vocab_size"],
         before=(whole[0],),
         layer=layer,

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hzero.config import Tier
-from hzero.model import footprint
 from hzero.model.collectives import Phase, kernel, transfer
 from hzero.model.compute import Bucket, compute_phase, layers_together, model_buckets, model_flops, optimizer_phase
+from hzero.model.footprint import footprint
+from hzero.model.job import Job
 from hzero.model.profile import Profile
-from hzero.model.shape import ModelShape
 from hzero.model.simulate import COMPUTE, Task, Timeline, simulate
-from hzero.sharding.memory import BUCKET_NUMEL, CHANNELS, IN_FLIGHT
+from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.sharding.sequence import Chain, Scheme, scheme_chains, stage_chains
@@ -30,39 +30,6 @@ from hzero.validation import ConfigError
 MICRO_STEPS, LAYERS = 3, (2, 4)
 #: Bytes of an element that Adam reads and writes: gradient, float32 master and two moments, 16-bit weight.
 ADAM_BYTES = 4 + 2 * 12 + 2
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and how a step is cut.
-
-    Attributes:
-        model: Shape of the model.
-        micro_batch: Sequences per rank and micro-step.
-        accumulation: Micro-steps per step.
-        checkpointing: Whether backward computes activations again.
-        itemsize: Bytes of a weight and of a gradient on the wire.
-        bucket_numel: Elements gathered or reduced together, DeepSpeed's prefetch and reduce bucket.
-        reuse_numel: Elements of other parameters between the uses in forward and backward up to which DeepSpeed keeps a
-            parameter gathered (``stage3_max_reuse_distance``). It always keeps the last.
-        ahead: Buckets that are gathered ahead of their use, where the engine does that.
-        overlap: Whether collectives run beside compute; without it each is waited for where it starts.
-    """
-
-    model: ModelShape
-    micro_batch: int = 1
-    accumulation: int = 1
-    checkpointing: bool = False
-    itemsize: int = 2
-    bucket_numel: int = BUCKET_NUMEL
-    reuse_numel: int = 0
-    ahead: int = 1
-    overlap: bool = True
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per rank and micro-step."""
-        return self.micro_batch * self.model.seq_length
 
 
 @dataclass(frozen=True)
@@ -130,17 +97,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile, 
     else:
         found = _many_micro_steps(scheme, job, grid, profile)
     seconds = found["seconds"]
-    numels = [numel for bucket in buckets for numel in bucket.numels]
     tokens = job.tokens * job.accumulation
-    memory = footprint.state_bytes(
-        scheme,
-        grid,
-        numels,
-        itemsize=job.itemsize,
-        bucket_numel=job.bucket_numel,
-        accumulation=job.accumulation,
-        channels=0 if profile.library == "gloo" else CHANNELS,
-    )
     return Prediction(
         step_s=seconds,
         tflops=model_flops(buckets, tokens) / seconds / 1e12,
@@ -149,7 +106,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, grid: Grid, profile: Profile, 
         exposed={name[8:]: time for name, time in found.items() if name.startswith("exposed ")},
         latency_s=found["latency"],
         busy={name[5:]: time / seconds for name, time in found.items() if name.startswith("busy ")},
-        memory_bytes=memory + footprint.activation_bytes(job.model, job.micro_batch, job.checkpointing),
+        memory_bytes=footprint(scheme, grid, job.model.numels, job, channels=profile.channels).bytes,
         timeline=timeline,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,22 @@ from typing import Any
 from rich.console import Console
 
 from hzero.arguments import Parser
+from hzero.model.footprint import footprint
 from hzero.model.profile import Profile
 from hzero.model.step import predict
 from hzero.plan import predicted
 from hzero.plan.against import against
+from hzero.plan.fit import fit, fits
 from hzero.plan.links_file import links_for
 from hzero.plan.scenario import (
     KEYS,
+    attention_of,
+    buffers_of,
+    bytes_of,
     itemsize_of,
+    job_of,
     key_of,
+    memory_of,
     profile_of,
     read_scenario,
     scenario_of,
@@ -36,8 +44,10 @@ from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding import memory as memory_plan
 from hzero.sharding import traffic as traffic_plan
+from hzero.sharding.memory import CHANNELS
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
+from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError, nearest
 
@@ -50,21 +60,25 @@ SHORT = {
     "accumulation": "train.grad_accumulation",
 }
 #: Of the keys of a prediction those that ``--sweep`` reads.
-SWEPT = ("memory", "profile")
+SWEPT: tuple[str, ...] = ("memory", "attention", "profile")
+#: And those that ``--fit`` reads.
+FITTED = (*SWEPT, "global_batch")
 _EPILOG = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero bench links`
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
+  hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    what fits, by preset
   hzero plan --sweep nodes=1..9408 model=gpt_neox_20b topology=frontier train.micro_batch=2 --out scaling.png
   hzero plan --from runs/default                       the prediction of a finished run beside what was measured
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --trace step.json.gz     a predicted step for Perfetto
 
 predictions: a simulation of the step with the constants of a profile (profile=NAME or a .yaml; by default that of the
-topology), see docs/model.md for its errors. --tune also takes memory=64GB of a device, global_batch=SEQUENCES of all
-devices (by default train.micro_batch x train.grad_accumulation of each), and codecs=lossless|weights|all, what codecs
-may lose (by default all).
+topology), see docs/model.md for its errors. memory=64GB is the size of a device (by default the profile's), attention=math
+says that the machine has no flash attention and keeps scores. --tune and --fit also take global_batch=SEQUENCES of all
+devices (by default train.micro_batch x train.grad_accumulation of each), --tune also codecs=lossless|weights|all, what
+codecs may lose (by default all).
 
 link times: the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
 that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are those of flat rings,
@@ -93,6 +107,9 @@ def parser() -> argparse.ArgumentParser:
     add("--links", metavar="FILE", type=Path, help="rates of `hzero bench links`, for topology.bandwidth_gb_s")
     mode = made.add_mutually_exclusive_group()
     mode.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
+    mode.add_argument(
+        "--fit", action="store_true", help="find the largest micro-batch that fits into a device, by preset"
+    )
     mode.add_argument("--sweep", metavar="nodes=A..B", help="predict all schemes on these nodes, and draw them")
     mode.add_argument("--from", dest="run", metavar="RUN", type=Path, help="compare a finished run with its prediction")
     mode.add_argument("--trace", metavar="FILE", type=Path, help="write the predicted step for Perfetto")
@@ -107,7 +124,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     overrides = [_long(override) for override in parsed.overrides]
     if parsed.out is not None and not (parsed.tune or parsed.sweep):
         raise ConfigError("--out: given without --tune or --sweep")
-    if parsed.tune or parsed.sweep or parsed.run or parsed.trace:
+    if parsed.tune or parsed.fit or parsed.sweep or parsed.run or parsed.trace:
         if parsed.itemsize is not None:
             raise ConfigError("--itemsize: a prediction takes that of train.dtype")
         result, text = _prediction(parsed, overrides)
@@ -122,19 +139,19 @@ def run_plan(arguments: Sequence[str]) -> int:
 
 
 def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, Any], Callable[[Console], None]]:
-    """What ``--tune``, ``--sweep``, ``--from`` and ``--trace`` print, as plain values and as text."""
+    """What ``--tune``, ``--fit``, ``--sweep``, ``--from`` and ``--trace`` print, as plain values and as text."""
     if parsed.run is not None:
         own, others = split_keys(overrides)
         if others or parsed.links is not None or set(own) - {"profile"}:
             raise ConfigError("--from: takes profile=NAME alone beside it; all else is in the run's folder")
         comparison = against(parsed.run, own.get("profile"))
         return predicted.comparison_dict(comparison), partial(predicted.show_comparison, comparison)
-    if parsed.tune or parsed.sweep is not None:
+    if parsed.tune or parsed.fit or parsed.sweep is not None:
         _refuse_varied(parsed, overrides)
     if parsed.sweep is not None:
         counts = node_counts(parsed.sweep)
         overrides = [*overrides, f"topology.nodes={counts[-1]}"]  # groups of nodes have to divide it
-    mode, reads = ("--tune", KEYS) if parsed.tune else ("--sweep", SWEPT) if parsed.sweep else ("--trace", KEYS[-1:])
+    reads = {"--tune": KEYS, "--fit": FITTED, "--sweep": SWEPT, "--trace": ("profile",)}[mode := _mode(parsed)]
     for key in split_keys(overrides)[0]:
         if key not in reads:
             raise ConfigError(f"{key}: given with {mode}, which does not read it; it reads {', '.join(reads)}")
@@ -150,23 +167,32 @@ def _prediction(parsed: argparse.Namespace, overrides: list[str]) -> tuple[dict[
         found = predict(_plan_of(scenario.settings), scenario.job, scenario.grid, scenario.profile, exact=True)
         predicted.write_step(parsed.trace, found, scenario)
         return predicted.step_dict(found), partial(predicted.show_trace, parsed.trace, found, scenario)
+    if parsed.fit:
+        fitting = fit(scenario)
+        return predicted.fitting_dict(fitting, scenario), partial(predicted.show_fitting, fitting, scenario)
     tuning = tune(scenario)
     if parsed.out is not None:
         predicted.write_choice(parsed.out, tuning, scenario)
     return predicted.tuning_dict(tuning, scenario), partial(predicted.show_tuning, tuning, scenario, parsed.out)
 
 
+def _mode(parsed: argparse.Namespace) -> str:
+    return next((f"--{name}" for name in ("tune", "fit", "sweep") if getattr(parsed, name)), "--trace")
+
+
 def _refuse_varied(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Refuses keys that a search or a sweep varies itself: their values would be ignored."""
-    given = list(map(key_of, overrides))
+    given, mode = list(map(key_of, overrides)), _mode(parsed)
     for key in given:
         if key.partition(".")[0] == "zero":
-            what = "searches the block" if parsed.tune else "predicts all presets"
-            raise ConfigError(f"{key}: given with {'--tune' if parsed.tune else '--sweep'}, which {what}")
-        if parsed.tune and key == "train.activation_checkpointing":
-            raise ConfigError(f"{key}: given with --tune, which searches it")
-        if parsed.tune and key in ("train.micro_batch", "train.grad_accumulation") and "global_batch" in given:
-            raise ConfigError(f"{key}: given with global_batch, which --tune splits into micro-batches")
+            what = {"--tune": "searches the block", "--fit": "looks at all presets", "--sweep": "predicts all presets"}
+            raise ConfigError(f"{key}: given with {mode}, which {what[mode]}")
+        if (parsed.tune or parsed.fit) and key == "train.activation_checkpointing":
+            raise ConfigError(f"{key}: given with {mode}, which searches it")
+        if parsed.fit and key == "train.micro_batch":
+            raise ConfigError(f"{key}: given with --fit, which finds the largest that fits")
+        if not parsed.sweep and key in ("train.micro_batch", "train.grad_accumulation") and "global_batch" in given:
+            raise ConfigError(f"{key}: given with global_batch, which {mode} splits into micro-batches")
         if parsed.sweep is not None and key == "topology.nodes":
             raise ConfigError("nodes: given twice; --sweep says them")
 
@@ -186,8 +212,9 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         links: File of measured rates; None takes ``topology.bandwidth_gb_s``.
     """
     own, kept = split_keys([_long(override) for override in overrides])
-    for key in set(own) - {"profile"}:
-        raise ConfigError(f"{key}: given without --tune, which alone reads it")
+    for key in set(own) - set(SWEPT):
+        modes = "--tune or --fit, which alone read it" if key in FITTED else "--tune, which alone reads it"
+        raise ConfigError(f"{key}: given without {modes}")
     settings = Settings(plain(compose(kept)))
     plan, grid = _plan_of(settings), settings.grid
     profile = profile_of(kept, own.get("profile"))
@@ -200,6 +227,9 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     numels = model_numels(model)
     traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
     stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)
+    scenario = None
+    if profile is not None and shape_of(model) is not None:
+        scenario = scenario_of(settings, own, profile, itemsize)
     measured = None if links is None else _measured(links, grid)
     rates = settings["topology"].get("bandwidth_gb_s") or {}
     if measured is not None:
@@ -216,10 +246,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "accumulation": accumulation,
         "itemsize": itemsize,
         "notes": [*plan.adaptations, *plan.notes, *_padding_note(plan, numels), *_checksum_note(traffic)],
-        "memory": memory_plan.as_dicts(
-            memory_plan.plan_memory(plan, numels, itemsize=itemsize, accumulation=accumulation)
-        ),
-        "zero3_memory": memory_plan.as_dicts(memory_plan.zero3_memory(grid, numels, itemsize=itemsize)),
+        **_memory(settings, own, profile, itemsize),
         "traffic": traffic_plan.as_dicts(traffic),
         "zero3_traffic": traffic_plan.as_dicts(stock),
         "node_bytes": {
@@ -230,9 +257,41 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "zero3_link_seconds": traffic_plan.link_seconds(stock, rates),
         "rates_gb_s": rates,
         "links": measured,
-        "predicted": None
-        if profile is None or shape_of(model) is None
-        else predicted.steps_dict(scenario_of(settings, own, profile, itemsize), plan),
+        "predicted": None if scenario is None else predicted.steps_dict(scenario, plan),
+    }
+
+
+def _memory(settings: Settings, own: dict[str, str], profile: Profile | None, itemsize: int) -> dict[str, Any]:
+    """Memory of a plan and of plain ZeRO-3, and what each preset would take of a device."""
+    plan, grid, numels = _plan_of(settings), settings.grid, model_numels(settings["model"])
+    channels = CHANNELS if profile is None else profile.channels
+    there = None
+    if profile is not None or "memory" in own:
+        there = bytes_of(own["memory"]) if profile is None else memory_of(own, profile)
+    attention = attention_of(own)
+    if shape_of(settings["model"]) is None:  # activations are not known
+        about: Any = {"itemsize": itemsize, "channels": channels, "buffers": buffers_of(settings)}
+        accumulation = settings["train"]["grad_accumulation"]
+        states = memory_plan.plan_memory(plan, numels, accumulation=accumulation, **about)
+        return {
+            "memory": memory_plan.as_dicts(states),
+            "zero3_memory": memory_plan.as_dicts(memory_plan.zero3_memory(grid, numels, **about)),
+            "moments": {},
+            "memory_bytes": sum(state.bytes for state in states),
+            "zero3_memory_bytes": None,
+            "device_bytes": there,
+            "presets_bytes": {},
+        }
+    job = replace(job_of(settings, itemsize), attention=attention)
+    own_one, stock = (footprint(one, grid, numels, job, channels=channels) for one in (plan, Scheme("deepspeed")))
+    return {
+        "memory": memory_plan.as_dicts(own_one.states),
+        "zero3_memory": memory_plan.as_dicts(stock.states),
+        "moments": own_one.moments,
+        "memory_bytes": own_one.bytes,
+        "zero3_memory_bytes": stock.bytes,
+        "device_bytes": there,
+        "presets_bytes": {**fits(job, grid, channels=channels), settings.preset: own_one.bytes},
     }
 
 

@@ -18,6 +18,7 @@ from hzero.model.profile import Constants
 from hzero.model.step import Prediction, predict
 from hzero.model.trace import write_trace
 from hzero.plan.against import Comparison
+from hzero.plan.fit import Fitting, Fittings, fullest
 from hzero.plan.scenario import Scenario, key_of
 from hzero.plan.sweep import Curve
 from hzero.plan.tune import Candidate, Found, Tuning
@@ -66,6 +67,22 @@ def _about(scenario: Scenario) -> dict[str, Any]:
         "checked": profile.checked,
         "assumed": kinds.get("assumed", []),
     }
+
+
+#: States that a table shows as one.
+_GROUPS = {
+    "weights": ("primary weights", "resident weights", "transient parameters", "transient gather", "transient refresh"),
+    "gradients": (
+        "gradient shard",
+        "gradient accumulators",
+        "error feedback",
+        "gradient buffer",
+        "transient reduce",
+    ),
+    "optimizer": ("optimizer", "transient step"),
+    "activations": ("activations", "transient loss", "transient layer"),
+    "other": ("communicators", "allocator"),
+}
 
 
 def _busy_text(step: Prediction) -> str:
@@ -183,7 +200,10 @@ def _longer(share: float) -> str:
 
 def command(candidate: Candidate, scenario: Scenario) -> str:
     """The trainer's command with a setting, and with what the user has given beside it."""
-    chosen = candidate.overrides()
+    return _train_command(candidate.overrides(), scenario)
+
+
+def _train_command(chosen: list[str], scenario: Scenario) -> str:
     keys = set(map(key_of, chosen))
     return shlex.join(["hzero", "train", *(one for one in scenario.given if key_of(one) not in keys), *chosen])
 
@@ -238,6 +258,89 @@ def write_choice(path: Path, tuning: Tuning, scenario: Scenario) -> None:
             file.write(json.dumps(tuning_dict(tuning, scenario), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
+
+
+# ---- fit ----------------------------------------------------------------------------------------------------------------
+
+
+def fitting_dict(fittings: Fittings, scenario: Scenario) -> dict[str, Any]:
+    """What fits, by preset."""
+
+    def of(one: Fitting) -> dict[str, Any]:
+        return {
+            "preset": one.preset,
+            "checkpointing": one.job.checkpointing,
+            "micro_batch": one.job.micro_batch,
+            "accumulation": one.job.accumulation,
+            "fits": one.fits,
+            "memory_bytes": one.footprint.bytes,
+            "fullest": one.footprint.fullest,
+            "states": {state.name: state.bytes for state in one.footprint.states},
+            "over_bytes": max(one.footprint.bytes - scenario.memory_bytes, 0),
+            "sequence_s": one.sequence_s if one.fits else None,
+        }
+
+    best = fittings.best
+    return {
+        **_about(scenario),
+        "memory_bytes": scenario.memory_bytes,
+        "fittings": [of(one) for one in fittings.found],
+        "best": of(best),
+        "block": {"preset": best.preset},
+        "overrides": best.overrides(),
+        "command": _train_command(best.overrides(), scenario),
+    }
+
+
+def show_fitting(fittings: Fittings, scenario: Scenario, console: Console) -> None:
+    """Prints what fits, by preset; where nothing does, what fills the device."""
+    shown = [
+        again if again.fits and not plain.fits else plain
+        for plain, again in zip(fittings.found[::2], fittings.found[1::2])
+    ]
+    micro = [
+        (plain.preset, *(cell for one in (plain, again) for cell in _fitting_cells(one)))
+        for plain, again in zip(fittings.found[::2], fittings.found[1::2])
+    ]
+    head = ("preset", "*without", "*memory", "*s", "*with", "*memory", "*s")
+    title = (
+        f"largest micro-batch x micro-steps without and with checkpointing that fits into "
+        f"{size_text(scenario.memory_bytes)} on {scenario.grid}; s: predicted, per sequence"
+    )
+    console.print(table_of(title, head, micro))
+    held = [
+        (
+            f"{one.preset}{', checkpointing' * one.job.checkpointing}",
+            *(size_text(sum(s.bytes for s in one.footprint.states if s.name in names)) for names in _GROUPS.values()),
+        )
+        for one in shown
+    ]
+    title = "what it holds, each at most (with checkpointing where nothing else fits)"
+    console.print(table_of(title, ("preset", *(f"*{name}" for name in _GROUPS)), held))
+    for one in fittings.found[1::2]:
+        if not one.fits:
+            over = size_text(one.footprint.bytes - scenario.memory_bytes)
+            most = ", ".join(f"{name} {size_text(size)}" for name, size in fullest(one.footprint))
+            _say(console, f"{one.preset}: {over} too much at {one.footprint.fullest}, even with checkpointing: {most}")
+    best = fittings.best
+    job = best.job
+    _say(
+        console,
+        f"shortest predicted time per sequence: {best.preset} with {job.micro_batch} x {job.accumulation} sequences"
+        f"{' and checkpointing' if job.checkpointing else ''}, {size_text(best.footprint.bytes)} at "
+        f"{best.footprint.fullest}; `hzero plan --tune` searches further",
+    )
+    states = [(state.name, size_text(state.bytes), state.what) for state in best.footprint.states if state.bytes]
+    console.print(table_of("its memory", ("state", "*bytes", "of"), states))
+    _say_error(scenario, console)
+    _say(console, f'\n"hzero": {json.dumps({"preset": best.preset})}')
+    _say(console, _train_command(best.overrides(), scenario))
+
+
+def _fitting_cells(one: Fitting) -> tuple[str, str, str]:
+    if not one.fits:
+        return "none", size_text(one.footprint.bytes), ""
+    return f"{one.job.micro_batch} x {one.job.accumulation}", size_text(one.footprint.bytes), f"{one.sequence_s:.3g}"
 
 
 # ---- sweep --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hzero.arguments import Parser
 from hzero.config import PRESETS, ROLES
-from hzero.formatting import table_of
+from hzero.formatting import size_text, table_of
 from hzero.plan.command import compute
 from hzero.validation import ConfigError
 
@@ -75,7 +75,8 @@ def _row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         "tier_bytes": tiers,
         "node_bytes": plan["node_bytes"][f"hzero {name}"],
         "state_bytes": sum(state["bytes"] for state in plan["memory"] if state["name"] in _STATES),
-        "memory_bytes": sum(state["bytes"] for state in plan["memory"]),
+        "memory_bytes": plan["memory_bytes"],
+        "fits": None if plan["device_bytes"] is None else plan["memory_bytes"] <= plan["device_bytes"],
         "purpose": PURPOSES[name],
     }
 
@@ -93,8 +94,10 @@ def _show(rows: Sequence[dict[str, Any]], job: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    title = f"per device, in {unit}: received per step on each tier; memory of the states, and with buffers, without activations"
-    head = ("preset", "weights", "gradients", *(f"*{tier}" for tier in tiers), "*states", "*all")
+    title = f"per device, in {unit}: received per step on each tier; memory of the states, and in all"
+    if job["device_bytes"] is not None:
+        title += f"; devices of {size_text(job['device_bytes'])}"
+    head = ("preset", "weights", "gradients", *(f"*{tier}" for tier in tiers), "*states", "*all", "fits")
     console.print(
         table_of(
             title,
@@ -108,6 +111,7 @@ def _show(rows: Sequence[dict[str, Any]], job: dict[str, Any]) -> None:
                         f"{size / scale:,.2f}"
                         for size in (*row["tier_bytes"].values(), row["state_bytes"], row["memory_bytes"])
                     ),
+                    {None: "", True: "yes", False: "no"}[row["fits"]],
                 )
                 for row in rows
             ],

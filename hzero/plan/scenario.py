@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hzero.config import TIERS
+from hzero.model.job import Attention, Job
 from hzero.model.profile import Profile, Source, load_profile, profile_names
 from hzero.model.shape import ModelShape, gpt_neox_shape
-from hzero.model.step import Job
 from hzero.plan.links_file import links_for
 from hzero.settings.architecture import architecture, is_general
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
-from hzero.sharding.memory import BUCKET_NUMEL
+from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
@@ -24,13 +24,11 @@ from hzero.validation import ConfigError, one_of
 #: What codecs may lose: nothing, bits of the weights alone, bits of everything.
 Quality = Literal["lossless", "weights", "all"]
 #: Keys of a prediction that the trainer's configuration does not have.
-KEYS = ("memory", "global_batch", "codecs", "profile")
+KEYS = ("memory", "attention", "global_batch", "codecs", "profile")
 #: DeepSpeed's key of the elements that are gathered together.
 BUCKET = "stage3_prefetch_bucket_size"
 #: Its key of those that are reduced together.
 REDUCE_BUCKET = "reduce_bucket_size"
-#: DeepSpeed's defaults of ``stage3_max_reuse_distance`` and ``stage3_max_live_parameters``.
-REUSE_NUMEL = LIVE_NUMEL = 10**9
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -65,6 +63,7 @@ class Scenario:
         quality: What codecs may lose.
         global_batch: Sequences of a step, of all devices.
         given: The user's overrides of the trainer's configuration.
+        batch_given: Whether the user has given the sequences of a step.
     """
 
     settings: Settings
@@ -75,6 +74,7 @@ class Scenario:
     quality: Quality
     global_batch: int
     given: tuple[str, ...] = ()
+    batch_given: bool = False
 
     def on(self, nodes: int) -> Scenario:
         """The same with other nodes and equal work per device."""
@@ -142,7 +142,7 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, items
             f"profile {profile.name}: found nodes of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
             f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
         )
-    job = job_of(settings, itemsize or itemsize_of(settings, profile))
+    job = replace(job_of(settings, itemsize or itemsize_of(settings, profile)), attention=attention_of(own))
     quality = own.get("codecs", "all")
     if quality not in ("lossless", "weights", "all"):
         raise one_of("codecs", quality, ("lossless", "weights", "all"))
@@ -154,8 +154,21 @@ def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, items
             raise ConfigError(
                 f"global_batch: found {batch:,}, expected a multiple of the {grid.world_size:,} devices, such as {near:,}"
             )
-    memory = _bytes(own["memory"]) if "memory" in own else int(profile.value("memory_gb") * 1e9)
-    return Scenario(settings, job, grid, profile, memory, quality, batch)  # type: ignore[arg-type]
+    memory = memory_of(own, profile)
+    return Scenario(settings, job, grid, profile, memory, quality, batch, batch_given="global_batch" in own)  # type: ignore[arg-type]
+
+
+def attention_of(own: dict[str, str]) -> Attention:
+    """How attention is computed."""
+    found = own.get("attention", "flash")
+    if found not in ("flash", "math"):
+        raise one_of("attention", found, ("flash", "math"))
+    return found  # type: ignore[return-value]
+
+
+def memory_of(own: dict[str, str], profile: Profile) -> int:
+    """Bytes of a device: those given, or else the profile's."""
+    return bytes_of(own["memory"]) if "memory" in own else int(profile.value("memory_gb") * 1e9)
 
 
 def shape_of(model: dict[str, Any]) -> ModelShape | None:
@@ -171,6 +184,8 @@ def shape_of(model: dict[str, Any]) -> ModelShape | None:
         seq_length=length,
         hidden=found.hidden,
         layers=found.layers,
+        heads=found.heads,
+        intermediate=found.intermediate,
         vocab=found.vocab_size,
         before=found.before,
         layer=found.layer,
@@ -203,16 +218,32 @@ def job_of(settings: Settings, itemsize: int) -> Job:
             "models of conf/model, and model=hf with equal layers"
         )
     train = settings["train"]
-    bucket_numel = _elements(settings, BUCKET, BUCKET_NUMEL)
+    buffers = buffers_of(settings, shape.module)
     return Job(
         shape,
         micro_batch=train["micro_batch"],
         accumulation=train["grad_accumulation"],
         checkpointing=train["activation_checkpointing"],
         itemsize=itemsize,
-        bucket_numel=bucket_numel,
-        reuse_numel=_elements(settings, "stage3_max_reuse_distance", REUSE_NUMEL),
-        ahead=int(_elements(settings, "stage3_max_live_parameters", LIVE_NUMEL) >= 2 * bucket_numel),
+        bucket_numel=buffers.prefetch,
+        reuse_numel=buffers.reuse,
+        ahead=int(_elements(settings, "stage3_max_live_parameters", LIVE_NUMEL) >= 2 * buffers.prefetch),
+        buffers=buffers,
+    )
+
+
+def buffers_of(settings: Settings, module: int = 0) -> Buffers:
+    """DeepSpeed's buffers in a configuration; ``module`` is the size of the largest module that is gathered as a whole."""
+    zero, types = (settings["deepspeed"].get(block) or {} for block in ("zero_optimization", "data_types"))
+    return Buffers(
+        prefetch=_elements(settings, BUCKET, BUCKET_NUMEL),
+        reduce=_elements(settings, REDUCE_BUCKET, REDUCE_NUMEL),
+        contiguous=bool(zero.get("contiguous_gradients", True)),
+        reuse=_elements(settings, "stage3_max_reuse_distance", REUSE_NUMEL),
+        sub_group=_elements(settings, "sub_group_size", SUB_GROUP_NUMEL),
+        module=module,
+        accumulation_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(str(types.get("grad_accum_dtype"))),
+        offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
     )
 
 
@@ -270,7 +301,8 @@ def _count(key: str, text: str) -> int:
     return int(text.replace("_", ""))
 
 
-def _bytes(text: str) -> int:
+def bytes_of(text: str) -> int:
+    """Bytes of a text such as ``64GB``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)
     if found is None:
         raise ConfigError(f"memory: found {text!r}, expected GB as in memory=64GB")

@@ -26,6 +26,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for note in result["notes"]:
         say(f"note: {note}")
     console.print(_memory(result))
+    say(_fits(result))
     console.print(_traffic(result))
     console.print(_nodes(result))
     if result["link_seconds"]:
@@ -49,10 +50,32 @@ def _memory(result: dict[str, Any]) -> Table:
     for state in result["memory"]:
         plain = size_text(stock[state["name"]]) if state["name"] in stock else ""
         rows.append((state["name"], size_text(state["bytes"]), state["what"], plain))
-    table = table_of("memory per device, without activations", ("state", "*bytes", "of", "*ZeRO-3"), rows)
-    total = sum(state["bytes"] for state in result["memory"])
-    table.add_row("all", size_text(total), "", size_text(sum(stock.values())), style="bold")
+    moments = result["moments"]
+    title = "memory per device (transient: at most, and not all at once)"
+    table = table_of(title if moments else f"{title}, without activations", ("state", "*bytes", "of", "*ZeRO-3"), rows)
+    if moments:
+        fullest = f"at {max(moments, key=lambda name: moments[name])}, when most is there"
+        table.add_row(
+            "all", size_text(result["memory_bytes"]), fullest, size_text(result["zero3_memory_bytes"]), style="bold"
+        )
     return table
+
+
+def _fits(result: dict[str, Any]) -> str:
+    """Whether the plan, and other presets, fit into a device."""
+    there, needs = result["device_bytes"], result["presets_bytes"]
+    if there is None or not needs:
+        return "whether it fits is not known: " + ("give memory=64GB" if needs else "the layers of the model differ")
+    own = result["memory_bytes"]
+    verdict = f"fits into {size_text(there)}"
+    if own > there:
+        verdict = f"does not fit into {size_text(there)}: {size_text(own - there)} too much"
+    fitting = [f"{name} ({size_text(size)})" for name, size in needs.items() if size <= there]
+    others = [f"{name} ({size_text(size)})" for name, size in needs.items() if size > there]
+    return (
+        f"{result['preset']} {verdict}\nof all presets fit: {', '.join(fitting) or 'none'}; do not fit: "
+        f"{', '.join(others) or 'none'} (hzero plan --fit: with which micro-batch)"
+    )
 
 
 def _traffic(result: dict[str, Any]) -> Table:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hzero.config import BASE_TIERS, PRESETS, ROLES, CodecName, Scope, Tier, parse_config
-from hzero.model import footprint
+from hzero.model.footprint import footprint
+from hzero.model.job import Job
 from hzero.model.profile import Profile, Source
 from hzero.model.step import Prediction, predict
 from hzero.plan.scenario import BUCKET, REDUCE_BUCKET, Quality, Scenario
-from hzero.sharding.memory import CHANNELS
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import stage_chains
 from hzero.validation import ConfigError
@@ -276,18 +276,21 @@ def _plan(candidate: Candidate, scenario: Scenario) -> ShardPlan:
     return ShardPlan.from_config(parse_config(candidate.block()), scenario.grid, 0)
 
 
-def _memory(candidate: Candidate, scenario: Scenario) -> int:
-    model = scenario.job.model
-    states = footprint.state_bytes(
-        _plan(candidate, scenario),
-        scenario.grid,
-        model.numels,
-        itemsize=scenario.job.itemsize,
-        bucket_numel=candidate.bucket_numel,
+def _job(candidate: Candidate, scenario: Scenario) -> Job:
+    bucket = candidate.bucket_numel
+    return replace(
+        scenario.job,
+        micro_batch=candidate.micro_batch,
         accumulation=candidate.accumulation,
-        channels=0 if scenario.profile.library == "gloo" else CHANNELS,
+        checkpointing=candidate.checkpointing,
+        bucket_numel=bucket,
+        buffers=replace(scenario.job.buffers, prefetch=bucket, reduce=bucket),
     )
-    return states + footprint.activation_bytes(model, candidate.micro_batch, candidate.checkpointing)
+
+
+def _memory(candidate: Candidate, scenario: Scenario) -> int:
+    plan, job = _plan(candidate, scenario), _job(candidate, scenario)
+    return footprint(plan, scenario.grid, job.model.numels, job, channels=scenario.profile.channels).bytes
 
 
 def _compute_s(candidate: Candidate, scenario: Scenario) -> float:
@@ -303,14 +306,7 @@ def _compute_s(candidate: Candidate, scenario: Scenario) -> float:
 
 
 def _predicted(candidate: Candidate, scenario: Scenario, profile: Profile | None = None) -> Prediction:
-    job = replace(
-        scenario.job,
-        micro_batch=candidate.micro_batch,
-        accumulation=candidate.accumulation,
-        checkpointing=candidate.checkpointing,
-        bucket_numel=candidate.bucket_numel,
-    )
-    return predict(_plan(candidate, scenario), job, scenario.grid, profile or scenario.profile)
+    return predict(_plan(candidate, scenario), _job(candidate, scenario), scenario.grid, profile or scenario.profile)
 
 
 def _otherwise(best: Sequence[Found], found: Sequence[Found], scenario: Scenario) -> list[Otherwise]:

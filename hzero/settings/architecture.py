@@ -29,6 +29,8 @@ class Architecture:
         position_ids: Whether it takes ``position_ids``.
         hidden: Width of the embedding.
         layers: Number of layers.
+        heads: Heads of attention.
+        intermediate: Hidden units of a layer; 4 x ``hidden`` where the configuration does not say.
         before: Of ``numels``, those before the first layer.
         layer: Those of one layer; None where layers differ.
         after: Those behind the last.
@@ -42,6 +44,8 @@ class Architecture:
     position_ids: bool
     hidden: int
     layers: int
+    heads: int
+    intermediate: int
     before: tuple[int, ...]
     layer: tuple[int, ...] | None
     after: tuple[int, ...]
@@ -209,6 +213,8 @@ def _counted(model: str) -> Architecture:
         position_ids="position_ids" in inspect.signature(built.forward).parameters,
         hidden=inputs.weight.shape[1],
         layers=len(layers),
+        heads=heads,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         before=tuple(numel for index, numel in outside if index < first),
         layer=distinct.pop() if len(distinct) == 1 else None,
         after=tuple(numel for index, numel in outside if index > first),

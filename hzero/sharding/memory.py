@@ -13,6 +13,10 @@ from hzero.topology import Grid
 
 #: DeepSpeed's default ``stage3_prefetch_bucket_size``: elements in flight in a gather, and in a message of the refresh.
 BUCKET_NUMEL = 50_000_000
+#: Its default ``reduce_bucket_size``.
+REDUCE_NUMEL = 500_000_000
+#: Its defaults of ``stage3_max_reuse_distance``, ``stage3_max_live_parameters`` and ``sub_group_size``.
+REUSE_NUMEL = LIVE_NUMEL = SUB_GROUP_NUMEL = 10**9
 #: Maximum number of reductions in flight, and of refresh messages ahead of the gathers.
 IN_FLIGHT = 2
 #: Channels of an NCCL or RCCL communicator, as ``slurm/frontier.env`` asks for; by default they depend on the
@@ -25,8 +29,8 @@ class StateMemory:
     """Memory of one state on one rank.
 
     Attributes:
-        name: The state, as `hzero.zero.StageState.memory` names it.
-        bytes: Bytes on the device.
+        name: The state, as `hzero.zero.StageState.memory` names it. What comes and goes within a step is ``transient``.
+        bytes: Bytes on the device, at most.
         what: Description of the content.
     """
 
@@ -35,32 +39,55 @@ class StateMemory:
     what: str
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """Sizes of DeepSpeed's buffers, in elements; by default its own.
+
+    Attributes:
+        prefetch: ``stage3_prefetch_bucket_size``: gathered ahead of use.
+        reduce: ``reduce_bucket_size``: reduced together.
+        contiguous: ``contiguous_gradients``: whether a buffer of that size is kept for gradients, however small the model.
+        reuse: ``stage3_max_reuse_distance``: a parameter stays whole until its next use if that is no further away.
+        sub_group: ``sub_group_size``: elements that the optimizer steps together.
+        module: Elements of the largest module that is gathered as a whole; the largest parameter's where that is more.
+        accumulation_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
+        offload: Whether the optimizer and the gradient shard are on the host.
+    """
+
+    prefetch: int = BUCKET_NUMEL
+    reduce: int = REDUCE_NUMEL
+    contiguous: bool = True
+    reuse: int = REUSE_NUMEL
+    sub_group: int = SUB_GROUP_NUMEL
+    module: int = 0
+    accumulation_itemsize: int | None = None
+    offload: bool = False
+
+
 def plan_memory(
     plan: ShardPlan,
     numels: Sequence[int],
     *,
     itemsize: int = 2,
-    optimizer_bytes: int = 12,
-    accumulation_itemsize: int = 4,
-    bucket_numel: int = BUCKET_NUMEL,
     accumulation: int = 2,
     channels: int = CHANNELS,
+    buffers: Buffers = Buffers(),
 ) -> list[StateMemory]:
     """Bytes of every state of the stage on one rank, without activations.
+
+    Transient states are not all there at once; `hzero.model.footprint` says how much is.
 
     Args:
         plan: The shard plan.
         numels: Elements of each trainable parameter.
         itemsize: Bytes of one weight.
-        optimizer_bytes: Optimizer bytes per parameter: a float32 master and Adam's two moments make 12.
-        accumulation_itemsize: Bytes of one element of the gradient shard.
-        bucket_numel: Elements of parameters gathered or reduced together.
         accumulation: Micro-steps per step; with one no accumulators are kept.
         channels: Channels of a communicator; 0 on processors, whose communicators keep no such buffers.
+        buffers: Sizes of DeepSpeed's buffers.
     """
     world = plan.grid.world_size
     chunks = [chunk_numel(numel, world) for numel in numels]
-    shard = sum(chunks)
+    shard, total, largest = sum(chunks), sum(numels), max(numels, default=0)
     resident = 0
     if plan.resident and plan.decoded:
         resident = shard * world * itemsize
@@ -71,47 +98,58 @@ def plan_memory(
         for tier in plan.error_feedback
         if plan.grid.size(tier) > 1 and plan.codecs.gradients[tier].codec != "none"
     )
-    largest = max(numels, default=0)
-    bucket = min(max(bucket_numel, largest), sum(numels))
     gather_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.gather_hops()), default=0.0)
     refresh_bits = itemsize if plan.differences else gather_bits  # a whole refresh has no codec
+    refreshed = 0
+    if plan.refresh_hops():
+        refreshed = min(max(plan.refresh_numel(buffers.prefetch, itemsize), largest), total)
+        refresh_bits *= 1 + 1 / plan.refresh_hops()[-1].size  # received, and sent
+    bucket = min(max(buffers.reduce, largest), total)
+    reduce_bits = staged = 0.0
+    if hops := plan.reduce_hops():
+        lossy = any(hop.codec.codec != "none" for hop in hops)
+        # Sent and received: by an all-to-all as much as is sent, by a reduce-scatter a share of it.
+        reduce_bits = max(element_bytes(hop.codec, itemsize) for hop in hops) * (2 if lossy else 1 + 1 / hops[0].size)
+        staged = 4 / hops[0].size if lossy else 0
+    fetched = _fetched(numels, buffers)
     decoded_bits = itemsize if plan.decoded or plan.differences else 0
-    reduce_bits = max((element_bytes(hop.codec, itemsize) for hop in plan.reduce_hops()), default=0.0)
-    refreshed = min(max(plan.refresh_numel(bucket_numel, itemsize), largest), sum(numels)) if plan.refresh_hops() else 0
-    first = plan.reduce_hops()[0].size if plan.reduce_hops() else 1
-    lossless = all(hop.codec.codec == "none" for hop in plan.reduce_hops())
+    gathered = sum(1 / hop.size for hop in plan.fetch_hops()[-1:]) + 1
     return [
-        StateMemory("primary weights", shard * itemsize, f"{itemsize} bytes over the world"),
+        *_sharded(shard, itemsize, buffers),
         StateMemory("resident weights", resident, _resident_what(plan)),
-        StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
         StateMemory(
             "gradient accumulators",
             _accumulator_bytes(plan, numels, shard) if accumulation > 1 else 0,
             _accumulators_what(plan, accumulation),
         ),
-        StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
         StateMemory("error feedback", residual, "float32 residuals, kept and of this step" if residual else "none"),
+        _gradient_buffer(total, itemsize, channels, buffers),
+        StateMemory("transient parameters", 0, "none: the weights are whole")
+        if plan.decoded
+        else _live(numels, itemsize, buffers),
         StateMemory(
             "transient gather",
-            0 if plan.decoded else round(bucket * (itemsize + gather_bits)),
-            "none: the weights are whole" if plan.decoded else f"whole weights and payload of {bucket:,} elements",
+            0 if plan.decoded else round(fetched * gather_bits * gathered),
+            "none: the weights are whole" if plan.decoded else f"payload of {fetched:,} elements on their way",
         ),
         StateMemory(
             "transient refresh",
             round(
-                refreshed
-                * (2 * (IN_FLIGHT + 1) * refresh_bits + decoded_bits)
-                / plan.grid.scope_size(plan.weights_scope)
+                refreshed * ((IN_FLIGHT + 1) * refresh_bits + decoded_bits) / plan.grid.scope_size(plan.weights_scope)
             ),
-            f"two payloads of each of {IN_FLIGHT + 1} messages of {refreshed:,} elements{', one decoded' * bool(decoded_bits)}"
+            f"{IN_FLIGHT + 1} messages of {refreshed:,} elements{', one decoded' * bool(decoded_bits)}"
             if refreshed
             else "none",
         ),
         StateMemory(
             "transient reduce",
-            round(bucket * (itemsize + 2 * IN_FLIGHT * reduce_bits + (0 if lossless else 4 + 4 / first))),
-            f"gradients, two payloads of each of {IN_FLIGHT} buckets, float32 staging of {bucket:,} elements",
+            round(
+                bucket * ((IN_FLIGHT + 1) * reduce_bits + staged + (0 if buffers.contiguous else itemsize))
+                + largest * itemsize
+            ),
+            f"{IN_FLIGHT + 1} buckets of {bucket:,} elements on their way, the largest gradient",
         ),
+        _step(shard, buffers),
         _communicators(1 + len(ROLES) * sum(plan.grid.size(tier) > 1 for tier in TIERS), channels),
     ]
 
@@ -121,22 +159,69 @@ def zero3_memory(
     numels: Sequence[int],
     *,
     itemsize: int = 2,
-    optimizer_bytes: int = 12,
-    accumulation_itemsize: int = 4,
-    bucket_numel: int = BUCKET_NUMEL,
     channels: int = CHANNELS,
+    buffers: Buffers = Buffers(),
 ) -> list[StateMemory]:
     """The same for plain ZeRO-3."""
     shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)
-    bucket = min(max(bucket_numel, max(numels, default=0)), sum(numels))
+    total, largest, fetched = sum(numels), max(numels, default=0), _fetched(numels, buffers)
+    bucket = min(max(buffers.reduce, largest), total)
     return [
-        StateMemory("primary weights", shard * itemsize, f"{itemsize} bytes over the world"),
-        StateMemory("gradient shard", shard * accumulation_itemsize, f"{accumulation_itemsize} bytes over the world"),
-        StateMemory("optimizer", shard * optimizer_bytes, f"{optimizer_bytes} bytes over the world"),
-        StateMemory("transient gather", 2 * bucket * itemsize, f"whole weights and bucket of {bucket:,} elements"),
-        StateMemory("transient reduce", 2 * bucket * itemsize, f"gradients and bucket of {bucket:,} elements"),
+        *_sharded(shard, itemsize, buffers),
+        _gradient_buffer(total, itemsize, channels, buffers),
+        _live(numels, itemsize, buffers),
+        StateMemory("transient gather", fetched * itemsize, f"{fetched:,} elements on their way"),
+        StateMemory(
+            "transient reduce",
+            (bucket * (1 if buffers.contiguous else 2) + largest) * itemsize,
+            f"a bucket of {bucket:,} elements on its way, the largest gradient",
+        ),
+        _step(shard, buffers),
         _communicators(1, channels),
     ]
+
+
+def _sharded(shard: int, itemsize: int, buffers: Buffers) -> list[StateMemory]:
+    """What is sharded over the world under every scheme of stage 3. A float32 master and Adam's two moments make 12 bytes."""
+    gradient = buffers.accumulation_itemsize or itemsize
+    return [
+        StateMemory("primary weights", shard * itemsize, f"{itemsize} bytes over the world"),
+        StateMemory("gradient shard", 0, "on the host")
+        if buffers.offload
+        else StateMemory("gradient shard", shard * gradient, f"{gradient} bytes over the world"),
+        StateMemory("optimizer", 0, "on the host")
+        if buffers.offload
+        else StateMemory("optimizer", shard * 12, "12 bytes over the world"),
+    ]
+
+
+def _gradient_buffer(total: int, itemsize: int, channels: int, buffers: Buffers) -> StateMemory:
+    """DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``), made whole at the start.
+
+    On processors memory that no gradient is ever written to takes none.
+    """
+    numel = buffers.reduce if channels else min(buffers.reduce, total)
+    if not buffers.contiguous:
+        return StateMemory("gradient buffer", 0, "none: contiguous_gradients is false")
+    return StateMemory("gradient buffer", numel * itemsize, f"reduce_bucket_size, {numel:,} elements")
+
+
+def _fetched(numels: Sequence[int], buffers: Buffers) -> int:
+    """Elements on their way: a module's, and those gathered ahead."""
+    return min(max(buffers.module, max(numels, default=0)) + buffers.prefetch, sum(numels))
+
+
+def _live(numels: Sequence[int], itemsize: int, buffers: Buffers) -> StateMemory:
+    """Whole parameters. Forward ends with those that backward uses next: behind each lie half as many as until its next use."""
+    module = max(buffers.module, max(numels, default=0))
+    live = min(module + max(buffers.reuse // 2, buffers.prefetch), sum(numels))
+    return StateMemory("transient parameters", live * itemsize, f"{live:,} whole, in use or used again soon")
+
+
+def _step(shard: int, buffers: Buffers) -> StateMemory:
+    """Float32 gradients of a sub-group, and two temporaries of torch's Adam."""
+    group = 0 if buffers.offload else min(shard, buffers.sub_group)
+    return StateMemory("transient step", 12 * group, "float32 gradients and two temporaries of Adam")
 
 
 def as_dicts(states: Sequence[StateMemory]) -> list[dict[str, object]]:

@@ -32,6 +32,7 @@ from hzero.launcher import (
     local_ranks,
     on_rank_0,
 )
+from hzero.plan.scenario import buffers_of
 from hzero.reasons import PeerError, PlainError, disk_error
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
@@ -252,12 +253,11 @@ def _check_machine(settings: Settings) -> None:
         return
     model = settings["model"]
     sizes, itemsize = model_numels(model), settings.itemsize
+    about: Any = {"itemsize": itemsize, "channels": 0, "buffers": buffers_of(settings)}
     if settings.plan is not None:
-        states = plan_memory(
-            settings.plan, sizes, itemsize=itemsize, accumulation=settings["train"]["grad_accumulation"], channels=0
-        )
+        states = plan_memory(settings.plan, sizes, accumulation=settings["train"]["grad_accumulation"], **about)
     else:
-        states = zero3_memory(settings.grid, sizes, itemsize=itemsize, channels=0)
+        states = zero3_memory(settings.grid, sizes, **about)
     needed = sum(state.bytes for state in states if not state.name.startswith("transient")) * settings.world_size
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hzero.config import ROLES, TIERS
 from hzero.formatting import size_text, table_of
+from hzero.plan.scenario import buffers_of
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import as_dicts as memory_dicts
 from hzero.sharding.memory import plan_memory, zero3_memory
@@ -59,7 +60,12 @@ def build_summary(
     wire = sum(row["wire_bytes"] for row in traffic)
     compressed = sum(row["raw_bytes"] for row in traffic if row["codec"] != "none")
     memory = {name: max(rank["memory"].get(name, 0) for rank in everyones) for name in everyones[0]["memory"]}
-    planned = plan_memory(plan, sizes, itemsize=itemsize, accumulation=accumulation) if plan is not None else []
+    buffers = buffers_of(settings)
+    planned = (
+        plan_memory(plan, sizes, itemsize=itemsize, accumulation=accumulation, buffers=buffers)
+        if plan is not None
+        else []
+    )
     first, last, window = ends(losses)
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
     return {
@@ -90,7 +96,7 @@ def build_summary(
             "traffic": traffic_dicts(
                 zero3_traffic(settings.grid, sizes, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
             ),
-            "memory": memory_dicts(zero3_memory(settings.grid, sizes, itemsize=itemsize)),
+            "memory": memory_dicts(zero3_memory(settings.grid, sizes, itemsize=itemsize, buffers=buffers)),
         },
         "eval": evaluation,
         "versions": {"python": platform.python_version(), **_versions("hzero", "torch", "deepspeed", "transformers")},

@@ -30,11 +30,12 @@ from benchmarks.calibration import (
 from hzero.config import parse_config
 from hzero.model.collectives import Phase, transfer
 from hzero.model.compute import model_buckets
+from hzero.model.job import Job
 from hzero.model.profile import Source, load_profile, profile_names
 from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import speeds
 from hzero.model.simulate import COMPUTE, Task, simulate
-from hzero.model.step import Job, Prediction, predict
+from hzero.model.step import Prediction, predict
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import PLAIN, Crossing, Scheme
 from hzero.topology import Grid

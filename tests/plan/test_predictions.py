@@ -230,6 +230,46 @@ def test_layers_that_differ_are_not_simulated(capsys: pytest.CaptureFixture[str]
     assert "differ, and predictions need equal ones; possible:" in capsys.readouterr().err
 
 
+def test_what_fits_is_the_largest_that_plans_say_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*FRONTIER, "nodes=48", "global_batch=12288", "memory=40GB"]
+    result = _json(capsys, "--fit", *keys)
+    found = {(one["preset"], one["checkpointing"]): one for one in result["fittings"]}
+    assert not found["zero1", True]["fits"] and found["zero1", True]["over_bytes"] > 0
+    half = found["half", True]
+    assert half["fits"] and half["micro_batch"] * half["accumulation"] == 32 and half["memory_bytes"] <= 40e9
+
+    def plan(micro: int) -> dict[str, Any]:
+        step = [f"train.micro_batch={micro}", f"accumulation={32 // micro}", "train.activation_checkpointing=true"]
+        return _json(capsys, *FRONTIER, "nodes=48", "memory=40GB", "preset=half", *step)
+
+    same, larger = plan(half["micro_batch"]), plan(2 * half["micro_batch"])
+    assert same["memory_bytes"] == half["memory_bytes"] == same["presets_bytes"]["half"] <= same["device_bytes"]
+    assert {state["name"]: state["bytes"] for state in same["memory"]} == half["states"]
+    assert larger["memory_bytes"] > 40e9, "a larger one fits too"
+    assert result["best"]["sequence_s"] == min(one["sequence_s"] for one in result["fittings"] if one["fits"])
+    assert main(["plan", "--fit", *keys]) == 0
+    text = capsys.readouterr().out
+    assert f"zero={result['best']['preset']}" in result["command"] and result["command"] in text and "too much" in text
+
+
+def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*FRONTIER, "nodes=48", "preset=topo", "train.grad_accumulation=2"]
+    assert main(["plan", *keys]) == 0
+    said = capsys.readouterr().out
+    assert "topo does not fit into 64.00 GB: " in said and "of all presets fit: half (" in said
+
+    def states(*more: str) -> dict[str, int]:
+        return {state["name"]: state["bytes"] for state in _json(capsys, *keys, *more)["memory"]}
+
+    zero = "deepspeed.zero_optimization"
+    small, scores = states(f"+{zero}.reduce_bucket_size=1000000"), states("attention=math")
+    assert states()["gradient buffer"] == 10**9 and small["gradient buffer"] == 2_000_000
+    assert states(f"+{zero}.contiguous_gradients=false")["gradient buffer"] == 0
+    assert states(f"+{zero}.offload_optimizer.device=cpu")["optimizer"] == 0
+    assert scores["activations"] - states()["activations"] == pytest.approx(44 * 64 * 2048 * 4096 * 4, rel=0.1)
+    assert states("+deepspeed.data_types.grad_accum_dtype=fp32")["gradient shard"] == 2 * states()["gradient shard"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -250,7 +290,12 @@ def test_layers_that_differ_are_not_simulated(capsys: pytest.CaptureFixture[str]
         (["--tune", *FRONTIER, "nodes=2", "train.activation_checkpointing=true"], "with --tune, which searches it"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "given with global_batch, which --tune"),
         (["--from", "nowhere"], "--from: cannot read 'nowhere/config.yaml'"),
-        ([*FRONTIER, "nodes=2", "memory=3GB"], "memory: given without --tune"),
+        ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: given without --tune"),
+        ([*FRONTIER, "nodes=2", "attention=fast"], "attention: unknown value 'fast'; did you mean 'flash'?"),
+        (["--fit", *FRONTIER, "nodes=48", "preset=topo"], "zero.preset: given with --fit, which looks at all presets"),
+        (["--fit", *FRONTIER, "nodes=48", "train.micro_batch=2"], "train.micro_batch: given with --fit, which finds the"),
+        (["--fit", *FRONTIER, "nodes=48", "codecs=all"], "codecs: given with --fit, which does not read it"),
+        (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "possible: '++deepspeed.zero_optimization={reduce_bucket_size: 5"),
         (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: given with --sweep, which does not read it; it reads"),
         ([*FRONTIER, "nodes=2", "--out", "x"], "--out: given without --tune or --sweep"),
     ],

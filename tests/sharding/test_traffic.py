@@ -174,7 +174,7 @@ def test_memory_of_the_papers_model_agrees_with_the_arithmetic_of_the_schemes() 
     assert topo["gradient accumulators"] == topo["error feedback"] / 2 == pytest.approx(4 * p / 8, rel=0.01)
     assert topo["optimizer"] == pytest.approx(12 * p / 384, rel=0.01)
     stock = sum(s.bytes for s in zero3_memory(grid, numels, channels=0) if not s.name.startswith("transient"))
-    assert stock == pytest.approx(18 * p / 384, rel=0.01)
+    assert stock == pytest.approx(16 * p / 384 + 2 * 500_000_000, rel=0.01), "and DeepSpeed's buffer of gradients"
     main = (
         lossless["resident weights"]
         + lossless["gradient accumulators"]

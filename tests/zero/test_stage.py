@@ -17,6 +17,7 @@ STAGE = (
     "tests.zero.delay_checks",
     "tests.zero.trace_checks",
     "tests.train.saver_checks",
+    "tests.train.memory_checks",
 )
 
 
