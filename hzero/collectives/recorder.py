@@ -445,9 +445,13 @@ def _store() -> tuple[Callable[[], Any] | None, str, int | None]:
 
 def world_timeout() -> timedelta:
     """Timeout of the world's process group; groups made later do not inherit it."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is not initialised"
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)  # not every torch exposes them
+    assert dist.group.WORLD is not None, "torch.distributed is not initialised"
+    return group_timeout(dist.group.WORLD)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of a process group."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every torch exposes them
     return options._timeout if options is not None else default_pg_timeout
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import hzero
+from hzero.collectives.streams import DeviceStreams
 from hzero.config import PRESETS
-from hzero.zero.streams import DeviceStreams
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
 
