@@ -28,7 +28,7 @@ LAYERS = [
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
     "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report", "benchmarks.paper_region",
     "benchmarks.tune_report",
-    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.saves", "benchmarks.soak",
+    "benchmarks.ddp_hooks", "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.saves", "benchmarks.soak",
     "benchmarks.step_time",
     "examples", "tests",
 ]  # fmt: skip

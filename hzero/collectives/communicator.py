@@ -135,8 +135,8 @@ class Communicator:
     ) -> Any:
         """The sum, or the mean, of all ranks' tensors: a reduce-scatter over the tiers, then an all-gather back.
 
-        With codec ``none`` float32 sums of two ranks are exact to the last bit, of more they differ from another order of
-        additions by rounding. The error of other codecs is at most the sum of their `Codec.error_bound` over the hops.
+        With codec ``none`` it differs from another order of additions by rounding alone; the error of other codecs is at most
+        the sum of their `Codec.error_bound` over the hops, for the sum of all ranks' magnitudes.
 
         Args:
             tensor: float32, bfloat16 or float16, of any shape.

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, HopError, Transport, communicator
@@ -30,7 +31,7 @@ MIXES = [
 
 
 def _communicator(grid: Grid, **config) -> Communicator:
-    with mock.patch.object(communicator, "resolve_grid", lambda *_: grid):
+    with mock.patch.object(communicator, "resolve_grid", return_value=grid):
         return Communicator(config)
 
 
@@ -241,9 +242,9 @@ def check_groups_smaller_than_the_world() -> None:
         sent.wait()
     whole = _communicator(Grid(1, WORLD, 1)).all_reduce(everyone[rank])
     torch.testing.assert_close(whole, torch.stack(everyone).sum(0))
-    with pytest.raises(ConfigError, match=r"rank \d is not in the group of ranks"):
-        with mock.patch.object(dist, "get_rank", lambda group=None: -1 if group is not None else rank):
-            Communicator(settings, mine)
+    outside = mock.patch.object(dist, "get_rank", lambda group=None: -1 if group is not None else rank)
+    with outside, pytest.raises(ConfigError, match=r"rank \d is not in the group of ranks"):
+        Communicator(settings, mine)
 
 
 def check_arguments_that_cannot_be_used_are_refused() -> None:
@@ -312,9 +313,9 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
         chain = group.broadcast(torch.ones(9), 3, async_op=True)
         other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
         if rank == 1:
-            with pytest.raises(HopError, match="broadcast of broadcast of float32 .* changed from rank 3"):
+            with pytest.raises(HopError, match=r"broadcast of broadcast of float32 .* changed from rank 3"):
                 chain.wait()
-            with pytest.raises(HopError, match="recv of float32 .* from rank 0 .* changed from rank 0"):
+            with pytest.raises(HopError, match=r"recv of float32 .* from rank 0 .* changed from rank 0"):
                 group.recv(torch.ones(9), 0)
         else:
             chain.wait()
@@ -326,11 +327,16 @@ def check_a_rank_that_does_not_come_to_a_communicator_is_named() -> None:
     """Last: its groups have timed out."""
     group = Communicator({"topology": {"gpus_per_node": WORLD}}, timeout=timedelta(seconds=2))
     group.all_reduce(torch.ones(3))  # connects, which is not what is timed
+    store, others = c10d._get_default_store(), [f"over {rank}" for rank in range(WORLD) if rank != 1]
     if dist.get_rank() == 1:
+        store.wait(others)
         return
     chain = group.all_reduce(torch.ones(WORLD), async_op=True)
-    with pytest.raises(HopError, match=r"all_reduce of float32 \[\d\] .*waited for rank 1 .*in .*\.py") as error:
+    with pytest.raises(
+        HopError, match=rf"all_reduce of float32 \[{WORLD}\] .*waited for rank 1 .*communicator_checks.py"
+    ) as error:
         chain.wait()
     assert f"rank {dist.get_rank()} among" in str(error.value)
     with pytest.raises(HopError, match="waited for rank 1"):
         group.all_reduce(torch.ones(3))
+    store.set(f"over {dist.get_rank()}", "")
