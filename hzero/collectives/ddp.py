@@ -1,6 +1,6 @@
 """Communication hook of DistributedDataParallel: gradients are averaged tier by tier, each with its codec."""
 
-from __future__ import annotations
+# Annotations are no strings here: DDP compares those of a hook.
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.pipeline import Chain
+from hzero.collectives.recorder import shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
 
 
@@ -71,6 +72,8 @@ def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[t
     """
     communicator, buffer = state.communicator, bucket.buffer()
     chain = communicator.average_into(buffer, state.key(bucket))
+    if bucket.is_last():  # DDP waits now
+        shared_recorder().awaited = lambda: not chain.done
     return _future(chain, communicator, buffer.device)
 
 

@@ -126,7 +126,7 @@ class TieredMoves(TieredCollectives):
         seed: int,
     ) -> Hops[T]:
         home, place = self.plan.grid.coordinates(source), self.plan.grid.coordinates(self.plan.rank)
-        codec, message = Codec.from_config(hops[0].codec), None
+        codec, message, device = Codec.from_config(hops[0].codec), None, tensor.device
         if self.plan.rank == source:
             message = codec.encode([self.used(tensor)], bucket.chunks, seed=seed)
         yield None
@@ -134,7 +134,7 @@ class TieredMoves(TieredCollectives):
             target = Codec.from_config(hop.codec)
             if message is None:
                 size = target.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
-                message, codec = tensor.new_empty(size, dtype=torch.uint8), target
+                message, codec = torch.empty(size, dtype=torch.uint8, device=device), target
             else:
                 message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=1, seed=seed)
             root = getattr(home, hop.tier)

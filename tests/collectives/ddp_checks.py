@@ -150,7 +150,7 @@ def check_examples_of_the_page_run() -> None:
 
 def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
     """Last: its groups have timed out."""
-    with mock.patch.object(communicator, "resolve_grid", return_value=Grid(1, WORLD, 1)):
+    with mock.patch.object(communicator, "resolve_grid", return_value=GRIDS[WORLD][0]):
         state = DdpState(timeout=timedelta(seconds=2))
     model = DistributedDataParallel(_net())
     model.register_comm_hook(state, ddp_hook)
