@@ -133,7 +133,7 @@ def _without_optimizer() -> Any:
 
 
 def _without_a_stage() -> Any:
-    """Operations of a communicator, several under way; what they read changes once they have read it."""
+    """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
     shared_pipeline(device_streams())
     settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
     world = dist.get_world_size()
@@ -149,8 +149,11 @@ def _without_a_stage() -> Any:
         tensor.zero_()
         del tensor
         assert sum(float(chain.wait().sum()) for chain in chains) != 0
-    group.all_reduce(torch.empty(0), key=3)
-    group.broadcast(torch.ones(3), 0).add_(1)
+    last = [group.all_gather(torch.randn(40), async_op=True), group.all_to_all(torch.randn(world, 40), async_op=True)]
+    last.append(group.broadcast(torch.randn(40), 0, async_op=True))
+    group.average_into(torch.randn(50), 1)
+    torch.randn(50).add_(1)
+    assert sum(float(chain.wait().sum()) for chain in last) != 0
     return mock.Mock()
 
 
@@ -198,7 +201,7 @@ WAITS = {
 #: Calls that order nothing on a device, and why they are there.
 NOT_SEEN = {
     "collectives/canary.py send: chain.wait()": "numpy reads it, behind a copy to the host",
-    "collectives/communicator.py _local: self._tiered.used(tensor)": "of a tensor without elements, or of one rank",
+    "collectives/communicator.py hops: self._tiered.used(tensor)": "of a tensor without elements, or of one rank",
     "collectives/ddp.py _future: chain.wait()": "in a callback, on processors",
     "collectives/ddp.py _future: chain.wait() #2": "on a GPU, where a future of torch waits for the stream",
     "collectives/point_to_point.py _run: work.wait(timeout)": "a thread, on processors",
