@@ -68,7 +68,7 @@ def _sum_by_tiers(grid: Grid, tensors: list[torch.Tensor]) -> torch.Tensor:
 def check_copies_with_codec_none_are_the_same_bits() -> None:
     rank = dist.get_rank()
     for grid, dtype in itertools.product(SOME, DTYPES):
-        for checksum in (False, True):
+        for checksum in (False, True) if dtype == torch.float32 else (False,):
             group = _communicator(grid, checksum=checksum)
             everyone = _everyones((WORLD, 3, 5), dtype)
             everyone[1][2, 1, 1] = float("nan")
