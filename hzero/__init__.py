@@ -6,11 +6,13 @@ own, and collectives go tier by tier, each tier with its own codec. See docs/arc
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
+    from hzero import collectives
     from hzero.validation import ConfigError
     from hzero.zero import DivergenceError, enable, exact_evaluation, exact_weights, initialize, state
 
@@ -20,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DivergenceError",
     "__version__",
+    "collectives",
     "enable",
     "exact_evaluation",
     "exact_weights",
@@ -34,6 +37,8 @@ def __getattr__(name: str) -> Any:
         from hzero import zero
 
         return getattr(zero, name)
+    if name == "collectives":
+        return importlib.import_module("hzero.collectives")
     if name == "ConfigError":
         from hzero.validation import ConfigError
 

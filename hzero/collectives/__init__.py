@@ -1,11 +1,17 @@
-"""Tiered all-gather and reduce-scatter over torch.distributed, and their wire log."""
+"""Collectives tier by tier over torch.distributed, each tier with its codec, and their wire log.
+
+`Communicator` and `ddp_hook` are for programs without a stage; the rest is what the stage is made of.
+"""
 
 from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.canary import Canary
+from hzero.collectives.communicator import Communicator
+from hzero.collectives.ddp import DdpState, ddp_hook
 from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
 from hzero.collectives.recorder import Recorder, blaming, shared_recorder
+from hzero.collectives.settings import CommunicatorConfig
 from hzero.collectives.tiered import TieredCollectives
 from hzero.collectives.trace import Trace
 from hzero.collectives.transport import Transport
@@ -15,6 +21,9 @@ __all__ = [
     "Bucket",
     "Canary",
     "Chain",
+    "Communicator",
+    "CommunicatorConfig",
+    "DdpState",
     "ErrorFeedback",
     "HopError",
     "Pipeline",
@@ -26,6 +35,7 @@ __all__ = [
     "WireEntry",
     "WireLog",
     "blaming",
+    "ddp_hook",
     "in_buckets",
     "shared_pipeline",
     "shared_recorder",

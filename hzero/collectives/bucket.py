@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from hzero.config import Role
+from hzero.collectives.record import Lane
+from hzero.config import Tier
 
 T = TypeVar("T")
 
@@ -22,18 +23,26 @@ class Bucket:
         keys: One stable id per tensor (DeepSpeed's ``ds_id``), by which residuals are kept.
         chunks: Elements of one shard of each tensor: its size over the world, rounded up.
         dtype: Type of the decoded elements; also their type on the wire under codec ``none``.
-        role: The kind of state.
+        role: The kind of state; of a `Communicator`'s messages the operation.
+        channel: First part of the names of its lanes; "" takes the role.
+        name: Describes the tensors in messages; "" takes role and keys.
     """
 
     keys: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: torch.dtype
-    role: Role
+    role: str
+    channel: str = ""
+    name: str = ""
 
     @functools.cached_property
     def label(self) -> str:
         """Name of the bucket in an error message."""
-        return f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
+        return self.name or f"{self.role} of {len(self.keys)} parameters (ids {self.keys[0]}..{self.keys[-1]})"
+
+    def lane(self, tier: Tier) -> Lane:
+        """The lane of its hops on a tier."""
+        return self.channel or self.role, tier
 
 
 def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:

@@ -58,6 +58,7 @@ class Chain(Generic[T]):
         self._pending: Pending | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
         # The last step, which makes the result, has a queue too: results appear in the order of submission.
         self._lanes = tuple(dict.fromkeys(lanes))
         self._steps: deque[Hashable] = deque([*lanes, ("result", self._lanes)])
@@ -73,6 +74,17 @@ class Chain(Generic[T]):
             HopError: A hop of this chain, or of one that it waits for, failed.
         """
         return self._pipeline._wait(self)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once `wait` would return or raise at once, on any thread; now if it is so already.
+
+        No chain goes on meanwhile, so it must not wait for another one.
+        """
+        with self._pipeline._lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def wait_read(self) -> None:
         """On a device: makes the current stream wait until the chain has read its inputs, which may then be overwritten."""
@@ -240,6 +252,13 @@ class Pipeline:
         if chain.done and chain in self._running:
             self._leave(chain)
             self._running.remove(chain)
+            self._tell(chain)
+
+    @staticmethod
+    def _tell(chain: Chain[Any]) -> None:
+        callbacks, chain._callbacks = chain._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _leave(self, chain: Chain[Any]) -> None:
         """The chain's step is over: the next chain on its lane may take it."""
@@ -258,6 +277,7 @@ class Pipeline:
             if step != ("result", chain._lanes):
                 self._broken.setdefault(step, error)
         self._running.remove(chain)
+        self._tell(chain)
 
     def _wait(self, chain: Chain[T]) -> T:
         if self.streams is not None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal, TypeAlias
 
-from hzero.config import Role, Tier
+from hzero.config import Tier
 
-#: A communicator: the group of one tier, for one role.
-Lane: TypeAlias = tuple[Role, Tier]
+#: A communicator: the group of one tier, for one role of the stage, or for one use of a `Communicator`.
+Lane: TypeAlias = tuple[str, Tier]
 #: The main thread waits in a hop, in another collective of torch.distributed, or runs anything else.
 Doing: TypeAlias = Literal["hop", "collective", "code"]
 

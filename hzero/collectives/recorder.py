@@ -128,6 +128,7 @@ class Recorder:
         step: Optimizer steps that this rank has finished.
         micro: Micro-steps that it has begun since.
         period_s: Seconds between two records.
+        awaited: Whether the main thread waits for a hop elsewhere than in a wait of ours, as in DDP's backward.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Recorder:
         alive: Callable[[], bool] = lambda: True,
     ) -> None:
         self.step = self.micro = 0
+        self.awaited: Callable[[], bool] = lambda: False
         self.period_s = max(PERIOD_S, world_size / WRITES_PER_S)
         self._world_size, self._timeout_s, self._alive = world_size, timeout_s, alive
         self._store_at, self._store_rank = store_at, store_rank
@@ -209,6 +211,8 @@ class Recorder:
         own.doing, own.place = where(
             (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)
         )
+        if own.doing == "code" and self.awaited():
+            own.doing = "hop"
         lanes: dict[str, tuple[int, int, str, float]] = {}
         waits = []
         for lane, count in list(self._hops.items()):
@@ -445,9 +449,13 @@ def _store() -> tuple[Callable[[], Any] | None, str, int | None]:
 
 def world_timeout() -> timedelta:
     """Timeout of the world's process group; groups made later do not inherit it."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is not initialised"
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)  # not every torch exposes them
+    assert dist.group.WORLD is not None, "torch.distributed is not initialised"
+    return group_timeout(dist.group.WORLD)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of a process group."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every torch exposes them
     return options._timeout if options is not None else default_pg_timeout
 
 

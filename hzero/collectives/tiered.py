@@ -110,7 +110,7 @@ class TieredCollectives:
         """
         algorithms = self._algorithms(hops, bucket, rows)
         counts = [rounds(one, hop.size) * self._messages_of_a_hop for hop, one in zip(hops, algorithms)]
-        lanes = [(bucket.role, hop.tier) for hop, count in zip(hops, counts) for _ in range(count)]
+        lanes = [bucket.lane(hop.tier) for hop, count in zip(hops, counts) for _ in range(count)]
         return self.pipeline.submit(
             self._gather(hops, algorithms, bucket, payload, codec, then, rows, seed), lanes, after
         )
@@ -130,7 +130,7 @@ class TieredCollectives:
             self.pipeline.streams.used(tensor)
         return tensor
 
-    def _received(self, pending: Pending, sent: torch.Tensor) -> torch.Tensor:
+    def received(self, pending: Pending, sent: torch.Tensor) -> torch.Tensor:
         """What a hop has received.
 
         Both buffers belong to the stream of the hop's lane, which does not wait for the hop. They are kept until the
@@ -145,7 +145,7 @@ class TieredCollectives:
         """The payload's, and that of the checksums."""
         return 1 + self.plan.checksum
 
-    def _compare(self, comparison: Comparison, message: torch.Tensor) -> None:
+    def compare(self, comparison: Comparison, message: torch.Tensor) -> None:
         """Compares checksums: at once, or on an asynchronous device, where that would make the host wait, in `verify`."""
         self.used(message)  # until now only the stream of its lane has waited for it
         if self.pipeline.streams is None:
@@ -192,12 +192,12 @@ class TieredCollectives:
             elements = outer * rows * sum(bucket.chunks)
             message = yield from self._transport.gather(
                 algorithm,
-                (bucket.role, hop.tier),
+                bucket.lane(hop.tier),
                 message,
                 self._what(hop, bucket),
-                self._counted(hop, bucket, message, elements, peers_received=hop.size - 1),
-                self._received,
-                self._compare,
+                self.counted(hop, bucket, message, elements, peers_received=hop.size - 1),
+                self.received,
+                self.compare,
             )
             outer *= hop.size
         return then(message, codec, outer)
@@ -294,7 +294,7 @@ class TieredCollectives:
         """
         return self.pipeline.submit(
             self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale, into, then),
-            [(bucket.role, hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)],
+            [bucket.lane(hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)],
         )
 
     def _reduce(
@@ -339,11 +339,11 @@ class TieredCollectives:
             if index == 0:
                 yield None
             elements = rows * sum(chunks)
-            lane, what = (bucket.role, hop.tier), self._what(hop, bucket)
-            ends = self._counted(hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
+            lane, what = bucket.lane(hop.tier), self._what(hop, bucket)
+            ends = self.counted(hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
             summed = bucket.dtype if codec.name == "none" else None
             received = yield from self._transport.scatter(
-                lane, message, what, ends, self._received, self._compare, summed=summed
+                lane, message, what, ends, self.received, self.compare, summed=summed
             )
             message = None
             peers = 1 if codec.name == "none" else hop.size
@@ -420,11 +420,11 @@ class TieredCollectives:
             if lane[0] == "weights":
                 return (
                     yield from self._transport.gather(
-                        algorithm, lane, message, what, received=self._received, compare=self._compare
+                        algorithm, lane, message, what, received=self.received, compare=self.compare
                     )
                 )
             return (
-                yield from self._transport.scatter(lane, message, what, received=self._received, compare=self._compare)
+                yield from self._transport.scatter(lane, message, what, received=self.received, compare=self.compare)
             )
 
         count = rounds(algorithm if lane[0] == "weights" else "library", self.plan.grid.size(lane[1]))
@@ -436,9 +436,7 @@ class TieredCollectives:
     def _what(hop: Hop, bucket: Bucket) -> str:
         return f"{bucket.label} in codec {hop.codec.codec}"
 
-    def _counted(
-        self, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float
-    ) -> Ends:
+    def counted(self, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float) -> Ends:
         """Times a hop from now on, until it has arrived, and counts it when it has been waited for."""
         timer = HopTimer(message.device, self.pipeline.waited_s)
         payload = message.numel()

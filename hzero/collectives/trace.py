@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hzero.collectives.wirelog import HopTimer
-from hzero.config import ROLES, TIERS, CodecName, Role, Tier
+from hzero.config import ROLES, TIERS, CodecName, Tier
 from hzero.files import replacing
 
 #: Start and end in seconds.
@@ -80,7 +80,7 @@ class Trace:
         self._origin.seconds()  # on a device the host's clock is read when the first event is over
         self._epoch = time.time()
 
-    def hop(self, role: Role, tier: Tier, codec: CodecName, wire_bytes: int, label: str, timer: HopTimer) -> None:
+    def hop(self, role: str, tier: Tier, codec: CodecName, wire_bytes: int, label: str, timer: HopTimer) -> None:
         """Keeps a hop that has ended."""
         self._keep(f"{role} {tier}", label, timer, {"tier": tier, "codec": codec, "bytes": wire_bytes})
 

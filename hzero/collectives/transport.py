@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.errors import MissingPeerError
+from hzero.collectives.process_groups import shared_groups
 from hzero.collectives.record import HopCount, Lane
 from hzero.collectives.recorder import shared_recorder, world_timeout
 from hzero.config import ROLES, TIERS, Algorithm, Tier
 from hzero.sharding.plan import ShardPlan
 
-Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange"]
+Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange", "broadcast"]
 _REDUCE_SCATTER = dist.reduce_scatter_tensor
 
 
@@ -140,70 +138,6 @@ def _check(comparison: Comparison, message: torch.Tensor) -> None:
     comparison.check()
 
 
-class _Groups:
-    """The tier groups of this process, shared by its engines for as long as torch.distributed's world lives.
-
-    They cannot be made anew for every engine. With ``use_local_synchronization`` torch names a group after its ranks: a
-    group made after one of the same ranks was destroyed finds that one's keys in the store, and hangs.
-    """
-
-    def __init__(self) -> None:
-        self._world: dist.ProcessGroup | None = None
-        self._made: dict[tuple[Lane, tuple[int, ...], timedelta], dist.ProcessGroup] = {}
-
-    def get(self, lane: Lane, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-        """The group of ``ranks``, in this order; made at the first call. All its ranks must call alike."""
-        if self._world is not dist.group.WORLD:
-            self._world, self._made = dist.group.WORLD, {}
-        key = (lane, tuple(ranks), timeout)
-        if key not in self._made:
-            with _lowest_rank_as_colour(), order_of_ranks() as in_order:
-                self._made[key] = dist.new_group(
-                    ranks,
-                    timeout=timeout,
-                    use_local_synchronization=True,
-                    group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
-                    **in_order,
-                )
-        return self._made[key]
-
-
-_groups = _Groups()
-
-
-@contextlib.contextmanager
-def _lowest_rank_as_colour() -> Iterator[None]:
-    """Inside, groups that torch splits off the world's communicator have colours that cannot collide.
-
-    torch splits where that communicator is bound to a device, and takes 31 bits of a hash of the ranks for the colour. Two
-    groups of one colour become one communicator, and a tier has tens of thousands of groups on a large machine. They share
-    no rank, so the lowest rank tells them apart.
-    """
-    stock = c10d._process_group_color
-    c10d._process_group_color = lambda ranks: min(ranks)
-    try:
-        yield
-    finally:
-        c10d._process_group_color = stock
-
-
-@contextlib.contextmanager
-def order_of_ranks() -> Iterator[dict[str, Any]]:
-    """Gives the arguments with which `torch.distributed.new_group` keeps the ranks in their order.
-
-    torch before 2.12 has no such argument and sorts them with Python's ``sorted`` (pytorch/pytorch#176126). Inside, its
-    module finds another function of that name.
-    """
-    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
-        yield {"sort_ranks": False}
-        return
-    c10d.sorted = list  # type: ignore[attr-defined]
-    try:
-        yield {}
-    finally:
-        del c10d.sorted  # type: ignore[attr-defined]
-
-
 def _sum(parts: torch.Tensor) -> torch.Tensor:
     """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of ``parts``, which is overwritten."""
     first, *others = parts
@@ -220,33 +154,56 @@ def rounds(algorithm: Algorithm, ranks: int) -> int:
     return (ranks - 1).bit_length() if algorithm == "doubling" else 1
 
 
+def _peers(plan: ShardPlan, everyone: Sequence[int], tier: Tier, rank: int) -> Sequence[int]:
+    """Ranks of the world in the tier group of one of them."""
+    if isinstance(everyone, range):
+        return plan.grid.tier_group(rank, tier)
+    return [everyone[peer] for peer in plan.grid.tier_group(everyone.index(rank), tier)]
+
+
 class Transport:
     """Tier groups over torch.distributed, and collectives on them.
 
-    Every rank makes only its own groups: for each role one of each tier, innermost first; a tier of size 1 has
+    Every rank makes only its own groups: for each channel one of each tier, innermost first; a tier of size 1 has
     none. The number of calls and the memory do not depend on the size of the world.
 
     Args:
         plan: The shard plan of this rank.
         timeout: Longest wait for one hop; None takes the world's timeout.
+        channels: Names of what has communicators of its own.
+        ranks: Rank in the world of each rank of the plan; None where they are the same.
+        backend: Of the groups; None takes the world's.
+        sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
+            they are made here, in float32 and in peer order, and rounded once.
     """
 
-    def __init__(self, plan: ShardPlan, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        plan: ShardPlan,
+        timeout: timedelta | None = None,
+        *,
+        channels: Sequence[str] = ROLES,
+        ranks: Sequence[int] | None = None,
+        backend: str | None = None,
+        sums: bool = True,
+    ) -> None:
         timeout = timeout or world_timeout()
         self._groups: dict[Lane, dist.ProcessGroup] = {}
         self._ranks: dict[Tier, list[int]] = {}
         self._hops: dict[Lane, tuple[Lane, HopCount]] = {}
-        self._rank = plan.rank
+        everyone = ranks if ranks is not None else range(plan.grid.world_size)
+        self._rank = everyone[plan.rank]
         self._checksum = plan.checksum
+        self._sums = sums
         self._messages: defaultdict[Lane, int] = defaultdict(int)
         for tier in TIERS:
             if plan.grid.size(tier) == 1:
                 continue
-            self._ranks[tier] = list(plan.tier_group(tier))
-            for role in ROLES:
-                lane = role, tier
-                self._groups[lane] = _groups.get(lane, self._ranks[tier], timeout)
-                peers = partial(plan.grid.tier_group, tier=tier)
+            self._ranks[tier] = [everyone[rank] for rank in plan.tier_group(tier)]
+            for channel in channels:
+                lane = channel, tier
+                self._groups[lane] = shared_groups.get(lane, self._ranks[tier], timeout, backend)
+                peers = partial(_peers, plan, everyone, tier)
                 self._hops[lane] = lane, shared_recorder().hops(lane, timeout.total_seconds(), peers)
 
     def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
@@ -294,6 +251,12 @@ class Transport:
         sends[(own - distance) % ranks] = receives[(own + distance) % ranks] = sent.numel()
         work = dist.all_to_all_single(received, sent, receives, sends, group=self._groups[lane], async_op=True)
         return self._pending(work, held, "exchange", lane, what, sent.nbytes, ends)
+
+    def broadcast(self, lane: Lane, message: torch.Tensor, root: int, what: str, ends: Ends = _NOTHING) -> Pending:
+        """Starts a broadcast of uint8 ``[b]`` from the rank at coordinate ``root`` of the tier group, into all others'."""
+        source = self._ranks[lane[1]][root]
+        work = dist.broadcast(message, source, group=self._groups[lane], async_op=True)
+        return self._pending(work, message, "broadcast", lane, what, message.nbytes, ends)
 
     def gather(
         self,
@@ -407,7 +370,7 @@ class Transport:
         Raises:
             HopError: By ``compare``.
         """
-        if summed is not None and not self._checksum:
+        if summed is not None and self._sums and not self._checksum:
             pending = self.reduce_scatter(lane, message.view(summed), what, ends)
             yield pending
             return received(pending, message).view(torch.uint8)
@@ -429,6 +392,33 @@ class Transport:
             return parts
         elements = parts.view(summed)
         return _sum(elements.view(len(ranks), elements.numel() // len(ranks))).view(torch.uint8)
+
+    def spread(
+        self,
+        lane: Lane,
+        message: torch.Tensor,
+        root: int,
+        what: str,
+        ends: Ends = _NOTHING,
+        received: Callable[[Pending, torch.Tensor], torch.Tensor] = take,
+        compare: Compare = _check,
+    ) -> Generator[Pending, None, torch.Tensor]:
+        """A hop of a broadcast: the message at coordinate ``root`` goes to all peers. With checksums its own follows.
+
+        Args, yields and raises as `scatter`; ``message`` is uint8 ``[b]``, filled on all ranks but the root.
+        """
+        pending = self.broadcast(lane, message, root, what, ends)
+        yield pending
+        message = received(pending, message)
+        if self._checksum:
+            number, ranks = self._next(lane), self._ranks[lane[1]]
+            arrived = addressed(checksums(message, 1), number, root, 0)
+            pending = self.broadcast(lane, arrived.clone().view(-1).view(torch.uint8), root, f"{what} (checksums)")
+            yield pending
+            sent = received(pending, message).view(torch.int64).view(-1, 2)
+            described = partial(self._describe, "broadcast", lane, what, message.nbytes)
+            compare(Comparison(sent, arrived, [ranks[root]], number, described), message)
+        return message
 
     def _next(self, lane: Lane) -> int:
         """The number of the next message of a lane, the same on all its ranks."""

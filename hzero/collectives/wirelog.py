@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hzero.config import CodecName, Role, Tier
+from hzero.config import CodecName, Tier
 
 
 @dataclass
@@ -20,7 +20,7 @@ class WireEntry:
     """Totals of all hops of one role on one tier with one codec, on this rank.
 
     Attributes:
-        role: Kind of state.
+        role: Kind of state; of a `Communicator`'s messages the operation.
         tier: Tier of the hops.
         codec: Codec of the messages.
         hops: Number of collectives.
@@ -33,7 +33,7 @@ class WireEntry:
             host does not.
     """
 
-    role: Role
+    role: str
     tier: Tier
     codec: CodecName
     hops: int = 0
@@ -101,15 +101,15 @@ class WireLog:
     """
 
     def __init__(self) -> None:
-        self.on_hop: Callable[[Role, Tier, CodecName, int, str, HopTimer], None] | None = None
-        self._entries: dict[tuple[Role, Tier, CodecName], WireEntry] = {}
+        self.on_hop: Callable[[str, Tier, CodecName, int, str, HopTimer], None] | None = None
+        self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._lock = threading.RLock()  # hops may end on another thread than the reader's
 
     def add(
         self,
         *,
-        role: Role,
+        role: str,
         tier: Tier,
         codec: CodecName,
         elements: int,
@@ -156,7 +156,7 @@ class WireLog:
                 self._settle()
             return sum(entry.seconds for entry in self._entries.values())
 
-    def wire_bytes(self, tier: Tier | None = None, role: Role | None = None) -> int:
+    def wire_bytes(self, tier: Tier | None = None, role: str | None = None) -> int:
         """Bytes that this rank received: of one tier, of one role, or of all."""
         with self._lock:
             return sum(

@@ -7,6 +7,6 @@ up to its node, derives the packages from the links (``tiers``), and finds the g
 """
 
 from hzero.topology.grid import Coordinates, Grid
-from hzero.topology.resolve import declared_grid, foreseen_grid, resolve_grid
+from hzero.topology.resolve import declared_grid, foreseen_grid, resolve_grid, sub_grid
 
-__all__ = ["Coordinates", "Grid", "declared_grid", "foreseen_grid", "resolve_grid"]
+__all__ = ["Coordinates", "Grid", "declared_grid", "foreseen_grid", "resolve_grid", "sub_grid"]

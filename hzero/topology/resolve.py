@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 from hzero.config import TopologyConfig, parse_topology
 from hzero.topology.discovery import discover, foresee
 from hzero.topology.grid import Grid
+from hzero.topology.placement import Place, grid_of
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.readers.declared import grid_in, load
 from hzero.topology.rendezvous import release_store
@@ -64,6 +66,28 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
         product = " x ".join(f"{name}={value}" for name, value in factors.items())
         raise ConfigError(f"{where}: {product} is {grid.world_size} ranks, but the world has {world_size}; {would}")
     return grid
+
+
+def sub_grid(topology: str | TopologyConfig, ranks: Sequence[int], world_size: int, where: str) -> Grid:
+    """The grid of a group of ranks, in the group's own numbers.
+
+    A declared grid is that of the group. Where the topology is discovered, every rank of the world calls this, for its own
+    group; the ranks keep their places in the world.
+
+    Args:
+        topology: As in `resolve_grid`.
+        ranks: Rank in the world of each rank of the group.
+        world_size: Ranks of the world.
+        where: As in `resolve_grid`.
+
+    Raises:
+        ConfigError: As in `resolve_grid`; or the group's places are no grid.
+    """
+    if not isinstance(topology, str) or declared_grid(topology, where) is not None:
+        return resolve_grid(topology, len(ranks), where)
+    world = resolve_grid(topology, world_size, where)
+    places = map(world.coordinates, ranks)
+    return grid_of([Place(index, str(place.node), place.gpu, place.gcd) for index, place in enumerate(places)])
 
 
 def foreseen_grid(topology: str, ranks: int) -> Grid:

@@ -6,7 +6,12 @@ import pytest
 
 from tests.ranks import Outcome, collect, conclude, launch, selected
 
-CHECKS = ("tests.collectives.tiered_checks", "tests.collectives.fault_checks")
+CHECKS = (
+    "tests.collectives.tiered_checks",
+    "tests.collectives.fault_checks",
+    "tests.collectives.communicator_checks",
+    "tests.collectives.ddp_checks",
+)
 
 
 @pytest.fixture(scope="module", params=[8, 6], ids=["8 ranks", "6 ranks"])

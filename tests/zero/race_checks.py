@@ -17,8 +17,10 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import hzero
+from hzero.collectives import Communicator, shared_pipeline
+from hzero.collectives.streams import DeviceStreams
 from hzero.config import PRESETS
-from hzero.zero.streams import DeviceStreams
+from hzero.zero.streams import device_streams
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
 
@@ -130,6 +132,31 @@ def _without_optimizer() -> Any:
     return engine
 
 
+def _without_a_stage() -> Any:
+    """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
+    shared_pipeline(device_streams())
+    settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
+    world = dist.get_world_size()
+    group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
+    for _ in range(2):
+        tensor = torch.randn(world, 40)
+        average = torch.randn(50)
+        chains: list[Any] = [group.average_into(average, 1), group.all_reduce(tensor, key=0, async_op=True)]
+        chains += [group.all_gather(tensor, async_op=True), group.all_to_all(tensor, async_op=True)]
+        chains += [group.broadcast(tensor, 1, async_op=True), group.reduce_scatter(tensor, key=2, async_op=True)]
+        for chain in chains:
+            chain.wait_read()
+        tensor.zero_()
+        del tensor
+        assert sum(float(chain.wait().sum()) for chain in chains) != 0
+    last = [group.all_gather(torch.randn(40), async_op=True), group.all_to_all(torch.randn(world, 40), async_op=True)]
+    last.append(group.broadcast(torch.randn(40), 0, async_op=True))
+    group.average_into(torch.randn(50), 1)
+    torch.randn(50).add_(1)
+    assert sum(float(chain.wait().sum()) for chain in last) != 0
+    return mock.Mock()
+
+
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     # Three presets accumulate; the others take half the time.
@@ -145,6 +172,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
     "without optimizer": _without_optimizer,
+    "without a stage": _without_a_stage,
 }
 
 
@@ -173,6 +201,11 @@ WAITS = {
 #: Calls that order nothing on a device, and why they are there.
 NOT_SEEN = {
     "collectives/canary.py send: chain.wait()": "numpy reads it, behind a copy to the host",
+    "collectives/communicator.py hops: self._tiered.used(tensor)": "of a tensor without elements, or of one rank",
+    "collectives/ddp.py _future: chain.wait()": "in a callback, on processors",
+    "collectives/ddp.py _future: chain.wait() #2": "on a GPU, where a future of torch waits for the stream",
+    "collectives/point_to_point.py _run: work.wait(timeout)": "a thread, on processors",
+    "collectives/point_to_point.py hops: self._tiered.used(tensor)": "the stand-in has no messages from rank to rank",
     "collectives/pipeline.py _move: self._background.wait(_LINGER_S)": "a thread, on processors",
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",

@@ -1,0 +1,452 @@
+"""Communicator: collectives of tensors over the tiers of a machine, with a codec for each tier. Needs no stage."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from hzero.codecs import Codec
+from hzero.collectives.bucket import Bucket
+from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.moves import TieredMoves
+from hzero.collectives.pipeline import Chain, shared_pipeline
+from hzero.collectives.point_to_point import PointToPoint
+from hzero.collectives.recorder import group_timeout
+from hzero.collectives.settings import CommunicatorConfig, parse_communicator
+from hzero.collectives.streams import DeviceStreams
+from hzero.collectives.transport import Transport
+from hzero.collectives.wirelog import WireLog
+from hzero.config import CodecsConfig
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel
+from hzero.topology import resolve_grid, sub_grid
+from hzero.validation import ConfigError, one_of
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SEEDS = 1_000_003
+
+
+class Communicator:
+    """Collectives over a process group of torch.distributed, one hop per tier of the machine, each with the tier's codec.
+
+    A machine has three tiers: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``. An operation crosses
+    them one after the other: gathers and broadcasts from the outermost inwards, sums and all-to-alls from the innermost
+    outwards. On each it sends payloads in the codec of that tier; where two tiers have one codec a payload that is only
+    copied passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
+
+    Sums are made in float32, in the order of the ranks of a tier group, tier by tier; a narrow type is never summed. With
+    codec ``none`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the library, nor on
+    when messages arrive, and differs from another order of additions by rounding alone.
+
+    Every operation returns its result, and changes no argument. With ``async_op=True`` it returns a handle at once, whose
+    ``wait()`` gives the result (`Chain`). The arguments have been read then, except on a GPU, where ``wait_read()`` makes the
+    current stream wait until they have been. All ranks call the same operations in the same order, with tensors of the same
+    shape and type, except `send` and `recv`, which the two ranks alone call. A wait ends with an error after the group's
+    timeout, which names the ranks that did not come; the operations of this group that follow it fail too.
+
+    Args:
+        config: The settings, as a block (`CommunicatorConfig`); None: every codec is ``none``, and the topology is
+            discovered.
+        group: The process group; None takes the world. With a smaller group and a topology that is discovered, all ranks of
+            the world must make a communicator at the same point.
+        timeout: Longest wait for one hop; None takes that of the group.
+
+    Attributes:
+        config: The settings.
+        plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
+        wire_log: Bytes, codec and time of every hop that has ended, by operation and tier.
+        streams: Streams of the lanes on a GPU; None on processors.
+
+    Raises:
+        ConfigError: A wrong key, or ranks that do not fill the tiers evenly.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | CommunicatorConfig | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
+        group = group or dist.group.WORLD
+        assert group is not None
+        self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        if rank < 0:
+            raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
+        whole = ranks == list(range(dist.get_world_size()))
+        topology, where = settings.topology, "communicator.topology"
+        grid = (
+            resolve_grid(topology, len(ranks), where)
+            if whole
+            else sub_grid(topology, ranks, dist.get_world_size(), where)
+        )
+        self.plan = ShardPlan(
+            grid,
+            rank,
+            "world",
+            "world",
+            CodecsConfig(weights=settings.gather, gradients=settings.codecs),
+            settings.error_feedback,
+            node_all_gather=settings.node_all_gather,
+            checksum=settings.checksum,
+        )
+        self.wire_log = WireLog()
+        backend = dist.get_backend_config(group)
+        self._device = "cuda" if "nccl" in backend else "cpu"
+        pipeline = shared_pipeline(DeviceStreams(torch.cuda) if self._device == "cuda" else None)
+        pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
+        name = "collectives" if whole else f"collectives {zlib.crc32(repr(ranks).encode()):08x}"
+        self._sums, self._copies = f"{name} sums", f"{name} copies"
+        timeout = timeout or group_timeout(group)
+        transport = Transport(
+            self.plan,
+            timeout,
+            channels=(self._sums, self._copies),
+            ranks=None if whole else ranks,
+            backend=None if whole else backend,
+            sums=False,
+        )
+        feedback = ErrorFeedback() if settings.error_feedback else None
+        self._tiered = TieredMoves(self.plan, transport, self.wire_log, feedback, pipeline)
+        self.streams = pipeline.streams
+        self._points = PointToPoint(self._tiered, group, ranks, name, timeout)
+        # The second half of an all-reduce encodes once more, what this rank owns of the sums.
+        self._feedback = ErrorFeedback()
+        self._calls = 0
+
+    # ---- sums ------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: Literal["sum", "mean"] = "sum",
+        *,
+        key: int | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The sum, or the mean, of all ranks' tensors: a reduce-scatter over the tiers, then an all-gather back.
+
+        With codec ``none`` it differs from another order of additions by rounding alone; the error of other codecs is at most
+        the sum of their `Codec.error_bound` over the hops, for the sum of all ranks' magnitudes.
+
+        Args:
+            tensor: float32, bfloat16 or float16, of any shape.
+            op: ``sum`` or ``mean``.
+            key: Names the tensor from call to call, for its error feedback; needed where that is on, without effect else.
+            async_op: Whether to return a handle.
+
+        Returns:
+            A tensor like ``tensor``; with ``async_op`` a `Chain` of it.
+        """
+        flat = self._flat("all_reduce", tensor)
+        self._check_sum("all_reduce", op, key)
+        chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
+        shape = tensor.shape
+        result = lambda whole: whole[: math.prod(shape)].view(shape)  # noqa: E731
+        return self._end(self._all_reduce("all_reduce", tensor, flat, chunk, op, key, result), async_op)
+
+    def _all_reduce(
+        self,
+        role: str,
+        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        chunk: int,
+        op: str,
+        key: int | None,
+        then: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Chain[torch.Tensor]:
+        hops = self.plan.gather_hops()
+        if not hops or not flat.numel():
+            return self._local(flat, then)
+        same, own = self._seeds()
+        held: list[torch.Tensor] = []
+        reduced = self._reduce(role, tensor, flat, chunk, op, key, own, held.append)
+        bucket = self._bucket(role, tensor, chunk, self._copies, key)
+        codec = Codec.from_config(hops[0].codec)
+
+        def payload() -> torch.Tensor:
+            shard = self._tiered.used(held.pop())
+            if codec.name == "none":
+                shard = shard.to(tensor.dtype)
+            elif hops[0].tier in self.plan.error_feedback:
+                residuals, factors = self._feedback.of(hops[0].tier, bucket, [shard], 1.0)
+                message, left = codec.encode_feedback(
+                    [shard], residuals, factors, [chunk], sizes=(1,), strides=(1,), seed=own
+                )
+                self._feedback.keep(hops[0].tier, bucket, left, 1.0)
+                return message
+            return codec.encode([shard], [chunk], seed=own)
+
+        def decoded(message: torch.Tensor, codec: Codec, outer: int) -> torch.Tensor:
+            return then(self._tiered.decode_gathered(bucket, message, codec, outer)[0])
+
+        return self._tiered.gather(hops, bucket, payload, codec, decoded, seed=same, after=[reduced])
+
+    def average_into(self, tensor: torch.Tensor, key: int) -> Chain[torch.Tensor]:
+        """`all_reduce` of a mean whose result goes back into ``tensor``, which is contiguous; for hooks of other engines."""
+        flat = self._flat("ddp_hook", tensor)
+        chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
+
+        def into(whole: torch.Tensor) -> torch.Tensor:
+            self._tiered.used(flat).copy_(whole[: flat.numel()])
+            return tensor
+
+        return self._all_reduce("all_reduce", tensor, flat, chunk, "mean", key, into)
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: Literal["sum", "mean"] = "sum",
+        *,
+        key: int | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """This rank's part of the sum, or of the mean, of all ranks' tensors.
+
+        Args:
+            tensor: float32, bfloat16 or float16, whose first dimension is a multiple of the group's size.
+            op: As in `all_reduce`.
+            key: As in `all_reduce`.
+            async_op: As in `all_reduce`.
+
+        Returns:
+            Part r of the first dimension on rank r; with ``async_op`` a `Chain` of it.
+        """
+        flat = self._flat("reduce_scatter", tensor)
+        self._check_sum("reduce_scatter", op, key)
+        shape = self._part("reduce_scatter", tensor)
+        chunk = math.prod(shape)
+        if not self.plan.reduce_hops() or not chunk:
+            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        _, own = self._seeds()
+        then = lambda shard: shard.to(tensor.dtype).view(shape)  # noqa: E731
+        return self._end(self._reduce("reduce_scatter", tensor, flat, chunk, op, key, own, then), async_op)
+
+    def _reduce(
+        self,
+        role: str,
+        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        chunk: int,
+        op: str,
+        key: int | None,
+        seed: int,
+        then: Callable[[torch.Tensor], Any],
+    ) -> Chain[Any]:
+        """A chain that ends with ``then`` of this rank's shard, float32."""
+        world = self.plan.grid.world_size
+        first = op == "mean" and tensor.dtype == torch.float16  # whose sums may overflow where they travel
+        if first:
+            flat = flat / world
+
+        def averaged(shards: list[torch.Tensor]) -> Any:
+            return then(shards[0].div_(world) if op == "mean" and not first else shards[0])
+
+        return self._tiered.reduce(
+            self.plan.reduce_hops(),
+            self._bucket(role, tensor, chunk, self._sums, key),
+            [flat],
+            rows=world,
+            shard_order=True,
+            seed=seed,
+            then=averaged,
+        )
+
+    def forget(self) -> None:
+        """Drops all residuals of error feedback: what they belong to has changed."""
+        for feedback in (self._feedback, self._tiered.feedback):
+            if feedback is not None:
+                feedback.clear()
+
+    # ---- copies ----------------------------------------------------------------------------------------------
+
+    def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
+        """All ranks' tensors, one after the other in the order of ranks. With codec ``none`` bit for bit.
+
+        Args:
+            tensor: float32, bfloat16 or float16, of any shape.
+            async_op: As in `all_reduce`.
+
+        Returns:
+            A tensor with the group's size times as large a first dimension; with ``async_op`` a `Chain` of it.
+        """
+        flat, hops = self._flat("all_gather", tensor), self.plan.gather_hops()
+        rows, *rest = tensor.shape or (1,)
+        shape = (rows * self.plan.grid.world_size, *rest)
+        if not hops or not flat.numel():
+            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        bucket = self._bucket("all_gather", tensor, flat.numel(), self._copies)
+        codec, (same, own) = Codec.from_config(hops[0].codec), self._seeds()
+
+        def payload() -> torch.Tensor:
+            return codec.encode([self._tiered.used(flat)], bucket.chunks, seed=own)
+
+        def decoded(message: torch.Tensor, codec: Codec, outer: int) -> torch.Tensor:
+            return self._tiered.decode_gathered(bucket, message, codec, outer)[0].view(shape)
+
+        return self._end(self._tiered.gather(hops, bucket, payload, codec, decoded, seed=same), async_op)
+
+    def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
+        """Part i of every rank's tensor goes to rank i. With codec ``none`` bit for bit.
+
+        Args:
+            tensor: float32, bfloat16 or float16, whose first dimension is a multiple of the group's size. Part i of it is for
+                rank i.
+            async_op: As in `all_reduce`.
+
+        Returns:
+            A tensor like ``tensor``, whose part i is of rank i; with ``async_op`` a `Chain` of it.
+        """
+        flat, shape = self._flat("all_to_all", tensor), tensor.shape
+        chunk = math.prod(self._part("all_to_all", tensor))
+        if not self.plan.gather_hops() or not chunk:
+            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        bucket = self._bucket("all_to_all", tensor, chunk, self._sums)
+        _, own = self._seeds()
+        return self._end(self._tiered.all_to_all(bucket, flat, lambda got: got.view(shape), seed=own), async_op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
+        """The tensor of one rank. With codec ``none`` bit for bit.
+
+        Args:
+            tensor: float32, bfloat16 or float16, of any shape; on other ranks than ``src`` only shape and type count.
+            src: Rank of the group.
+            async_op: As in `all_reduce`.
+
+        Returns:
+            The tensor, on ``src`` too as the others decode it; with ``async_op`` a `Chain` of it.
+        """
+        flat, shape = self._flat("broadcast", tensor), tensor.shape
+        self._check_rank("broadcast: src", src)
+        if not self.plan.gather_hops() or not flat.numel():
+            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        bucket = self._bucket("broadcast", tensor, flat.numel(), self._copies)
+        same, _ = self._seeds()
+        chain = self._tiered.broadcast(bucket, flat, src, lambda got: got.view(shape), seed=same)
+        return self._end(chain, async_op)
+
+    # ---- point to point --------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Any:
+        """Sends a tensor to one rank, in the codec of the outermost tier between the two.
+
+        Messages of one rank to another arrive in order. On NCCL and RCCL the order of sends and receives of two ranks must
+        not make each wait for the other, as with ``torch.distributed.isend``.
+
+        Args:
+            tensor: float32, bfloat16 or float16, of any shape.
+            dst: Rank of the group, another one than this.
+            async_op: As in `all_reduce`.
+
+        Returns:
+            None; with ``async_op`` a `Chain` of it.
+        """
+        flat = self._flat("send", tensor)
+        self._check_peer("send: dst", dst)
+        if not flat.numel():
+            return self._end(self._local(flat, lambda _: None), async_op)
+        bucket = self._bucket("send", tensor, flat.numel(), "")
+        _, own = self._seeds()
+        return self._end(self._points.send(bucket, flat, dst, seed=own), async_op)
+
+    def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
+        """Receives what a rank has sent with `send`.
+
+        Args:
+            tensor: A tensor of the shape and type that were sent; its values are neither read nor changed.
+            src: Rank of the group, another one than this.
+            async_op: As in `all_reduce`.
+
+        Returns:
+            The tensor; with ``async_op`` a `Chain` of it.
+        """
+        flat, shape = self._flat("recv", tensor), tensor.shape
+        self._check_peer("recv: src", src)
+        if not flat.numel():
+            return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
+        bucket = self._bucket("recv", tensor, flat.numel(), "")
+        return self._end(self._points.receive(bucket, flat, src, lambda got: got.view(shape)), async_op)
+
+    # ---- common ----------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """On a GPU with ``checksum``: compares the checksums of all messages until now, and waits for them.
+
+        Raises:
+            HopError: A message arrived changed.
+        """
+        self._tiered.verify()
+
+    @staticmethod
+    def _end(chain: Chain[Any], async_op: bool) -> Any:
+        return chain if async_op else chain.wait()
+
+    def _local(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], Any]) -> Chain[Any]:
+        """A chain without hops, with ``then`` of a copy: nothing has to be sent."""
+
+        def hops() -> Any:
+            copy = self._tiered.used(tensor).clone()
+            yield None
+            return then(copy)
+
+        return self._tiered.pipeline.submit(hops(), ())
+
+    def _seeds(self) -> tuple[int, int]:
+        """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
+        self._calls += 1
+        same = self._calls * _SEEDS
+        return same & 0x7FFFFFFF, (same + self.plan.rank + 1) & 0x7FFFFFFF
+
+    def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
+        name = f"{role} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return Bucket((key or 0,), (chunk,), tensor.dtype, role, channel, name)
+
+    def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as one contiguous row, without gradient."""
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.layout != torch.strided:
+            found = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                found = f"{tensor.dtype} in layout {tensor.layout}"
+            raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
+        if tensor.device.type != self._device:
+            raise ValueError(
+                f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {self._device}"
+            )
+        return tensor.detach().reshape(-1)
+
+    def _part(self, operation: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of one rank's part."""
+        world, (rows, *rest) = self.plan.grid.world_size, tensor.shape or (0,)
+        if tensor.dim() == 0 or rows % world:
+            raise ValueError(
+                f"{operation}: tensor: found shape {list(tensor.shape)}, expected a first dimension that is a multiple of the "
+                f"group's {world} ranks"
+            )
+        return (rows // world, *rest)
+
+    def _check_sum(self, operation: str, op: str, key: int | None) -> None:
+        if op not in ("sum", "mean"):
+            raise one_of(f"{operation}: op", op, ("sum", "mean"))
+        if key is None and self.config.error_feedback:
+            raise ValueError(
+                f"{operation}: key: found None, expected a number that names the tensor from call to call, since error_feedback "
+                f"is on ({', '.join(self.config.error_feedback)})"
+            )
+
+    def _check_rank(self, argument: str, rank: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.plan.grid.world_size:
+            raise ValueError(f"{argument}: found {rank!r}, possible: 0..{self.plan.grid.world_size - 1}")
+
+    def _check_peer(self, argument: str, rank: int) -> None:
+        self._check_rank(argument, rank)
+        if rank == self.plan.rank:
+            raise ValueError(f"{argument}: found {rank}, this rank itself; possible: another rank of the group")

@@ -1,0 +1,95 @@
+"""Communication hook of DistributedDataParallel: gradients are averaged tier by tier, each with its codec."""
+
+# Annotations are no strings here: DDP compares those of a hook.
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hzero.collectives.communicator import Communicator
+from hzero.collectives.pipeline import Chain
+from hzero.collectives.recorder import shared_recorder
+from hzero.collectives.settings import CommunicatorConfig
+
+
+class DdpState:
+    """The state of `ddp_hook`: a communicator, and the residuals of error feedback.
+
+    Args:
+        config: As for `Communicator`.
+        group: The process group of the DDP module; None takes the world.
+        timeout: As for `Communicator`.
+
+    Attributes:
+        communicator: Sends the gradients; its ``wire_log`` counts them, by role ``all_reduce``.
+
+    Raises:
+        ConfigError: As `Communicator`.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | CommunicatorConfig | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.communicator = Communicator(config, group, timeout=timeout)
+        self._layouts: dict[int, tuple[int, ...]] = {}
+
+    def key(self, bucket: dist.GradBucket) -> int:
+        """The key of a bucket's residuals.
+
+        DDP lays its buckets anew after the first step. Residuals of the former buckets are then dropped: they belong to
+        other elements.
+        """
+        layout = tuple(map(id, bucket.parameters()))
+        if self._layouts.setdefault(bucket.index(), layout) != layout:
+            self._layouts = {bucket.index(): layout}
+            self.communicator.forget()
+        return bucket.index()
+
+
+def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket of gradients: ``model.register_comm_hook(state, hzero.collectives.ddp_hook)``.
+
+    The bucket is summed over the tiers from the innermost outwards, each in its codec, and the mean goes back the same way.
+    Backward goes on meanwhile. All ranks end with the same bits. With codec ``none`` the result is that of DDP up to the
+    order of additions, which are made in float32.
+
+    Args:
+        state: Settings and residuals.
+        bucket: Gradients of float32, bfloat16 or float16.
+
+    Returns:
+        The averaged bucket, as DDP waits for it. A peer that does not come is an error of backward that names it.
+
+    Raises:
+        TypeError: Gradients of another type, or sparse ones.
+    """
+    communicator, buffer = state.communicator, bucket.buffer()
+    chain = communicator.average_into(buffer, state.key(bucket))
+    if bucket.is_last():  # DDP waits now
+        shared_recorder().awaited = lambda: not chain.done
+    return _future(chain, communicator, buffer.device)
+
+
+def _future(
+    chain: Chain[torch.Tensor], communicator: Communicator, device: torch.device
+) -> torch.futures.Future[torch.Tensor]:
+    ended: torch.futures.Future[None]
+    streams = communicator.streams
+    if streams is None:
+        ended = torch.futures.Future()
+        # An error has to be raised in a callback: DDP takes that of `set_exception` for a result.
+        result = ended.then(lambda _: chain.wait())
+        chain.add_done_callback(lambda: ended.set_result(None))
+        return result
+    # All work has been enqueued. The future remembers the stream on which it gets its value, and DDP waits for that stream.
+    with streams.on("gradients for DDP"):
+        averaged = torch.futures.Future[torch.Tensor](devices=[device])
+        averaged.set_result(chain.wait())
+    return averaged

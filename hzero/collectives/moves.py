@@ -1,0 +1,151 @@
+"""Tiered all-to-all and broadcast: tensors that reach other ranks as they are, beside the gathers and sums of `tiered`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import TypeVar
+
+import torch
+
+from hzero.codecs import Codec
+from hzero.collectives.bucket import Bucket
+from hzero.collectives.pipeline import Chain, Hops
+from hzero.collectives.tiered import TieredCollectives
+from hzero.config import TIERS
+from hzero.sharding.plan import Hop
+
+T = TypeVar("T")
+
+
+class TieredMoves(TieredCollectives):
+    """`TieredCollectives` that also move tensors without a sum. Hops take the codecs of the plan's weights.
+
+    Both encode a tensor once, where it is, and pass the payload on while codecs agree; where they differ a rank transcodes.
+    """
+
+    def all_to_all(
+        self, bucket: Bucket, tensor: torch.Tensor, then: Callable[[torch.Tensor], T], *, seed: int = 0
+    ) -> Chain[T]:
+        """Submits a tiered all-to-all.
+
+        It crosses the innermost tier first. On every tier a rank sends to each peer all parts whose way leads over that
+        peer's coordinate. So between nodes a rank sends one message to each other node, where an all-to-all over the world
+        would send one to each rank; and every part crosses each tier at most once.
+
+        Args:
+            bucket: Of one tensor; its chunk is one part.
+            tensor: Flat, ``[world * chunk]``; part i goes to rank i.
+            then: Makes the result, of ``[world * chunk]`` in ``bucket.dtype``: part i is of rank i.
+            seed: Seed of stochastic rounding.
+        """
+        hops = self.plan.gather_hops()[::-1]
+        lanes = [bucket.lane(hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)]
+        return self.pipeline.submit(self._all_to_all(hops, bucket, tensor, then, seed), lanes)
+
+    def _all_to_all(
+        self, hops: tuple[Hop, ...], bucket: Bucket, tensor: torch.Tensor, then: Callable[[torch.Tensor], T], seed: int
+    ) -> Hops[T]:
+        grid, world = self.plan.grid, self.plan.grid.world_size
+        self.used(tensor)
+        codec = Codec.from_config(hops[0].codec)
+        if grid.regular:
+            sizes, strides = self.plan.hop_sizes, self.plan.hop_strides
+            message = codec.encode([tensor], bucket.chunks, sizes=sizes, strides=strides, seed=seed)
+        else:
+            tensor = self._in_hop_order(tensor, bucket.chunks[0])
+            message = codec.encode([tensor], bucket.chunks, sizes=(world,), strides=(1,), seed=seed)
+        yield None
+        # The axes of the rows: that of the tier to be crossed goes first and is then the sender's coordinate.
+        outer = 1
+        for hop in hops:
+            # Rows are [crossed tiers, last one first][this tier][the rest]: this tier's axis goes to the front.
+            rows = message.view(outer, hop.size, -1, message.numel() // world)
+            message = rows.transpose(0, 1).contiguous().view(-1)
+            outer *= hop.size
+            message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=world, seed=seed)
+            message = yield from self._transport.scatter(
+                bucket.lane(hop.tier),
+                message,
+                self._what(hop, bucket),
+                self.counted(hop, bucket, message, world * bucket.chunks[0], peers_received=1 - 1 / hop.size),
+                self.received,
+                self.compare,
+            )
+        # Rows are now those of the senders, outermost tier first.
+        if grid.regular:
+            (arrived,) = codec.decode(
+                message,
+                bucket.chunks,
+                dtype=bucket.dtype,
+                sizes=self.plan.hop_sizes[::-1],
+                strides=self.plan.hop_strides[::-1],
+            )
+        else:
+            (rows,) = codec.decode(message, bucket.chunks, dtype=bucket.dtype)
+            places = product(*map(range, self.plan.hop_sizes[::-1]))
+            senders = [grid.rank(**dict(zip(TIERS[::-1], place))) for place in places]
+            arrived = rows.view(world, -1)[torch.tensor(senders, device=rows.device).argsort()].view(-1)
+        return then(arrived)
+
+    def broadcast(
+        self, bucket: Bucket, tensor: torch.Tensor, source: int, then: Callable[[torch.Tensor], T], *, seed: int = 0
+    ) -> Chain[T]:
+        """Submits a tiered broadcast: outermost tier first, so a node receives the payload once.
+
+        Args:
+            bucket: Of one tensor, of which it is one chunk.
+            tensor: Flat, ``[chunk]``; only the source's values count.
+            source: Rank of the plan that has it.
+            then: Makes the result, of ``[chunk]`` in ``bucket.dtype``, as all ranks decode it, the source too.
+            seed: Seed of stochastic rounding; the same on all ranks.
+        """
+        home, place = self.plan.grid.coordinates(source), self.plan.grid.coordinates(self.plan.rank)
+        hops = tuple(
+            hop
+            for hop in self.plan.gather_hops()
+            # A rank takes part once its coordinates on the tiers further inside are the source's.
+            if all(getattr(place, tier) == getattr(home, tier) for tier in TIERS[: TIERS.index(hop.tier)])
+        )
+        lanes = [bucket.lane(hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)]
+        return self.pipeline.submit(self._broadcast(hops, bucket, tensor, source, then, seed), lanes)
+
+    def _broadcast(
+        self,
+        hops: tuple[Hop, ...],
+        bucket: Bucket,
+        tensor: torch.Tensor,
+        source: int,
+        then: Callable[[torch.Tensor], T],
+        seed: int,
+    ) -> Hops[T]:
+        home, place = self.plan.grid.coordinates(source), self.plan.grid.coordinates(self.plan.rank)
+        codec, message, device = Codec.from_config(hops[0].codec), None, tensor.device
+        if self.plan.rank == source:
+            message = codec.encode([self.used(tensor)], bucket.chunks, seed=seed)
+        yield None
+        for hop in hops:
+            target = Codec.from_config(hop.codec)
+            if message is None:
+                size = target.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
+                message, codec = torch.empty(size, dtype=torch.uint8, device=device), target
+            else:
+                message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=1, seed=seed)
+            root = getattr(home, hop.tier)
+            message = yield from self._transport.spread(
+                bucket.lane(hop.tier),
+                message,
+                root,
+                self._what(hop, bucket),
+                self.counted(
+                    hop,
+                    bucket,
+                    message,
+                    bucket.chunks[0],
+                    peers_received=float(getattr(place, hop.tier) != root),
+                ),
+                self.received,
+                self.compare,
+            )
+        assert message is not None  # every rank takes part in the innermost hop
+        return then(codec.decode(message, bucket.chunks, dtype=bucket.dtype)[0])

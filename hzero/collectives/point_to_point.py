@@ -1,0 +1,180 @@
+"""Point to point: a payload from one rank to another, as a chain of the pipeline with a lane for each direction."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hzero.codecs import Codec
+from hzero.collectives.bucket import Bucket
+from hzero.collectives.checksum import Comparison, addressed, checksums
+from hzero.collectives.moves import TieredMoves
+from hzero.collectives.pipeline import Chain, Hops
+from hzero.collectives.record import Lane
+from hzero.collectives.recorder import shared_recorder
+from hzero.collectives.transport import Ends, Pending
+from hzero.config import TIERS, Tier
+from hzero.sharding.plan import Hop
+
+T = TypeVar("T")
+#: Of our messages, so that those of a user's own ``torch.distributed.send`` on the same group are others. gloo looks at it.
+_TAG = 0x485A
+
+
+class _Waited:
+    """A send or receive of gloo, which ends only when somebody waits for it: a thread does."""
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._ended: Future[None] = Future()
+        threading.Thread(target=self._run, args=(work, timeout), name="hzero message", daemon=True).start()
+
+    def _run(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def get_future(self) -> Future[None]:
+        return self._ended
+
+    def is_completed(self) -> bool:
+        return self._ended.done()
+
+    def wait(self) -> None:
+        self._ended.result()
+
+
+class PointToPoint:
+    """Sends and receives over a process group.
+
+    Args:
+        tiered: Its pipeline runs the messages, and its wire log counts them.
+        group: The process group.
+        ranks: Rank in the world of each rank of the plan.
+        name: Begins the names of the lanes.
+        timeout: Longest wait for a message.
+    """
+
+    def __init__(
+        self, tiered: TieredMoves, group: dist.ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta
+    ) -> None:
+        self._tiered, self._group, self._ranks = tiered, group, ranks
+        self._name, self._timeout = name, timeout
+        self._numbers: Counter[Lane] = Counter()
+
+    def send(self, bucket: Bucket, tensor: torch.Tensor, target: int, *, seed: int = 0) -> Chain[None]:
+        """Submits a message to a rank of the plan.
+
+        Args:
+            bucket: Of one tensor, of which it is one chunk.
+            tensor: Flat, ``[chunk]``.
+            target: The rank.
+            seed: Seed of stochastic rounding.
+        """
+        hop, lane = self._way(self._tiered.plan.rank, target)
+
+        def hops() -> Hops[None]:
+            message = Codec.from_config(hop.codec).encode([self._tiered.used(tensor)], bucket.chunks, seed=seed)
+            yield None
+            number = self._next(lane)
+            pending = self._start(lane, message, bucket, hop, target, sends=True, counted=True)
+            yield pending
+            self._tiered.received(pending, message)
+            if self._tiered.plan.checksum:
+                sums = _sums(message, number).view(-1).view(torch.uint8)
+                pending = self._start(lane, sums, bucket, hop, target, sends=True)
+                yield pending
+                self._tiered.received(pending, sums)
+
+        return self._tiered.pipeline.submit(hops(), self._lanes(lane))
+
+    def receive(self, bucket: Bucket, like: torch.Tensor, source: int, then: Callable[[torch.Tensor], T]) -> Chain[T]:
+        """Submits the receipt of a message.
+
+        Args:
+            bucket: As sent.
+            like: On the device of the message.
+            source: Rank of the plan that sends it.
+            then: Makes the result, of ``[chunk]`` in ``bucket.dtype``.
+        """
+        hop, lane = self._way(source, self._tiered.plan.rank)
+        codec = Codec.from_config(hop.codec)
+
+        def hops() -> Hops[T]:
+            yield None
+            number = self._next(lane)
+            message = like.new_empty(codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize), dtype=torch.uint8)
+            pending = self._start(lane, message, bucket, hop, source, sends=False, counted=True)
+            yield pending
+            self._tiered.received(pending, message)
+            if self._tiered.plan.checksum:
+                sums = message.new_empty(16)
+                pending = self._start(lane, sums, bucket, hop, source, sends=False)
+                yield pending
+                sent = self._tiered.received(pending, sums).view(torch.int64).view(-1, 2)
+                what = partial(self._describe, bucket, hop, source, False, message.nbytes)
+                arrived = _sums(message, number)
+                self._tiered.compare(Comparison(sent, arrived, [self._ranks[source]], number, what), message)
+            return then(codec.decode(message, bucket.chunks, dtype=bucket.dtype)[0])
+
+        return self._tiered.pipeline.submit(hops(), self._lanes(lane))
+
+    def _way(self, source: int, target: int) -> tuple[Hop, Lane]:
+        """The outermost tier on which two ranks differ, and the lane of their messages.
+
+        Each direction has its own: in a ring every rank sends before it receives.
+        """
+        plan = self._tiered.plan
+        home, place = plan.grid.coordinates(source), plan.grid.coordinates(target)
+        tier: Tier = next(tier for tier in TIERS[::-1] if getattr(home, tier) != getattr(place, tier))
+        lane = f"{self._name} {self._ranks[source]} to {self._ranks[target]}", tier
+        return Hop(tier, 2, plan.codecs.weights[tier]), lane
+
+    def _lanes(self, lane: Lane) -> list[Lane]:
+        return [lane] * (1 + self._tiered.plan.checksum)
+
+    def _next(self, lane: Lane) -> int:
+        self._numbers[lane] += 1
+        return self._numbers[lane]
+
+    def _describe(self, bucket: Bucket, hop: Hop, other: int, sends: bool, size: int) -> str:
+        return (
+            f"hzero: {bucket.label} in codec {hop.codec.codec} {'to' if sends else 'from'} rank {self._ranks[other]} on tier "
+            f"{hop.tier!r} (rank {self._ranks[self._tiered.plan.rank]}, {size:,} bytes)"
+        )
+
+    def _start(
+        self,
+        lane: Lane,
+        message: torch.Tensor,
+        bucket: Bucket,
+        hop: Hop,
+        other: int,
+        *,
+        sends: bool,
+        counted: bool = False,
+    ) -> Pending:
+        own, peer = self._ranks[self._tiered.plan.rank], self._ranks[other]
+        work: Any = (dist.isend if sends else dist.irecv)(message, peer, group=self._group, tag=_TAG)
+        if message.is_cpu:
+            work = _Waited(work, self._timeout)
+        ends = Ends()
+        if counted:
+            ends = self._tiered.counted(hop, bucket, message, bucket.chunks[0], peers_received=float(not sends))
+        what = partial(self._describe, bucket, hop, other, sends, message.nbytes)
+        count = shared_recorder().hops(lane, self._timeout.total_seconds(), lambda rank: sorted((own, peer)))
+        return Pending(work, message, what, ends, lane=(lane, count))
+
+
+def _sums(message: torch.Tensor, number: int) -> torch.Tensor:
+    return addressed(checksums(message, 1), number, 0, 1)

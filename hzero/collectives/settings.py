@@ -1,0 +1,89 @@
+"""Settings of a `Communicator`, as a pydantic model."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from hzero.config import (
+    BASE_TIERS,
+    DEFAULT_BLOCK_SIZE,
+    TIERS,
+    NodeAllGather,
+    Tier,
+    TierCodecs,
+    TopologyConfig,
+    parse_topology,
+)
+from hzero.validation import ConfigError, Frozen, validated
+
+
+class CommunicatorConfig(Frozen):
+    """What a `Communicator` sends, and over which tiers.
+
+    Attributes:
+        codecs: Codec of each tier, by name or as a block with `codec`, `block_size`, `rounding` and `scale`; a tier that is
+            not named has `none`. A name in place of the block is the codec of all tiers.
+        gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
+            of an all-reduce, which spreads the sums. By default `codecs`.
+        block_size: Elements that share a scale; a codec may have its own.
+        error_feedback: Tiers whose encoding keeps its loss (float32) and adds it the next time, in reductions that have a
+            key; with the outermost tier of the machine also in the second half of an all-reduce.
+        node_all_gather: Algorithm of the all-gathers between nodes.
+        checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in
+            `Communicator.verify`.
+        topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
+    """
+
+    codecs: TierCodecs
+    gather: TierCodecs
+    block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
+    error_feedback: tuple[Tier, ...] = ()
+    node_all_gather: NodeAllGather = NodeAllGather()
+    checksum: bool = False
+    topology: str | TopologyConfig = "auto"
+
+    @field_validator("error_feedback", mode="before")
+    @classmethod
+    def _tiers(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
+        return tuple(value)
+
+
+def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorConfig:
+    """Reads the settings of a communicator.
+
+    Args:
+        block: As the user wrote them; None: every codec is ``none`` and the topology is discovered.
+        where: Begins messages.
+
+    Raises:
+        ConfigError: An unknown key, codec or tier (with the nearest known one), or a wrong type.
+    """
+    block = {} if block is None else block
+    if not isinstance(block, Mapping):
+        keys = ", ".join(CommunicatorConfig.model_fields)
+        raise ConfigError(f"{where}: found {reprlib.repr(block)}, expected a block with keys {keys}")
+    size = block.get("block_size", DEFAULT_BLOCK_SIZE)
+    codecs = _by_tier(block.get("codecs", "none"), size)
+    values = {**block, "codecs": codecs, "gather": _by_tier(block["gather"], size) if "gather" in block else codecs}
+    if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
+        values["topology"] = parse_topology(f"{where}.topology", block["topology"])
+    return validated(CommunicatorConfig, values, where)
+
+
+def _by_tier(written: Any, block_size: Any) -> Any:
+    """A block for each tier; what is neither a name nor a mapping stays, to be refused."""
+    if isinstance(written, str):
+        written = dict.fromkeys(BASE_TIERS, written)
+    if not isinstance(written, Mapping):
+        return written
+    filled = {**dict.fromkeys(BASE_TIERS, "none"), **written}
+    return {
+        tier: {"block_size": block_size, **(leaf if isinstance(leaf, Mapping) else {"codec": leaf})}
+        for tier, leaf in filled.items()
+    }

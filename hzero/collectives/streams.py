@@ -1,0 +1,45 @@
+"""Streams of the pipeline's lanes on an asynchronous device."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class DeviceStreams:
+    """One stream per lane of the pipeline, and one for the results of each kind of chain.
+
+    A lane's stream encodes what the lane's next hop sends and waits for the hop before it. So a gradient that waits for
+    its node hop holds up no gather, and a bucket that waits for its package hop does not keep the next one from being
+    encoded.
+
+    Args:
+        device: Makes streams and events: ``torch.cuda``, or an accelerator of DeepSpeed.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._streams: dict[Hashable, Any] = {}
+
+    def on(self, lane: Hashable) -> AbstractContextManager[Any]:
+        """Makes the stream of a lane current."""
+        if lane not in self._streams:
+            self._streams[lane] = self._device.Stream()
+        return self._device.stream(self._streams[lane])  # type: ignore[no-any-return]
+
+    def event(self) -> Any:
+        """An event recorded on the current stream."""
+        event = self._device.Event()
+        event.record(self._device.current_stream())
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Makes the current stream wait for an event."""
+        self._device.current_stream().wait_event(event)
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor's memory until the current stream has passed this point."""
+        tensor.record_stream(self._device.current_stream())

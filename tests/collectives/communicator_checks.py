@@ -1,0 +1,342 @@
+"""Collectives without a stage against what one process computes from everyone's data. Run by test_tiered.py on several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from hzero.codecs import Codec
+from hzero.collectives import Communicator, HopError, Transport, communicator
+from hzero.collectives.point_to_point import PointToPoint
+from hzero.config import TIERS
+from hzero.topology.grid import Grid
+from hzero.validation import ConfigError
+from tests.collectives.tiered_checks import GRIDS, WORLD, _same_everywhere
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: One regular grid, one in another order, one in no order.
+SOME = [GRIDS[WORLD][0], *GRIDS[WORLD][-2:]]
+MIXES = [
+    {"codecs": "int8"},
+    {"codecs": {"node": "int4", "gpu": "int8"}, "gather": {"node": "int8", "gpu": "bf16"}},
+    {"codecs": {"node": {"codec": "int8", "rounding": "stochastic"}, "gcd": "int8"}, "gather": "int4"},
+]
+
+
+def _communicator(grid: Grid, **config) -> Communicator:
+    with mock.patch.object(communicator, "resolve_grid", return_value=grid):
+        return Communicator(config)
+
+
+def _everyones(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """The tensors of all ranks, not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(*reversed(shape), generator=generator).to(dtype).permute(*reversed(range(len(shape))))
+        for _ in range(WORLD)
+    ]
+
+
+def _bits_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return (
+        got.dtype == want.dtype
+        and got.shape == want.shape
+        and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+    )
+
+
+def _sum_by_tiers(grid: Grid, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Float32 sums over the devices of a package, then packages, then nodes, rounded to the tensors' type after each."""
+    dtype = tensors[0].dtype
+    of = {tuple(grid.coordinates(rank)): tensor for rank, tensor in enumerate(tensors)}
+    for axis in (2, 1, 0):  # gcd, gpu, node
+        sums: dict[tuple[int, ...], torch.Tensor] = {}
+        for place in sorted(of):
+            rest = place[:axis]
+            sums[rest] = sums[rest] + of[place].float() if rest in sums else of[place].float()
+        of = {place: total.to(dtype) for place, total in sums.items()}
+    return of[()]
+
+
+def check_copies_with_codec_none_are_the_same_bits() -> None:
+    rank = dist.get_rank()
+    for grid, dtype in itertools.product(SOME, DTYPES):
+        for checksum in (False, True) if dtype == torch.float32 else (False,):
+            group = _communicator(grid, checksum=checksum)
+            everyone = _everyones((WORLD, 3, 5), dtype)
+            everyone[1][2, 1, 1] = float("nan")
+            mine = everyone[rank]
+            assert not mine.is_contiguous()
+            assert _bits_equal(group.all_gather(mine), torch.cat(everyone))
+            assert _bits_equal(group.all_to_all(mine), torch.stack([tensor[rank] for tensor in everyone]))
+            for source in (0, WORLD - 1):
+                assert _bits_equal(group.broadcast(mine, source), everyone[source])
+        assert _bits_equal(group.all_gather(mine[0, 0, 0]), torch.stack([tensor[0, 0, 0] for tensor in everyone]))
+
+
+def check_sums_with_codec_none_are_made_in_float32_tier_by_tier() -> None:
+    rank = dist.get_rank()
+    for grid, dtype in itertools.product(SOME, DTYPES):
+        group = _communicator(grid)
+        for shape in ((WORLD, 17), (2 * WORLD, 3)):
+            everyone = _everyones(shape, dtype)
+            total = _sum_by_tiers(grid, everyone)
+            got = group.all_reduce(everyone[rank])
+            assert _bits_equal(got, total), (grid, dtype)
+            assert _bits_equal(group.reduce_scatter(everyone[rank]), total.chunk(WORLD)[rank])
+            plain = everyone[rank].contiguous().clone()
+            dist.all_reduce(plain)
+            unit = torch.finfo(dtype).eps * sum(tensor.abs().float() for tensor in everyone) * WORLD
+            assert ((got.float() - plain.float()).abs() <= unit).all()
+            parts = [tensor / WORLD for tensor in everyone] if dtype == torch.float16 else everyone
+            mean = _sum_by_tiers(grid, parts)
+            if dtype != torch.float16:
+                mean = (mean.float() / WORLD).to(dtype)
+            assert _bits_equal(group.all_reduce(everyone[rank], "mean"), mean)
+    for numel in (1, 5, 257):  # no multiples of the ranks
+        whole = torch.full((numel,), rank + 1.0)
+        assert torch.equal(group.all_reduce(whole), torch.full((numel,), WORLD * (WORLD + 1) / 2))
+    large = torch.full((3,), 60000.0, dtype=torch.float16)
+    assert torch.isfinite(group.all_reduce(large, "mean")).all()
+
+
+def check_codecs_keep_their_bounds_and_all_ranks_the_same_bits() -> None:
+    rank = dist.get_rank()
+    for grid, mix in itertools.product(SOME, MIXES):
+        group = _communicator(grid, **mix)
+        everyone = _everyones((WORLD, 301))
+
+        def bound(hops, largest: float) -> float:
+            return 1.2 * sum(Codec.from_config(hop.codec).error_bound(largest) for hop in hops) + 1e-6
+
+        copies, sums = group.plan.gather_hops(), group.plan.reduce_hops()
+        largest = max(float(tensor.abs().max()) for tensor in everyone)
+        gathered, sent = group.all_gather(everyone[rank]), group.broadcast(everyone[rank], 2)
+        _same_everywhere([gathered, sent])
+        swapped = group.all_to_all(everyone[rank])
+        for got, want in (
+            (gathered, torch.cat(everyone)),
+            (sent, everyone[2]),
+            (swapped, torch.stack([tensor[rank] for tensor in everyone])),
+        ):
+            error = float((got - want).abs().max())
+            assert 0 < error <= bound(copies, largest), (grid, mix, error)
+        largest = sum(float(tensor.abs().max()) for tensor in everyone)
+        total = torch.stack(everyone).double().sum(0).float()
+        reduced, part = group.all_reduce(everyone[rank]), group.reduce_scatter(everyone[rank])
+        _same_everywhere([reduced])
+        for got, want, allowed in (
+            (reduced, total, bound(sums, largest) + bound(copies, largest)),
+            (part, total[rank : rank + 1], bound(sums, largest)),
+        ):
+            error = float((got - want).abs().max())
+            assert 0 < error <= allowed, (grid, mix, error, allowed)
+
+
+def check_error_feedback_of_both_halves_recovers_what_was_lost() -> None:
+    everyone = _everyones((5, 129))
+    total, errors = torch.stack(everyone).sum(0), {}
+    for tiers in ((), TIERS):
+        group = _communicator(SOME[0], codecs="int4", error_feedback=list(tiers))
+        mean = sum(group.all_reduce(everyone[dist.get_rank()], key=3) for _ in range(30)) / 30
+        errors[tiers] = float((mean - total).square().sum())
+        _same_everywhere([mean])
+    assert errors[TIERS] < errors[()] / 10, errors
+    assert float((group.all_reduce(everyone[dist.get_rank()], key=4) - total).square().sum()) > errors[TIERS]
+    group.forget()
+    assert group._feedback._pending == group._tiered.feedback._pending == {}
+    with pytest.raises(ValueError, match="all_reduce: key: found None, expected a number"):
+        group.all_reduce(everyone[0])
+
+
+def check_handles_give_their_own_results_in_any_order() -> None:
+    """Of two communicators, waited for in another order on every rank; arguments may change once they have been read."""
+    rank, everyone = dist.get_rank(), _everyones((WORLD, 40))
+    groups = [_communicator(SOME[0], codecs="int8"), _communicator(SOME[-1])]
+    calls = [
+        (group, operation, factor)
+        for factor in (1, 2, 4)
+        for group in groups
+        for operation in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
+    ]
+    wanted = [getattr(group, operation)(everyone[rank] * factor) for group, operation, factor in calls]
+    for turn in range(3):
+        chains = []
+        for group, operation, factor in calls:
+            tensor = everyone[rank] * factor
+            chains.append(getattr(group, operation)(tensor, async_op=True))
+            tensor.zero_()
+        for index in random.Random(turn * WORLD + rank).sample(range(len(chains)), len(chains)):
+            assert torch.equal(chains[index].wait(), wanted[index]) and chains[index].done
+
+
+def check_messages_from_rank_to_rank() -> None:
+    """Around a ring both ways at once, several in flight, and between two ranks alone."""
+    rank = dist.get_rank()
+    after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
+    for config in ({}, {"checksum": True}, {"gather": "int8"}):
+        group, everyone = _communicator(SOME[-1], **config), _everyones((3, 100), torch.bfloat16)
+        like = torch.empty(3, 100, dtype=torch.bfloat16)
+        sent = [group.send(everyone[rank] * k, to, async_op=True) for k in (1, 2) for to in (after, before)]
+        for factor in (1, 2):
+            for source in (before, after):
+                got, want = group.recv(like, source), everyone[source] * factor
+                if "gather" in config:
+                    bound = Codec.from_config(group.config.gather.node).error_bound(
+                        float(want.abs().max()), torch.bfloat16
+                    )
+                    assert 0 < float((got.float() - want.float()).abs().max()) <= bound
+                else:
+                    assert _bits_equal(got, want)
+        assert [chain.wait() for chain in sent] == [None] * 4
+        if rank == 0:
+            group.send(everyone[0], 2)
+        elif rank == 2:
+            group.recv(like, 0)
+        entries = {entry.role: entry for entry in group.wire_log.entries() if entry.role in ("send", "recv")}
+        assert entries["recv"].wire_bytes > 0 and entries["send"].wire_bytes == 0
+
+
+def check_tensors_without_elements_and_without_dimensions() -> None:
+    group = _communicator(SOME[0], codecs="int8")
+    group.wire_log.reset()
+    empty = torch.empty(WORLD, 0, 3)
+    assert (
+        group.all_reduce(empty).shape == group.all_to_all(empty).shape == group.broadcast(empty, 1).shape == empty.shape
+    )
+    assert group.all_gather(empty).shape == (WORLD * WORLD, 0, 3) and group.reduce_scatter(empty).shape == (1, 0, 3)
+    assert group.all_reduce(torch.empty(0), async_op=True).wait().shape == (0,)
+    peer = (dist.get_rank() + 1) % WORLD
+    assert group.send(empty, peer) is None and group.recv(empty, peer).shape == empty.shape
+    assert group.wire_log.entries() == []
+    got = group.all_reduce(torch.tensor(2.0, requires_grad=True))
+    assert got.shape == () and float(got) == pytest.approx(2.0 * WORLD, rel=0.1) and not got.requires_grad
+
+
+def check_groups_smaller_than_the_world() -> None:
+    """Ranks that are in more groups than others find each other still."""
+    rank, half = dist.get_rank(), WORLD // 2
+    members = list(range(half)) if rank < half else list(range(half, WORLD))
+    halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, WORLD)))]
+    mine, everyone = halves[rank >= half], _everyones((half, 9))
+    total = torch.stack([everyone[member] for member in members]).sum(0)
+    settings = {"topology": {"gpus_per_node": half, "gcds_per_gpu": 1}}
+    groups = [Communicator(settings, mine)]
+    if rank < half:
+        groups.append(Communicator(settings, mine, timeout=timedelta(seconds=71)))  # with groups of its own
+    groups.append(Communicator({"codecs": "none"}, mine))  # discovered
+    for group in groups:
+        assert group.plan.grid.world_size == half
+        torch.testing.assert_close(group.all_reduce(everyone[rank]), total)
+        assert _bits_equal(group.broadcast(everyone[rank], 1), everyone[members[1]])
+        sent = group.send(everyone[rank], (group.plan.rank + 1) % half, async_op=True)
+        before = (group.plan.rank - 1) % half
+        assert _bits_equal(group.recv(everyone[rank], before), everyone[members[before]])
+        sent.wait()
+    whole = _communicator(Grid(1, WORLD, 1)).all_reduce(everyone[rank])
+    torch.testing.assert_close(whole, torch.stack(everyone).sum(0))
+    outside = mock.patch.object(dist, "get_rank", lambda group=None: -1 if group is not None else rank)
+    with outside, pytest.raises(ConfigError, match=r"rank \d is not in the group of ranks"):
+        Communicator(settings, mine)
+
+
+def check_arguments_that_cannot_be_used_are_refused() -> None:
+    group, fine = _communicator(SOME[0]), torch.zeros(WORLD, 2)
+    own = dist.get_rank()
+    refused = [
+        (
+            lambda: group.all_reduce(fine.long()),
+            "all_reduce: tensor: found torch.int64 .*possible: dense float32, bfloat16",
+        ),
+        (lambda: group.all_gather(fine.double()), "all_gather: tensor: found torch.float64"),
+        (lambda: group.broadcast(fine.to_sparse(), 0), "broadcast: tensor: .*torch.sparse_coo"),
+        (lambda: group.send([1.0], 0), "send: tensor: found list"),
+        (lambda: group.all_reduce(fine.to("meta")), "all_reduce: tensor: found on meta, possible .*: cpu"),
+        (
+            lambda: group.all_to_all(fine[1:]),
+            rf"all_to_all: tensor: found shape \[{WORLD - 1}, 2\], expected a first .*{WORLD} ranks",
+        ),
+        (lambda: group.reduce_scatter(torch.tensor(1.0)), r"reduce_scatter: tensor: found shape \[\]"),
+        (lambda: group.all_reduce(fine, "max"), "all_reduce: op: unknown value 'max'.*sum, mean"),
+        (lambda: group.broadcast(fine, WORLD), rf"broadcast: src: found {WORLD}, possible: 0\.\.{WORLD - 1}"),
+        (lambda: group.send(fine, own), rf"send: dst: found {own}, this rank itself"),
+        (lambda: Communicator({"codec": "int8"}), "communicator: unknown key 'codec'; did you mean 'codecs'"),
+        (lambda: Communicator({"codecs": {"node": "int3"}}), r"communicator.codecs.node.codec: unknown value 'int3'"),
+        (
+            lambda: Communicator({"error_feedback": "node"}),
+            "communicator.error_feedback: found 'node', expected a list",
+        ),
+        (lambda: Communicator(["int8"]), "communicator: found .*expected a block with keys codecs, gather"),
+        (
+            lambda: Communicator({"topology": {"gpus_per_node": 5, "gcds_per_gpu": 1}}),
+            f"communicator.topology: gpus_per_node=5 x gcds_per_gpu=1 is 5 ranks a node, but the world has {WORLD}; 5 or 10",
+        ),
+    ]
+    for call, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert torch.equal(group.all_reduce(fine), fine)  # nothing was begun
+
+
+def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
+    rank = dist.get_rank()
+    group = _communicator(Grid(WORLD, 1, 1), checksum=True)
+
+    def flipped(pending):
+        def flip(message: torch.Tensor) -> torch.Tensor:
+            message[0] ^= 4
+            return message
+
+        pending._then = flip
+        return pending
+
+    start, begin = Transport.broadcast, PointToPoint._start
+    harmed = lambda what: "checksums" not in what and rank == 1  # noqa: E731
+
+    def broadcast(self, lane, message, root, what, *rest):
+        pending = start(self, lane, message, root, what, *rest)
+        return flipped(pending) if harmed(what) else pending
+
+    def message(self, *args, counted=False, **keywords):
+        pending = begin(self, *args, counted=counted, **keywords)
+        return flipped(pending) if counted and rank == 1 else pending
+
+    with mock.patch.object(Transport, "broadcast", broadcast), mock.patch.object(PointToPoint, "_start", message):
+        chain = group.broadcast(torch.ones(9), 3, async_op=True)
+        other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
+        if rank == 1:
+            with pytest.raises(HopError, match=r"broadcast of broadcast of float32 .* changed from rank 3"):
+                chain.wait()
+            with pytest.raises(HopError, match=r"recv of float32 .* from rank 0 .* changed from rank 0"):
+                group.recv(torch.ones(9), 0)
+        else:
+            chain.wait()
+            if other is not None:
+                other.wait()
+
+
+def check_a_rank_that_does_not_come_to_a_communicator_is_named() -> None:
+    """Last: its groups have timed out."""
+    group = Communicator({"topology": {"gpus_per_node": WORLD}}, timeout=timedelta(seconds=2))
+    group.all_reduce(torch.ones(3))  # connects, which is not what is timed
+    store, others = c10d._get_default_store(), [f"over {rank}" for rank in range(WORLD) if rank != 1]
+    if dist.get_rank() == 1:
+        store.wait(others)
+        return
+    chain = group.all_reduce(torch.ones(WORLD), async_op=True)
+    with pytest.raises(
+        HopError, match=rf"all_reduce of float32 \[{WORLD}\] .*waited for rank 1 .*communicator_checks.py"
+    ) as error:
+        chain.wait()
+    assert f"rank {dist.get_rank()} among" in str(error.value)
+    with pytest.raises(HopError, match="waited for rank 1"):
+        group.all_reduce(torch.ones(3))
+    store.set(f"over {dist.get_rank()}", "")

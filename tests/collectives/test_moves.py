@@ -1,0 +1,114 @@
+"""All-to-alls and broadcasts over any grid, on simulated ranks; the settings of a communicator, and the grid of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.collectives import Bucket, WireLog
+from hzero.collectives.moves import TieredMoves
+from hzero.collectives.settings import parse_communicator
+from hzero.config import BASE_TIERS, TIERS, CodecsConfig
+from hzero.sharding.plan import ShardPlan
+from hzero.topology import Grid, resolve, sub_grid
+from hzero.validation import ConfigError
+from tests.sharding.test_plan import GRIDS
+
+
+class _Wires:
+    """A transport of simulated ranks, whose generators are resumed once all ranks have begun a tier's hop."""
+
+    def __init__(self, plan: ShardPlan, posted: dict[tuple[str, int], torch.Tensor]) -> None:
+        self._plan, self._posted = plan, posted
+
+    def scatter(self, lane: tuple[str, str], message: torch.Tensor, *_: Any) -> Any:
+        tier: Any = lane[1]
+        self._posted[tier, self._plan.rank] = message
+        yield tier
+        group = list(self._plan.tier_group(tier))
+        own = group.index(self._plan.rank)
+        return torch.cat([self._posted[tier, peer].view(len(group), -1)[own] for peer in group])
+
+    def spread(self, lane: tuple[str, str], message: torch.Tensor, root: int, *_: Any) -> Any:
+        tier: Any = lane[1]
+        self._posted[tier, self._plan.rank] = message
+        yield tier
+        return self._posted[tier, list(self._plan.tier_group(tier))[root]]
+
+
+def _run(chains: list[Any], tiers: Any) -> list[torch.Tensor]:
+    """Results of the ranks' generators, which cross the tiers in this order; not every rank crosses all."""
+    results: dict[int, torch.Tensor] = {}
+    at: dict[int, Any] = {}
+
+    def resume(rank: int) -> None:
+        try:
+            at[rank] = next(chains[rank])
+        except StopIteration as stop:
+            at[rank], results[rank] = "end", stop.value
+
+    for step in (None, *tiers):
+        for rank in range(len(chains)):
+            if step is None:
+                assert next(chains[rank]) is None  # the inputs have been read
+                resume(rank)
+        for rank in [rank for rank in range(len(chains)) if step is not None and at[rank] == step]:
+            resume(rank)
+    return [results[rank] for rank in range(len(chains))]
+
+
+@settings(max_examples=25)
+@given(GRIDS.filter(lambda grid: 1 < grid.world_size <= 32), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any) -> None:
+    world = grid.world_size
+    config = parse_communicator({"gather": {"gcd": "bf16", "gpu": "none"}})  # of which small integers lose nothing
+    codecs = CodecsConfig(weights=config.gather, gradients=config.codecs)
+    posted: dict[tuple[str, int], torch.Tensor] = {}
+    moves = []
+    for rank in range(world):
+        plan = ShardPlan(grid, rank, "world", "world", codecs)
+        moves.append(TieredMoves(plan, _Wires(plan, posted), WireLog()))  # type: ignore[arg-type]
+    bucket = Bucket((0,), (chunk,), torch.float32, "all_to_all")
+    values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
+    same: Any = lambda tensor: tensor  # noqa: E731
+    hops = moves[0].plan.gather_hops()
+    chains = [one._all_to_all(hops[::-1], bucket, values[rank].reshape(-1), same, 0) for rank, one in enumerate(moves)]
+    for rank, got in enumerate(_run(chains, [hop.tier for hop in hops[::-1]])):
+        assert torch.equal(got.view(world, chunk), values[:, rank])
+    source = random.randrange(world)
+    submitted: list[Any] = []
+    for rank, one in enumerate(moves):
+        with mock.patch.object(one.pipeline, "submit", lambda hops, lanes: submitted.append(hops)):
+            one.broadcast(bucket, values[rank, 0], source, same)
+    for got in _run(submitted, [hop.tier for hop in hops]):
+        assert torch.equal(got, values[source, 0])
+
+
+def test_one_codec_stands_for_all_tiers_and_gather_follows_codecs() -> None:
+    whole = parse_communicator({"codecs": "int8", "block_size": 64})
+    assert {(whole.codecs[t].codec, whole.codecs[t].block_size) for t in TIERS} == {("int8", 64)}
+    assert whole.gather == whole.codecs
+    some = parse_communicator({"codecs": {"node": {"codec": "int4", "block_size": 32}}, "gather": {"gpu": "bf16"}})
+    assert [(some.codecs[t].codec, some.gather[t].codec) for t in BASE_TIERS] == [
+        ("none", "none"),
+        ("none", "bf16"),
+        ("int4", "none"),
+    ]
+    assert some.codecs.node.block_size == 32 and parse_communicator(None) == parse_communicator({})
+    with pytest.raises(ConfigError, match=r"communicator\.codecs: unknown key 'nodes'; did you mean 'node'"):
+        parse_communicator({"codecs": {"nodes": "int8"}})
+
+
+def test_a_discovered_group_keeps_its_places() -> None:
+    with mock.patch.object(resolve, "_discovered", return_value=Grid(2, 2, 2)):
+        assert sub_grid("auto", [0, 2, 4, 6], 8, "here") == Grid(2, 2, 1)
+        assert sub_grid("auto", [4, 5, 6, 7], 8, "here") == Grid(1, 2, 2)
+        assert set(sub_grid("auto", [6, 0, 2, 4], 8, "here").tier_group(0, "gpu")) == {0, 3}
+        with pytest.raises(ConfigError, match="no grid of nodes x packages x devices"):
+            sub_grid("auto", [0, 1, 4], 8, "here")
+    assert sub_grid("frontier", list(range(8)), 16, "here") == Grid(1, 4, 2)
