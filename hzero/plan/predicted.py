@@ -294,14 +294,9 @@ def fitting_dict(fittings: Fittings, scenario: Scenario) -> dict[str, Any]:
 
 def show_fitting(fittings: Fittings, scenario: Scenario, console: Console) -> None:
     """Prints what fits, by preset; where nothing does, what fills the device."""
-    shown = [
-        again if again.fits and not plain.fits else plain
-        for plain, again in zip(fittings.found[::2], fittings.found[1::2])
-    ]
-    micro = [
-        (plain.preset, *(cell for one in (plain, again) for cell in _fitting_cells(one)))
-        for plain, again in zip(fittings.found[::2], fittings.found[1::2])
-    ]
+    pairs = list(zip(fittings.found[::2], fittings.found[1::2]))
+    shown = [again if again.fits and not plain.fits else plain for plain, again in pairs]
+    micro = [(plain.preset, *_fitting_cells(plain), *_fitting_cells(again)) for plain, again in pairs]
     head = ("preset", "*without", "*memory", "*s", "*with", "*memory", "*s")
     title = (
         f"largest micro-batch x micro-steps without and with checkpointing that fits into "
@@ -317,7 +312,7 @@ def show_fitting(fittings: Fittings, scenario: Scenario, console: Console) -> No
     ]
     title = "what it holds, each at most (with checkpointing where nothing else fits)"
     console.print(table_of(title, ("preset", *(f"*{name}" for name in _GROUPS)), held))
-    for one in fittings.found[1::2]:
+    for _, one in pairs:
         if not one.fits:
             over = size_text(one.footprint.bytes - scenario.memory_bytes)
             most = ", ".join(f"{name} {size_text(size)}" for name, size in fullest(one.footprint))

@@ -29,7 +29,8 @@ PURPOSES = {
     "mild": "after arXiv 2409.02423: where int4 gradients cost convergence",
 }
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-_STATES = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
+#: What a model holds, whatever the buffers.
+STATES = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +75,7 @@ def _row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
         "gradients_codec": "/".join(codecs["gradients"]) or "none",
         "tier_bytes": tiers,
         "node_bytes": plan["node_bytes"][f"hzero {name}"],
-        "state_bytes": sum(state["bytes"] for state in plan["memory"] if state["name"] in _STATES),
+        "state_bytes": sum(state["bytes"] for state in plan["memory"] if state["name"] in STATES),
         "memory_bytes": plan["memory_bytes"],
         "fits": None if plan["device_bytes"] is None else plan["memory_bytes"] <= plan["device_bytes"],
         "purpose": PURPOSES[name],

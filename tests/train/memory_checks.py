@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-#: A model whose activations are few beside its states.
-SMALL = ["model.hidden_size=64", "model.num_layers=2", "model.intermediate_size=256", "model.vocab_size=512"]
+#: A small model, whose memory is fullest with the loss by the plan, so that its activations can be compared.
+SMALL = ["model.hidden_size=64", "model.num_layers=2", "model.intermediate_size=256"]
 
 
 def check_memory_of_the_trainer_is_what_the_plan_says() -> None:
@@ -20,7 +20,7 @@ def check_memory_of_the_trainer_is_what_the_plan_says() -> None:
     world = dist.get_world_size()
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
     buckets = [f"++deepspeed.zero_optimization.{key}=50000" for key in keys]
-    for case in (("topo", 2, False), ("replica", 1, True)):
+    for case in (("topo", 2, False), ("replica", 2, True)):
         found = measure([*overrides_of(*case), *SMALL, *buckets], world)
         assert {"activations", "resident weights", "gradient buffer", "all"} <= {name for name, *_ in found.rows()}
         for name, planned, measured in found.rows():

@@ -401,7 +401,6 @@ def check_memory_is_what_the_plan_says() -> None:
 
     for preset, changes in (
         ("topo", {"error_feedback": ["node"]}),
-        ("replica", {}),
         ("replica", {"resident": "payload"}),
     ):
         engine = engine_of(ds_config(block_of(preset, **changes), 2))
