@@ -325,6 +325,8 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
 
 def check_a_rank_that_does_not_come_to_a_communicator_is_named() -> None:
     """Last: its groups have timed out."""
+    if WORLD != 8:
+        pytest.skip("waits for seconds; 8 ranks do")
     group = Communicator({"topology": {"gpus_per_node": WORLD}}, timeout=timedelta(seconds=2))
     group.all_reduce(torch.ones(3))  # connects, which is not what is timed
     store, others = c10d._get_default_store(), [f"over {rank}" for rank in range(WORLD) if rank != 1]

@@ -154,6 +154,7 @@ def _without_a_stage() -> Any:
     group.average_into(torch.randn(50), 1)
     torch.randn(50).add_(1)
     assert sum(float(chain.wait().sum()) for chain in last) != 0
+    group.broadcast(torch.ones(3), 0).add_(1)
     return mock.Mock()
 
 
