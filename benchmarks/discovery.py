@@ -7,6 +7,7 @@ and answers. Nodes are Frontier's, four MI250X each; ranks see one device each, 
 task cgroups.
 
     python benchmarks/discovery.py [--nodes 1,48,9408] [--processes 2] [--report benchmarks/reports]
+    python benchmarks/discovery.py --connections 768,6144    # how long that many connections to the store take
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import platform
 import random
+import resource
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -129,19 +131,44 @@ def measure(nodes: int, processes: int, scrambled: bool) -> dict[str, Any]:
     }
 
 
+def connect(count: int) -> float:
+    """Seconds until a store has so many connections, one after the other, both ends in this process.
+
+    Each end asks for the other's name. Where no name service knows it, torch says so, and its timeouts are in the result.
+    """
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+    started = time.perf_counter()
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(count)]
+    seconds = time.perf_counter() - started
+    clients[-1].set("last", "1")
+    return seconds
+
+
 def main() -> None:
     """Measures every world and prints or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="1,48,9408", help="worlds, in nodes of 8 ranks (%(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="processes that stand for the ranks (%(default)s)")
     parser.add_argument("--report", type=Path, help="folder for a dated report")
+    parser.add_argument("--connections", help="measure so many connections to a store instead, with commas")
     arguments = parser.parse_args()
+    key = "nodes" if arguments.connections is None else "connections"
     try:
-        worlds = [int(nodes) for nodes in arguments.nodes.split(",")]
+        worlds = [int(number) for number in getattr(arguments, key).split(",")]
     except ValueError:
-        parser.error(f"--nodes: found {arguments.nodes!r}, expected whole numbers with commas")
+        parser.error(f"--{key}: found {getattr(arguments, key)!r}, expected whole numbers with commas")
     if min(worlds) < 1 or arguments.processes < 1:
-        parser.error("--nodes and --processes: expected at least 1")
+        parser.error(f"--{key} and --processes: expected at least 1")
+    if key == "connections":
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if 2 * max(worlds) + 100 > most:
+            parser.error(
+                f"--connections: {max(worlds)} take two files each, and this process may open {most} (ulimit -Hn)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        for count in worlds:
+            print(json.dumps({"connections": count, "seconds": connect(count)}), flush=True)
+        return
     rows = []
     for nodes in worlds:
         for scrambled in (False, True):

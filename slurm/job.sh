@@ -9,6 +9,7 @@
 #   HZERO_ENV        archive (.tar.gz) of a Python environment, or a container (.sif); empty: HZERO_PYTHON on every node
 #   HZERO_LOCAL      disk of a node, for the archive
 #   HZERO_RANKS      ranks per node
+#   HZERO_WAIT       seconds that the other ranks have once the first has ended
 #   HZERO_RESTARTS   how often the job may be started again; 0 in a chain, where the next job goes on
 #   HZERO_CHECK      array: options of `hzero bench links` before training; empty for none
 #   HZERO_TOPOLOGY   how these options describe the machine: auto, or GPUs and GCDs such as 4x2
@@ -48,13 +49,13 @@ stop_chain() { waiting | xargs --no-run-if-empty scancel; }
 
 # A step with one task on each node.
 each_node() { srun -N "$nodes" -n "$nodes" --ntasks-per-node=1 "$@"; }
-# A step with all ranks. Its output is one file per node. A rank that ends gives the others two minutes, so that they can say
-# whom they have waited for; --kill-on-bad-exit=1 would end them first.
+# A step with all ranks. Its output is one file per node. A rank that ends gives the others HZERO_WAIT seconds, in which
+# they say whom they have waited for; --kill-on-bad-exit=1 would end them first.
 all_ranks() {
   local name=$1
   shift
-  srun -N "$nodes" -n $((nodes * HZERO_RANKS)) --ntasks-per-node="$HZERO_RANKS" "${HZERO_STEP[@]}" --kill-on-bad-exit=0 --wait=120 \
-    --open-mode=append --output="$logs/$name-%n-%N.log" "${HZERO_RANK[@]}" "$@"
+  srun -N "$nodes" -n $((nodes * HZERO_RANKS)) --ntasks-per-node="$HZERO_RANKS" "${HZERO_STEP[@]}" --kill-on-bad-exit=0 \
+    --wait="$HZERO_WAIT" --open-mode=append --output="$logs/$name-%n-%N.log" "${HZERO_RANK[@]}" "$@"
 }
 
 # ---- the Python environment --------------------------------------------------------------------------------------------

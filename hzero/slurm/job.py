@@ -92,6 +92,7 @@ class Job:
             "HZERO_ENV": shlex.quote(block["environment"] or ""),
             "HZERO_PYTHON": shlex.quote("" if block["environment"] else sys.executable),
             "HZERO_LOCAL": f'"{self.machine.local_disk or ""}"',
+            "HZERO_WAIT": str(block["wait_s"]),
             "HZERO_RESTARTS": "0" if chained else str(block["restarts"]),
             "HZERO_CHECK": _array(self.machine.check if block["check"] else []),
             "HZERO_TOPOLOGY": self.topology,

@@ -1,11 +1,13 @@
 """The state of a run, in ``status.json``, and one line for each of its jobs, in ``history.jsonl``.
 
 One process writes at a time: the command that prepares the run and outlives its ranks, or rank 0 where another launcher has
-started the ranks. Files are replaced whole, so who reads them sees the old state or the new.
+started the ranks. Files are replaced whole, so who reads them sees the old state or the new; on a full disk they are
+overwritten.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from hzero.files import read_small, replacing
+from hzero.files import FULL, read_small, replacing
 from hzero.train.folder import HISTORY, STATUS, may_write
 
 State = Literal["pending", "running", "saving", "timed out", "interrupted", "failed", "done"]
@@ -124,5 +126,24 @@ class Status:
 
 
 def _write(run_dir: Path, content: dict[str, Any]) -> None:
-    with replacing(run_dir / STATUS, durable=False) as file:
-        json.dump({**content, "updated": now()}, file, indent=1)
+    text = json.dumps({**content, "updated": now()}, indent=1)
+    try:
+        with replacing(run_dir / STATUS, durable=False) as file:
+            file.write(text)
+    except OSError as error:
+        if error.errno not in FULL or not _overwritten(run_dir / STATUS, text.encode()):
+            raise
+
+
+def _overwritten(path: Path, text: bytes) -> bool:
+    """Writes into the room that a file has, since a full disk has none for another: it is then that the status is asked for.
+
+    Returns:
+        Whether there was enough. Else the file is as it was.
+    """
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        if len(text) <= os.fstat(file.fileno()).st_blocks * 512:
+            file.write(text)
+            file.truncate()
+            return True
+    return False

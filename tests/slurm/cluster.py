@@ -65,12 +65,17 @@ class Cluster:
             *(f"{key}={folder}/{name}" for key, name in _FILES.items()),
             *(f"{key}={value}" for key, value in _SETTINGS.items()),
             *(
-                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000 State=UNKNOWN"
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000 Gres=gpu:8 "
+                "State=UNKNOWN"
                 for name, port in names
             ),
             f"PartitionName=batch Nodes=ALL Default=YES MaxTime={max_minutes} State=UP OverSubscribe=FORCE:4",
+            "PartitionName=standard-g Nodes=ALL",  # LUMI's
         ]
         self._conf.write_text("\n".join(lines) + "\n")
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        for number in range(8):
+            (folder / f"gpu{number}").touch()  # in place of a device
         (folder / "state").mkdir()
         self.environment = {**os.environ, "SLURM_CONF": str(self._conf)}
 
@@ -151,6 +156,7 @@ _SETTINGS = {
     "JobCompType": "jobcomp/none",
     "JobAcctGatherType": "jobacct_gather/none",
     "SwitchType": "switch/none",
+    "GresTypes": "gpu",
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
     "MinJobAge": "300",  # finished jobs are shown for so long
     "KillWait": "20",

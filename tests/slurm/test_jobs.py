@@ -6,13 +6,16 @@ these tests take no time for Python. One job trains; HZERO_SLURM=full has it che
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +23,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.soak import small_disk
 from hzero.cli import main
 from hzero.slurm.command import status_of
+from hzero.train.folder import NOTE
 from tests.ranks import ROOT
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
@@ -30,7 +35,7 @@ from tests.slurm.test_render import links_file
 pytestmark = pytest.mark.skipif(bool(cluster.missing()), reason=cluster.missing())
 FULL = os.environ.get("HZERO_SLURM") == "full"
 #: Longest wait for a job, in seconds.
-WAIT_S = 60.0
+WAIT_S = 300.0 if FULL else 60.0
 
 #: `python` of the packed environment. `-m hzero train` waits until a file called ``go`` is there, whose content is its
 #: status, or for a signal, upon which it ends as a trainer does that has saved.
@@ -48,6 +53,13 @@ case "$*" in
   while [ ! -e "$HZERO_JOB/go" ]; do sleep 0.1; done
   exit "$(cat "$HZERO_JOB/go")" ;;
 esac
+"""
+
+#: A runtime of containers that has none: notes GCD and command, and starts the `python` above.
+CONTAINER = """#!/bin/sh
+echo "$ROCR_VISIBLE_DEVICES $1 $2 $3" >> {starts}
+shift 3
+exec {inside} "$@"
 """
 
 
@@ -181,6 +193,35 @@ def test_an_environment_that_does_not_reach_the_nodes_ends_the_job(
     assert not _calls(run, "train")
 
 
+def test_lumis_own_script_starts_every_rank_in_the_container(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rendered for LUMI, with stand-ins for the container's runtime and for the modules."""
+    run, image = tmp_path / "run", tmp_path / "image.sif"
+    run.mkdir()
+    (run / "go").write_text("0")
+    image.touch()
+    for name, text in (
+        ("inside", PYTHON),
+        ("singularity", CONTAINER.format(starts=run / "starts", inside=tmp_path / "inside")),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("USER", "pretend")
+    monkeypatch.setenv("BASH_FUNC_module%%", f'() {{ echo "$*" >> {run}/modules; }}')
+    keys = ("topology=lumi", "nodes=2", "account=project_1", f"environment={image}", "time=10m", f"run.dir={run}")
+    assert main(["slurm", "submit", "machine=lumi", *keys, "launcher.slurm.check=false"]) == 0
+    _until(lambda: _history(run), slurm, "the job has ended")
+    assert _history(run)[0]["result"] == "finished", _logs(run)
+    Path("/tmp/pretend-miopen").rmdir()  # as lumi.env has it
+    assert (run / "modules").read_text().splitlines()[-1] == "load lumi-aif-singularity-bindings"
+    starts = sorted((run / "starts").read_text().splitlines())
+    assert starts == sorted(f"{gcd} exec {image} python" for gcd in range(8) for _ in range(2))
+    assert all(call[3].endswith(f"topology=auto run.dir={run} resume=auto") for call in _calls(run, " train "))
+
+
 def test_the_rules_of_a_cluster_are_asked_from_it(
     slurm: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,12 +269,14 @@ def _ranks_of(run: Path, chosen: Callable[[dict[str, str]], bool]) -> list[int]:
     return found
 
 
-def _train(slurm: Cluster, run: Path, *keys: str, nodes: int = 2, ranks: int = 2) -> None:
+def _train(
+    slurm: Cluster, run: Path, *keys: str, nodes: int = 2, ranks: int = 2, options: tuple[str, ...] = ()
+) -> None:
     """Submits a run of the smallest model."""
     given = ["machine=slurm_local", f"nodes={nodes}", "topology.gpus_per_node=1", f"topology.gcds_per_gpu={ranks}"]
     given += [f"run.dir={run}", "train.eval_batches=1", "sample.at_end=false", "data.max_bytes=100000", *keys]
     environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(run.parent / "cache")}
-    command = [sys.executable, "-m", "hzero", "slurm", "submit", *given]
+    command = [sys.executable, "-m", "hzero", "slurm", "submit", *options, *given]
     subprocess.run(command, env=environment, check=True, timeout=60)
 
 
@@ -324,3 +367,108 @@ def test_a_run_goes_on_with_other_nodes_and_presets_and_after_a_killed_rank(
 def _numbers_in(run: Path) -> list[int]:
     rows = [json.loads(line) for line in (run / "slurm" / "jobs.jsonl").read_text().splitlines()]
     return [row["job"] for row in rows if "submitted" in row]
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; HZERO_SLURM=full runs it")
+def test_every_fault_is_told_and_the_next_job_goes_on_from_the_last_whole_checkpoint(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """A chain of five jobs, of which the first four end by a killed rank, a stopped one, `scancel`, and a full disk."""
+    timeout_s, wait_s = 30, 40
+    keys = ["train.steps=48", "train.micro_batch=4", *LONG[2:], f"train.timeout_s={timeout_s}"]
+    keys += [f"launcher.slurm.wait_s={wait_s}", "checkpoint.max_failures=2"]
+    with small_disk(tmp_path / "disk") as mounted:
+        assert mounted
+        run, whole = tmp_path / "disk" / "run", tmp_path / "whole"
+        _train(slurm, run, *keys, "time=10m", "launcher.slurm.options=[--hold]", options=("--chain", "45m"))
+        numbers = iter(_numbers_in(run))
+
+        def wholes() -> list[Path]:
+            return sorted(path.parent for path in (run / "checkpoints").glob(f"step_*/{NOTE}"))
+
+        def trains() -> int:
+            """Starts the next job, which trains beyond the steps of the one before, and past a checkpoint."""
+            number, seen = next(numbers), max(_losses(run), default=0)
+            slurm.run("scontrol", "release", str(number))
+            _until(lambda: max(_losses(run), default=0) >= seen + 2 and wholes(), slurm, f"job {number} trains")
+            return number
+
+        def ended(began: float) -> dict[str, Any]:
+            """What the run says of itself once the job has ended, which nothing may delay."""
+            _reached(slurm, run, len(ends) + 1, timeout_s + wait_s + 60)
+            row = {**json.loads((run / "status.json").read_text()), "took": time.monotonic() - began}
+            row["newest"] = int(wholes()[-1].name.removeprefix("step_"))
+            ends.append(row)
+            print(f"{_history(run)[-1]['result']}: {row}")
+            return row
+
+        ends: list[dict[str, Any]] = []
+        for rank, sent in (("3", signal.SIGKILL), ("2", signal.SIGSTOP)):
+            trains()
+            os.kill(_ranks_of(run, lambda variables, rank=rank: variables["SLURM_PROCID"] == rank)[0], sent)
+            began = time.monotonic()
+            if sent == signal.SIGSTOP:  # while nobody works
+                _train(slurm, whole, *keys)
+            told = ended(began)
+            assert told["state"] == "failed" and f"rank {rank}" in told["reason"], f"{told}\n{_logs(run)}"
+            assert told["took"] < timeout_s + wait_s + 30, told
+
+        slurm.run("scancel", str(trains()))
+        told = ended(time.monotonic())
+        assert (told["state"], told["step"]) == ("interrupted", told["newest"]), told
+        assert _history(run)[-1]["result"] == "cancelled; saved, to go on"
+        torn = sorted(wholes()[-1].glob("*optim_states.pt"))[-1]
+        os.truncate(torn, torn.stat().st_size // 2)
+        before = wholes()[-2].name
+
+        trains()
+        assert f"{torn.parent.name}' is torn" in _logs(run), _logs(run)
+        full = threading.Event()
+        filler = threading.Thread(target=_fill_while_saving, args=(run, full))
+        filler.start()
+        began = time.monotonic()
+        _until(lambda: len(_history(run)) == len(ends) + 1, slurm, "the job has ended")
+        full.set()
+        filler.join()
+        told = ended(began)
+        assert "No space left on device" in _logs(run), _logs(run)
+        assert told["state"] == "failed" and "could not be saved" in told["reason"], told
+
+        slurm.run("scontrol", "release", str(next(numbers)))
+        _reached(slurm, run, len(ends) + 1, 300)
+        assert _history(run)[-1]["result"] == "finished", _logs(run)
+        _reached(slurm, whole, 1, 300)
+        assert len(_losses(whole)) == 48 and _losses(run) == _losses(whole)
+        jobs = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+        assert [job["state"] for job in jobs] == ["failed", "failed", "interrupted", "failed", "done"]
+        untorn = int(before.removeprefix("step_"))  # nothing could be saved on the full disk
+        assert [job["from"] for job in jobs] == [0, ends[0]["newest"], ends[1]["newest"], untorn, untorn]
+
+
+def _fill_while_saving(run: Path, enough: threading.Event) -> None:
+    """Takes all that is left on a run's disk whenever a checkpoint is being written, and gives it back at the end."""
+    ballast = run.parent / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        while not enough.wait(0.002):
+            if any(not (path / NOTE).exists() for path in (run / "checkpoints").glob("step_*")):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(1 << 16)):
+                        pass
+    ballast.unlink()
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; HZERO_SLURM=full runs it")
+def test_a_run_with_integer_codecs_goes_on_with_other_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    """Checkpoints are exact whatever the codecs are: the next step's loss is the same. Later ones part by what codecs round."""
+    keys = ["train.steps=12", *LONG[1:3], "checkpoint.keep=9", "zero=topo", "train.dtype=fp32"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    _train(slurm, whole, *keys)
+    _reached(slurm, whole, 1, 300)
+    left = shutil.ignore_patterns("slurm", "step_000008", "step_000012", "summary.json", "status.json", "history.jsonl")
+    shutil.copytree(whole, run, ignore=left)
+    _train(slurm, run, *keys, nodes=1)
+    _reached(slurm, run, 1, 300)
+    assert _history(run)[-1]["result"] == "finished", _logs(run)
+    assert "step_000004 of 4 ranks goes on with 2" in _logs(run)
+    errors = {step: abs(_losses(run)[step] / loss - 1) for step, loss in _losses(whole).items()}
+    assert list(errors) == list(range(1, 13)) and errors[5] < 1e-5 and max(errors.values()) < 1e-3, errors

@@ -202,6 +202,12 @@ def test_every_machine_has_scripts_and_a_launcher() -> None:
         assert (ROOT / "slurm" / f"{name}.env").is_file() and (ROOT / "conf" / "launcher" / f"{name}.yaml").is_file()
 
 
+def test_lumis_ranks_have_cores_of_the_l3_next_to_their_gcd() -> None:
+    masks = load_machine("lumi").srun[0].removeprefix("--cpu-bind=mask_cpu:").split(",")
+    first = (49, 57, 17, 25, 1, 9, 33, 41)  # free core next to GCD 0 to 7: LUMI AI Guide, chapter 5
+    assert [int(mask, 16) for mask in masks] == [sum(1 << core + more for more in range(6)) for core in first]
+
+
 def test_every_variable_of_a_machine_has_a_source() -> None:
     for name in ("frontier", "lumi"):
         comment = ""

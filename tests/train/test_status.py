@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -108,6 +110,24 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     kept.set("running", 1)
     kept.end("done", 2)
     assert len(warned) == 2 and all("cannot write" in line and "gone" in line for line in warned)
+
+
+def test_a_full_disk_has_room_for_the_status_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status.begin(tmp_path, step=0, steps=12, ranks=8)
+    warned: list[str] = []
+    kept = status.Status(tmp_path, warned.append)
+    kept.set("saving", 4, stragglers=["x" * 2000])
+
+    def full(*arguments: object, **more: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / folder.STATUS))
+
+    monkeypatch.setattr(status, "replacing", full)
+    kept.set("running", 5, stragglers=[])
+    assert (status.read(tmp_path)["state"], status.read(tmp_path)["stragglers"]) == ("running", []) and not warned
+    kept.set("saving", 6, stragglers=["x" * 100_000])
+    assert status.read(tmp_path)["step"] == 5 and "No space left on device" in warned[0]
+    kept.end("failed", 6, "the disk is full")  # too long still: the next job notes that this one has ended
+    assert status.read(tmp_path)["state"] == "running" and len(warned) == 2
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"state": 3}', "[" * 100_000])
