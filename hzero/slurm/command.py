@@ -174,11 +174,9 @@ def status_of(run: Path) -> dict[str, Any]:
         state, elapsed = seen.get("state", "ENDED" if end else "UNKNOWN"), seen.get("elapsed", "")
         if end and not elapsed:
             elapsed = _took(end)
-        result = str(end.get("result", ""))
-        if state in _WAITS:  # the result is that of an earlier start
-            result = seen.get("reason", "")
-        elif not result or state == "RUNNING":
-            result = seen.get("reason", "") or (f"exit {seen['exit']}" if "exit" in seen else "")
+        reason = seen.get("reason", "").replace("None", "")
+        # Of a job that waits or runs the result is that of an earlier start.
+        result = reason if state in _OPEN or not end else str(end["result"])
         jobs.append(
             {
                 "job": number,
@@ -188,7 +186,7 @@ def status_of(run: Path) -> dict[str, Any]:
                 "elapsed": elapsed,
                 "left": seen.get("left", ""),
                 "nodes": seen.get("nodes", ""),
-                "result": result,
+                "result": result or (f"exit {seen['exit']}" if "exit" in seen else ""),
             }
         )
     try:

@@ -294,7 +294,7 @@ def _check_option(option: str, job: Job) -> None:
     """Refuses an option of sbatch that changes what keys and rules have decided. sbatch takes beginnings of names as well."""
     if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
         raise ConfigError(
-            f"{_KEY}.options: found {option!r}, expected one long option of sbatch without blanks, such as --mail-type=END"
+            f"{_KEY}.options: found {option!r}, expected one long option of sbatch without blanks, such as ['--mail-type=END']"
         )
     name = option[2:].partition("=")[0]
     ours = [own[2:].partition("=")[0] for own in job.options()]

@@ -159,7 +159,10 @@ def test_software_that_fails_everywhere_is_no_nodes_fault(job: Job) -> None:
 
 def test_the_signal_before_the_time_limit_does_not_end_the_check(job: Job) -> None:
     """Both checks would die of it; then all nodes look bad."""
-    assert job.start(nodes=1, check="x", DOCTOR="kill -USR1 $$; echo doctor >> $CALLS", LINKS="kill -USR1 $$; exit 0") == 75
+    assert (
+        job.start(nodes=1, check="x", DOCTOR="kill -USR1 $$; echo doctor >> $CALLS", LINKS="kill -USR1 $$; exit 0")
+        == 75
+    )
     assert job.calls("doctor")
 
 
