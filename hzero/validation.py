@@ -66,11 +66,14 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
 
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
+_DURATION = re.compile(r"(?:\d{1,9}(?:\.\d+)?[dhms])+")
+#: As Slurm writes times: D-H, D-H:M, D-H:M:S, M:S or H:M:S.
+_DAYS = re.compile(r"(\d{1,4})-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?")
+_CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,6}):(\d{1,2})")
 
 
 def seconds_of(duration: str | float) -> float:
-    """Seconds of a duration such as ``2h``, ``1h30m``, ``1d``, ``45s``, or a number of seconds.
+    """Seconds of a duration such as ``2h``, ``1h30m``, ``1:30:00``, ``1-12:00``, ``45s``, or a number of seconds.
 
     Raises:
         ValueError: Says what was found and what is possible; it follows a key.
@@ -79,11 +82,17 @@ def seconds_of(duration: str | float) -> float:
     seconds = -1.0
     if _DURATION.fullmatch(text):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
+    elif match := _DAYS.fullmatch(text):
+        seconds = sum(int(part or 0) * unit for part, unit in zip(match.groups(), (86400, 3600, 60, 1)))
+    elif match := _CLOCK.fullmatch(text):
+        seconds = sum(int(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1)))
     else:
         with contextlib.suppress(ValueError, TypeError):
             seconds = float(duration)
     if not 0 < seconds < math.inf or isinstance(duration, bool):
-        raise ValueError(f"found {reprlib.repr(duration)}, possible: a duration such as 2h, 1h30m or 45s, or seconds")
+        raise ValueError(
+            f"found {reprlib.repr(duration)}, possible: a duration such as 2h, 1h30m, 1:30:00 or 45s, or seconds"
+        )
     return seconds
 
 

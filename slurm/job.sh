@@ -19,9 +19,20 @@ umask 077 # as `hzero train` has it
 export PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1
 nodes=$SLURM_JOB_NUM_NODES
 restart=${SLURM_RESTART_COUNT:-0}
+case $SLURM_JOB_NAME in
+*[!A-Za-z0-9._-]*) # squeue reads a list at a comma
+  echo "hzero: the job's name $SLURM_JOB_NAME may have letters, digits, dots, _ and - only" >&2
+  exit 2
+  ;;
+esac
 logs=$HZERO_JOB/slurm/$SLURM_JOB_ID-$restart
 mkdir -p "$logs" || exit 1
+: >"$logs/began" # checkpoints of this start are newer
 began=$(date +%s)
+# Slurm 22.05 does not say yet when the job ends. The ranks stop in time by it.
+if [ -z "${SLURM_JOB_END_TIME:-}" ] && ends=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e) && [ -n "$ends" ]; then
+  SLURM_JOB_END_TIME=$(date --date="$ends" +%s 2>/dev/null) && export SLURM_JOB_END_TIME # NONE without a limit
+fi
 # Slurm's names of the nodes, in the order of SLURM_NODEID.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=$(hostname -i)
@@ -30,22 +41,67 @@ export HZERO_JOB MASTER_ADDR=${MASTER_ADDR%% *} # of several addresses the first
 # `scancel` and the time limit send SIGTERM, of which bash learns when the step has ended: nothing is started again then.
 result="the job ended" cancelled=
 trap 'cancelled="cancelled; "' TERM
+# `hzero slurm cancel` makes this file, and sends the ranks the signal that comes before the time limit.
+stop=$HZERO_JOB/slurm/stop-$SLURM_JOB_ID
 history=$HZERO_JOB/slurm/jobs.jsonl
+# Of a job that `hzero slurm submit` has not sent.
+grep -qs "^{\"job\": $SLURM_JOB_ID, " "$history" ||
+  printf '{"job": %s, "submitted": "%s", "name": "%s", "nodes": %s}\n' "$SLURM_JOB_ID" "$(date --iso-8601=seconds)" \
+    "$SLURM_JOB_NAME" "$nodes" >>"$history"
 # Writes the line of history.
 # shellcheck disable=SC2317,SC2329
 leave() {
   printf '{"job": %s, "restart": %s, "began": %s, "ended": %s, "nodes": %s, "status": %s, "result": "%s"}\n' "$SLURM_JOB_ID" \
-    "$restart" "$began" "$(date +%s)" "$nodes" "$1" "$cancelled$result" >>"$history"
+    "$restart" "$began" "$(date +%s)" "$nodes" "$1" "$cancelled${result//[\"\\]/_}" >>"$history"
 }
-trap 'leave $?' EXIT
+# Takes the unpacked environment away. A node that has died must not hold up the end.
+# shellcheck disable=SC2317,SC2329
+clean() {
+  [ -z "${local_env:-}" ] ||
+    timeout -k 5 60 srun -N "$nodes" -n "$nodes" --ntasks-per-node=1 rm -rf "$local_env" "$local_env.lock"
+}
+trap 'leave $?; clean' EXIT
 say() { echo "hzero: job $SLURM_JOB_ID: $*"; }
-fail() {
-  result=$1
-  say "$1" >&2
-  exit "${2:-1}"
+# Jobs of the run that wait, by their numbers in the history: a job of another run may have the same name.
+waiting() {
+  local numbers
+  numbers=$(sed -n 's/^{"job": \([0-9]*\), "submitted".*/\1/p' "$history" | sort -u | paste -sd, -)
+  squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --jobs="$numbers" --states=PENDING --format=%i
 }
-waiting() { squeue --noheader --user="$(id -un)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i; }
 stop_chain() { waiting | xargs --no-run-if-empty scancel; }
+
+# Whether another start may help after a status. One failure before any new checkpoint may be a node's, a second is not.
+may_help() {
+  [ "$1" -ne 0 ] && [ "$1" -ne 2 ] || return 1
+  [ "$1" -ne 75 ] || return 0
+  [ -z "$(find "$HZERO_JOB/checkpoints" -name complete.json -newer "$logs/began" -print -quit 2>/dev/null)" ] || return 0
+  result="$result, no new checkpoint"
+  ! tail -n 1 "$history" | grep -q "no new checkpoint"
+}
+# Ends the job with a status and a result, and starts it again where that may help.
+end() {
+  local status=$1
+  result=$2
+  [ ! -e "$stop" ] || cancelled="cancelled; "
+  if ! may_help "$status"; then
+    stop_chain # the jobs that would go on have nothing to do, or would fail as this one
+  elif [ -z "$cancelled" ] && [ "$restart" -lt "$HZERO_RESTARTS" ]; then
+    say "$result; the job is started again"
+    local without=$result
+    result="$result; started again"
+    leave "$status"
+    clean
+    # It ends this script, unless the site does not allow it.
+    trap - EXIT
+    scontrol requeue "$SLURM_JOB_ID" && exit "$status"
+    result="$without; Slurm does not start it again" && leave "$status"
+  fi
+  say "$result"
+  exit "$status"
+}
+fail() { end 1 "$1"; }
+# Ends a job that is to stop.
+go_on() { [ ! -e "$stop" ] || end 75 "ended before training"; }
 
 # A step with one task on each node.
 each_node() { srun -N "$nodes" -n "$nodes" --ntasks-per-node=1 "$@"; }
@@ -86,19 +142,29 @@ esac
 # ---- before training: ranks, devices and links, through torch itself ---------------------------------------------------
 # Excludes nodes and starts the job again. Slurm takes the list of a job that waits only, so the job is held meanwhile.
 exclude() {
-  local job before times
+  local list others times
+  go_on
   times=$(grep -c "^{\"job\": $SLURM_JOB_ID,.*nodes excluded" "$history")
-  [ "${times:-0}" -lt 5 ] || fail "nodes have been excluded 5 times, and now $1 would be; see $logs"
+  if [ "$times" -ge 5 ]; then
+    result="nodes have been excluded 5 times, and now $1 would be" && say "$result; see $logs" >&2
+    exit 1
+  fi
   result="nodes excluded: $1" && say "$result"
+  list=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p' | sed 's/(null)//')
+  list=${list:+$list,}$1
+  others=$(waiting | paste -sd, -)
   leave 75
+  clean
   trap - EXIT
   trap '' TERM # of the job's end, which comes with the next line; there are KillWait seconds (30 by default) for the rest
-  scontrol requeuehold "$SLURM_JOB_ID" || fail "the job cannot be started again: $result"
-  for job in "$SLURM_JOB_ID" $(waiting); do
-    before=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p' | sed 's/(null)//')
-    scontrol update JobId="$job" ExcNodeList="${before:+$before,}$1" || say "job $job keeps the nodes $1"
-  done
+  if ! scontrol requeuehold "$SLURM_JOB_ID"; then
+    result="$result; Slurm does not start the job again" && leave 1 && say "$result" >&2
+    exit 1
+  fi
+  scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$list" || say "job $SLURM_JOB_ID keeps the nodes $1"
+  # At once: a job that stays held would hold up the others of its run.
   scontrol release "$SLURM_JOB_ID"
+  [ -z "$others" ] || scontrol update JobId="$others" ExcNodeList="$list" || say "jobs $others may keep the nodes $1"
   exit 75
 }
 # Prints the nodes to exclude, with commas, from the output of a check.
@@ -109,53 +175,42 @@ machine_of() { if [ "$HZERO_TOPOLOGY" = auto ]; then echo auto; else echo "$1x$H
 
 if [ "${#HZERO_CHECK[@]}" -gt 0 ]; then
   say "checking $nodes nodes"
+  # The signal before the time limit would end a check, and its nodes would look bad. Training knows when the job ends.
+  # shellcheck disable=SC2016
+  unmoved=(bash -c 'trap "" USR1; exec "$@"' _)
   # Status 1 is a warning: works, but slower than the machine could. Its output tells.
-  all_ranks doctor "${python[@]}" -m hzero doctor
+  all_ranks doctor "${unmoved[@]}" "${python[@]}" -m hzero doctor
   doctor=$?
   [ "$doctor" -le 1 ] || say "hzero doctor: status $doctor, see $logs"
   # Every node alone, all at once: whoever fails here is to blame for itself.
   # shellcheck disable=SC2016
-  all_ranks alone bash -c 'out=$1 ranks=$2; shift 2
+  all_ranks alone "${unmoved[@]}" bash -c 'out=$1 ranks=$2; shift 2
     export RANK=$SLURM_LOCALID WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$((MASTER_PORT + 1 + SLURM_NODEID))
     # These ranks are a world of their own, whatever Slurm and the PMI of a Cray say.
     unset SLURM_STEP_ID SLURM_STEPID PMI_RANK PMI_SIZE PMIX_RANK PALS_RANKID
     exec "$@" --out "$out-$SLURM_NODEID.json"' _ "$logs/alone" "$HZERO_RANKS" \
     env NCCL_NET=Socket "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of 1)" "${HZERO_CHECK[@]}"
-  bad=$(bad_nodes alone) || fail "the check of the nodes could not be read, see $logs"
+  bad=$(bad_nodes alone) || fail "most nodes fail alone, which is no node's fault; see $logs"
+  # A single node cannot be compared with others.
+  [ "$nodes" -gt 1 ] || [ "$doctor" -le 1 ] || fail "hzero doctor: training cannot work here; see $logs"
   [ -z "$bad" ] || exclude "$bad"
   if [ "$nodes" -gt 1 ]; then
-    all_ranks links "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of "$nodes")" --out "$logs/links.json" \
+    all_ranks links "${unmoved[@]}" "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of "$nodes")" --out "$logs/links.json" \
       "${HZERO_CHECK[@]}"
-    bad=$(bad_nodes links) || fail "links between nodes failed, and no node is named; see $logs"
+    bad=$(bad_nodes links) || fail "links between nodes failed, and no node is to blame; see $logs"
     [ -z "$bad" ] || exclude "$bad"
   fi
   [ "$doctor" -le 1 ] || fail "hzero doctor: training cannot work here; see $logs"
 fi
 
 # ---- training ----------------------------------------------------------------------------------------------------------
+go_on
 say "training on $nodes nodes; logs: $logs"
 all_ranks train "${python[@]}" -m hzero train "$@"
 status=$?
-if [ "$status" -eq 0 ]; then
-  result=finished
-  stop_chain # the jobs that would go on have nothing to do
-elif [ "$status" -eq 2 ]; then
-  result="the input was refused"
-  stop_chain # and would be again
-elif [ "$status" -eq 75 ]; then
-  result="saved, to go on"
-else
-  result="failed with status $status"
-fi
-[ -z "${local_env:-}" ] || each_node rm -rf "$local_env" "$local_env.lock"
-if [ "$status" -ne 0 ] && [ "$status" -ne 2 ] && [ -z "$cancelled" ] && [ "$restart" -lt "$HZERO_RESTARTS" ]; then
-  say "$result; the job is started again"
-  result="$result; started again"
-  leave "$status"
-  trap - EXIT
-  # It ends this script, unless the site does not allow it.
-  scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not start it again: submit it again, or as a chain" >&2
-else
-  say "$result"
-fi
-exit "$status"
+case $status in
+0) end 0 finished ;;
+2) end 2 "the input was refused" ;;
+75) end 75 "saved, to go on" ;;
+*) end "$status" "failed with status $status" ;;
+esac

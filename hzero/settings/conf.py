@@ -17,6 +17,9 @@ import hzero
 from hzero.settings.groups import known_keys
 from hzero.validation import ConfigError, nearest, one_of
 
+#: ``${parent:PATH}`` in the configuration is the folder that holds a path.
+OmegaConf.register_new_resolver("parent", lambda path: str(Path(str(path)).parent), replace=True)
+
 
 def conf_dir() -> Path:
     """The folder of Hydra groups: inside the installed package, or at the root of a checkout."""

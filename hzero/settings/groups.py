@@ -104,7 +104,8 @@ class SlurmBlock(Frozen):
         qos: Quality of service, such as debug.
         time: Of one job, such as 2h or 1:30:00; null takes the longest that the rules allow.
         signal_s: Seconds before that time at which the ranks are told to save and stop.
-        wait_s: Seconds that the other ranks have, once the first has ended, to say whom they have waited for.
+        wait_s: Seconds that the other ranks have, once the first has ended, to say whom they have waited for; null takes
+            train.timeout_s and a minute.
         environment: Archive or container with Python, torch and hzero.
         check: Whether a job checks its nodes and their links before it trains.
         restarts: How often a job that is not finished is started again. In a chain the next job goes on instead.
@@ -115,9 +116,9 @@ class SlurmBlock(Frozen):
     account: Name | None
     partition: Name | None
     qos: Name | None
-    time: str | Positive | None
+    time: Any
     signal_s: Positive
-    wait_s: Positive
+    wait_s: Positive | None
     environment: Name | None
     check: bool
     restarts: Count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ from hzero.arguments import Parser
 from hzero.files import read_small, refusing, replacing
 from hzero.formatting import table_of
 from hzero.settings.conf import long_name
+from hzero.settings.groups import known_keys
 from hzero.slurm import queue
-from hzero.slurm.job import FOLDER, HISTORY, chain_length, job_of, submit
+from hzero.slurm.job import FOLDER, HISTORY, Job, job_of
 from hzero.slurm.machine import minutes_of, time_text
+from hzero.slurm.submission import chain_length, submit
 from hzero.topology.show import console
-from hzero.validation import ConfigError, printable
+from hzero.validation import ConfigError, nearest, printable
 
 #: Short names of the keys that jobs are mostly about.
 SHORT = {
@@ -31,6 +34,9 @@ SHORT = {
     "environment": "launcher.slurm.environment",
 }
 _STATUS = "status.json"
+#: Slurm's states of a job that waits, and of one that will run or runs.
+_WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+_OPEN = (*_WAITS, "RUNNING", "SUSPENDED")
 _EPILOG = """examples:
   hzero slurm render experiment=paper_20b nodes=48 machine=frontier account=abc123 environment=env.tar.gz
   hzero slurm submit --chain 12h experiment=paper_20b nodes=48 machine=frontier account=abc123 environment=env.tar.gz
@@ -66,7 +72,10 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("--job", type=int, metavar="NUMBER", help="a job (default: the newest that has logs)")
     logs.add_argument("--node", metavar="NAME", help="logs of this node alone")
     logs.add_argument("-n", "--lines", type=int, default=10, metavar="N", help="lines of each file (%(default)s)")
-    cancel = commands.add_parser("cancel", help="cancel all jobs of a run; what runs saves first")
+    cancel = commands.add_parser("cancel", help="cancel all jobs of a run; the one that runs saves and ends")
+    cancel.add_argument(
+        "--now", action="store_true", help="end the job that runs at once: Slurm gives it KillWait seconds, often 30"
+    )
     for one in (status, logs, cancel):
         one.add_argument("run", metavar="FOLDER", type=Path, help="folder of the run, such as runs/default")
     return made
@@ -90,8 +99,17 @@ def _chain(text: str | None) -> float:
     return minutes_of("--chain", text) if text is not None else 0.0
 
 
+def _job(parsed: argparse.Namespace) -> Job:
+    for override in parsed.overrides:
+        key, sign, _ = override.partition("=")
+        near = nearest(key, SHORT, cutoff=0.7)
+        if sign and near is not None and key not in SHORT and key not in known_keys():
+            raise ConfigError(f"{key}: unknown key; did you mean {near!r}? `hzero slurm --help` shows the short names")
+    return job_of([long_name(override, SHORT) for override in parsed.overrides])
+
+
 def _render(parsed: argparse.Namespace) -> None:
-    job = job_of([long_name(override, SHORT) for override in parsed.overrides])
+    job = _job(parsed)
     text = job.script(chained=chain_length(job, _chain(parsed.chain)) > 1)
     if parsed.output is None:
         sys.stdout.write(text)
@@ -104,7 +122,7 @@ def _render(parsed: argparse.Namespace) -> None:
 
 
 def _submit(parsed: argparse.Namespace) -> None:
-    job = job_of([long_name(override, SHORT) for override in parsed.overrides])
+    job = _job(parsed)
     numbers = submit(job, _chain(parsed.chain))
     said = f"job {numbers[0]}" if len(numbers) == 1 else f"jobs {numbers[0]} to {numbers[-1]}, one after the other"
     print(
@@ -132,40 +150,65 @@ def history_of(run: Path) -> list[dict[str, Any]]:
 def status_of(run: Path) -> dict[str, Any]:
     """The jobs of a run, and what the run says of itself: the content of ``hzero slurm status --json``.
 
+    ``slurm`` is what went wrong where Slurm does not answer. The state of jobs is known from their history alone then.
+
     Raises:
-        ConfigError: The folder has no jobs, or Slurm does not answer.
+        ConfigError: The folder has no jobs.
     """
     rows = history_of(run)
     submitted = {row["job"]: row for row in rows if "submitted" in row}
     ends = {row["job"]: row for row in rows if "result" in row}  # the newest of each
     numbers = sorted({*submitted, *ends})
     live: dict[int, dict[str, str]] = {}
-    for name in {str(row["name"]) for row in submitted.values()}:
-        live.update(queue.jobs(name))
-    past = queue.ended([number for number in numbers if number not in live])
+    past: dict[int, dict[str, str]] = {}
+    silent = None
+    try:
+        for name in _names(rows):
+            live.update(queue.jobs(name))
+        past = queue.ended([number for number in numbers if number not in live])
+    except ConfigError as error:
+        silent = str(error)
     jobs = []
     for number in numbers:
         row, end, seen = submitted.get(number, {}), ends.get(number, {}), live.get(number) or past.get(number) or {}
-        elapsed = seen.get("elapsed", "")
+        state, elapsed = seen.get("state", "ENDED" if end else "UNKNOWN"), seen.get("elapsed", "")
         if end and not elapsed:
-            elapsed = str(datetime.timedelta(seconds=int(end["ended"]) - int(end["began"])))
+            elapsed = _took(end)
+        reason = seen.get("reason", "").replace("None", "")
+        # Of a job that waits or runs the result is that of an earlier start.
+        result = reason if state in _OPEN or not end else str(end["result"])
         jobs.append(
             {
                 "job": number,
-                "state": seen.get("state", "ENDED" if end else "UNKNOWN"),
+                "state": state,
                 "chain": row.get("chain", ""),
-                "restart": end.get("restart", 0),
+                "restart": _count(end, "restart") + (bool(end) and state in _OPEN),
                 "elapsed": elapsed,
                 "left": seen.get("left", ""),
                 "nodes": seen.get("nodes", ""),
-                "result": str(end.get("result") or seen.get("reason", "")),
+                "result": result or (f"exit {seen['exit']}" if "exit" in seen else ""),
             }
         )
     try:
         said = json.loads(read_small(run / _STATUS))
     except (OSError, ValueError, RecursionError):
         said = None
-    return {"run": str(run), "jobs": jobs, "status": said if isinstance(said, dict) else None}
+    return {"run": str(run), "jobs": jobs, "slurm": silent, "status": said if isinstance(said, dict) else None}
+
+
+def _names(rows: list[dict[str, Any]]) -> set[str]:
+    """Names that the jobs of a run have had."""
+    return {row["name"] for row in rows if "submitted" in row and isinstance(row.get("name"), str)}
+
+
+def _count(row: dict[str, Any], key: str) -> int:
+    return row[key] if isinstance(row.get(key), int) else 0
+
+
+def _took(end: dict[str, Any]) -> str:
+    """How long a start of a job has taken; empty if its line does not say."""
+    seconds = _count(end, "ended") - _count(end, "began")
+    return str(datetime.timedelta(seconds=seconds)) if "ended" in end and "began" in end else ""
 
 
 def _show_status(parsed: argparse.Namespace) -> None:
@@ -174,6 +217,8 @@ def _show_status(parsed: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
         return
     out = console()
+    if found["slurm"] is not None:
+        out.print(f"Slurm does not answer: {found['slurm']}", soft_wrap=True, markup=False)
     head = ("*job", "state", "chain", "*restarts", "*elapsed", "*left", "nodes", "result, or why it waits")
     keys = ("job", "state", "chain", "restart", "elapsed", "left", "nodes", "result")
     out.print(table_of("", head, [[str(job[key]) for key in keys] for job in found["jobs"]]))
@@ -189,7 +234,8 @@ def _show_logs(parsed: argparse.Namespace) -> None:
     if parsed.lines < 1:
         raise ConfigError(f"--lines: found {parsed.lines}, expected at least 1")
     places = sorted(
-        (path for path in folder.glob("*-*") if path.is_dir()), key=lambda path: tuple(map(int, path.name.split("-")))
+        (path for path in folder.glob("*-*") if re.fullmatch(r"[0-9]{1,18}-[0-9]{1,9}", path.name) and path.is_dir()),
+        key=lambda path: tuple(map(int, path.name.split("-"))),
     )
     if parsed.job is not None:
         places = [path for path in places if path.name.split("-")[0] == str(parsed.job)]
@@ -198,8 +244,9 @@ def _show_logs(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"FOLDER: {str(folder)!r} has no logs of {which}; it has not begun")
     files = [folder / f"job-{places[-1].name.split('-')[0]}.log", *sorted(places[-1].glob("*.log"))]
     if parsed.node is not None:
-        names = sorted({path.stem.split("-", 2)[2] for path in files[1:]})
-        files = [path for path in files[1:] if path.stem.split("-", 2)[2] == parsed.node]
+        of = {path: path.stem.split("-", 2)[2] for path in files[1:] if path.stem.count("-") >= 2}
+        names = sorted({*of.values()})
+        files = [path for path, node in of.items() if node == parsed.node]
         if not files:
             raise ConfigError(f"--node: no logs of {parsed.node!r} in {str(places[-1])!r}; nodes: {', '.join(names)}")
     for path in files:
@@ -209,8 +256,21 @@ def _show_logs(parsed: argparse.Namespace) -> None:
 
 
 def _cancel(parsed: argparse.Namespace) -> None:
-    names = {str(row["name"]) for row in history_of(parsed.run) if "name" in row}
-    waiting = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
-    numbers = [number for name in names for number, job in queue.jobs(name).items() if job["state"] in waiting]
-    queue.cancel(sorted(numbers))
-    print(f"cancelled: {', '.join(map(str, sorted(numbers)))}" if numbers else "no job of this run waits or runs")
+    rows = history_of(parsed.run)
+    found = {number: job["state"] for name in _names(rows) for number, job in queue.jobs(name).items()}
+    running = sorted(number for number, state in found.items() if state == "RUNNING" and not parsed.now)
+    others = sorted(
+        number for number, state in found.items() if state in (*_OPEN, "COMPLETING") and number not in running
+    )
+    # Before any signal: a job that ends looks for it, and is not started again.
+    for number in (*running, *others):
+        with refusing("FOLDER", parsed.run):
+            (parsed.run / FOLDER / f"stop-{number}").touch()
+    queue.cancel(others)
+    queue.tell(running)
+    if others:
+        print(f"cancelled: {', '.join(map(str, others))}")
+    if running:
+        print(f"told to save and end: {', '.join(map(str, running))} (--now ends it at once)")
+    if not others and not running:
+        print("no job of this run waits or runs")

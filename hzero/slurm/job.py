@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import math
 import os
 import re
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import hzero
-from hzero.files import refusing, replacing
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.slurm import queue
@@ -28,7 +26,11 @@ INSIDE = "HZERO_JOB"
 #: Folder of a run with scripts, logs and history of its jobs; the last is a line for each submitted job, and one for each end.
 FOLDER, HISTORY = "slurm", "jobs.jsonl"
 #: What the job itself sets.
-_SET = ("resume", "run.dir", "run.overwrite")
+SET = ("resume", "run.dir", "run.overwrite")
+#: Options of sbatch that other keys set, or that make another kind of job of it.
+_OWN = ("account", "array", "bcast", "chdir", "error", "ntasks", "partition", "qos", "time-min", "wrap")
+#: What a path may have: Slurm's patterns of names take %, its lines end at #, and its lists have commas.
+_PATH = re.compile(r"[\w./+@=-]+", re.ASCII)
 _KEY = "launcher.slurm"
 
 
@@ -47,6 +49,8 @@ class Job:
         ranks: Ranks per node.
         topology: How checks before training describe the machine: ``auto``, or GPUs and GCDs of a node.
         arguments: Those of ``hzero train``.
+        steps: The run's steps.
+        goes_on: Whether the user has said that an existing run goes on (``resume=auto``).
     """
 
     run_dir: Path
@@ -59,15 +63,19 @@ class Job:
     ranks: int
     topology: str
     arguments: tuple[str, ...]
+    steps: int
+    goes_on: bool
 
-    def script(self, *, chained: bool = False) -> str:
-        """The text of the script.
+    @property
+    def may_chain(self) -> bool:
+        """Whether the quality of service allows that a job follows another, such as the same one that is started again."""
+        qos = self.machine.qos.get(self.block["qos"])
+        return qos is None or qos.chain
 
-        Args:
-            chained: Whether other jobs of the run follow, so that it need not be started again itself.
-        """
+    def options(self) -> list[str]:
+        """The options of sbatch, without those of the user's own."""
         block, folder = self.block, self.run_dir / FOLDER
-        lines = [
+        return [
             f"--job-name={self.name}",
             f"--nodes={self.nodes}",
             f"--ntasks-per-node={self.ranks}",
@@ -81,19 +89,26 @@ class Job:
             *(f"--{key}={block[key]}" for key in ("account", "qos") if block[key]),
             *([f"--partition={self.partition}"] if self.partition else []),
             *self.machine.sbatch,
-            *block["options"],
         ]
-        scripts = scripts_dir()
+
+    def script(self, *, chained: bool = False) -> str:
+        """The text of the script.
+
+        Args:
+            chained: Whether other jobs of the run follow, so that it need not be started again itself.
+        """
+        block, scripts = self.block, scripts_dir()
+        restarts = 0 if chained or not self.may_chain else block["restarts"]
         variables = {
+            "HZERO_RANK": _array(self.machine.rank),
             INSIDE: shlex.quote(str(self.run_dir)),
             "HZERO_RANKS": str(self.ranks),
             "HZERO_STEP": _array(self.machine.srun),
-            "HZERO_RANK": _array(self.machine.rank),
             "HZERO_ENV": shlex.quote(block["environment"] or ""),
             "HZERO_PYTHON": shlex.quote("" if block["environment"] else sys.executable),
             "HZERO_LOCAL": f'"{self.machine.local_disk or ""}"',
             "HZERO_WAIT": str(block["wait_s"]),
-            "HZERO_RESTARTS": "0" if chained else str(block["restarts"]),
+            "HZERO_RESTARTS": str(restarts),
             "HZERO_CHECK": _array(self.machine.check if block["check"] else []),
             "HZERO_TOPOLOGY": self.topology,
         }
@@ -101,9 +116,12 @@ class Job:
             [
                 "#!/bin/bash",
                 f"# Made by `hzero slurm` {hzero.__version__} on {datetime.date.today()}; slurm/README.md says how it works.",
-                *(f"#SBATCH {line}" for line in lines),
+                *(f"#SBATCH {option}" for option in (*self.options(), *block["options"])),
                 "",
                 "# ---- what this job is " + "-" * 97,
+                # Paths such as data.path are those of the folder in which the job was made.
+                f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
+                *(["# shellcheck disable=SC2016 # every rank expands it"] if "$" in variables["HZERO_RANK"] else []),
                 *(f"{name}={value}" for name, value in variables.items()),
                 "set -- \\",
                 *(f"  {shlex.quote(argument)} \\" for argument in self.arguments[:-1]),
@@ -153,6 +171,11 @@ def job_with(settings: Settings, overrides: Sequence[str], suffix: str = "") -> 
     block: dict[str, Any] = settings["launcher"]["slurm"]
     if settings["run"]["overwrite"]:
         raise ConfigError("run.overwrite: a job goes on with its run; remove the folder, or choose another run.name")
+    if settings["resume"] not in (False, None, "auto"):
+        raise ConfigError(
+            f"resume: found {settings['resume']!r}; jobs of a run go on with the run itself, so only auto is possible; "
+            "`hzero train` can begin with another run's checkpoint"
+        )
     machine, grid = load_machine(block["machine"]), settings.grid
     ranks = grid.gpus_per_node * grid.gcds_per_gpu
     if machine.ranks_per_node not in (None, ranks):
@@ -160,26 +183,29 @@ def job_with(settings: Settings, overrides: Sequence[str], suffix: str = "") -> 
             f"topology: {ranks} ranks per node, and {block['machine']} has {machine.ranks_per_node}, one for each device; "
             f"topology={block['machine']} has them"
         )
+    for key in ("account", "qos", "partition"):
+        if block[key] is not None and not re.fullmatch(r"[\w.-]+", block[key], re.ASCII):
+            raise ConfigError(f"{_KEY}.{key}: found {block[key]!r}, expected letters, digits, dots, _ and - only")
     _check_account(block, machine)
     partition, minutes = _place(block, machine, grid.nodes)
-    if block["signal_s"] >= minutes * 60:
+    if block["signal_s"] > 0.75 * minutes * 60:
         raise ConfigError(
-            f"{_KEY}.signal_s: found {block['signal_s']}, and the job ends after {minutes * 60:g} s (time={time_text(minutes)})"
+            f"{_KEY}.signal_s: found {block['signal_s']}, and the job ends after {minutes * 60:g} s (time={time_text(minutes)}); "
+            "it may take three quarters of that at most, or little is left for training"
         )
-    block = {**block, "environment": _environment(block, machine)}
-    for option in block["options"]:
-        if not re.fullmatch(r"--?[A-Za-z][^\n]*", option):
-            raise ConfigError(f"{_KEY}.options: found {option!r}, expected an option of sbatch such as --mail-type=END")
+    wait_s = block["wait_s"] or math.ceil(settings["train"]["timeout_s"]) + 60
+    block = {**block, "environment": _environment(block, machine), "wait_s": wait_s}
     run_dir = Path(f"{settings['run']['dir']}{suffix}").expanduser().resolve()
-    if re.search(r"[\s'\"\\%$]", str(run_dir)):
+    if not _PATH.fullmatch(str(run_dir)):
         raise ConfigError(
-            f"run.dir: {str(run_dir)!r} has blanks, quotes, $ or %, which Slurm's names of logs do not take"
+            f"run.dir: {str(run_dir)!r} has blanks, quotes or other signs that Slurm's names of logs do not take; possible: "
+            "letters, digits and . _ / + @ = -"
         )
     kept = [override for override in overrides if not _replaced(override, machine.discover)]
     found = ["topology=auto"] if machine.discover else []
-    return Job(
+    job = Job(
         run_dir=run_dir,
-        name=f"{run_dir.name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}",
+        name=f"{re.sub(r'[^A-Za-z0-9._-]', '_', run_dir.name)}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}",
         machine=machine,
         block=block,
         partition=partition,
@@ -188,57 +214,12 @@ def job_with(settings: Settings, overrides: Sequence[str], suffix: str = "") -> 
         ranks=ranks,
         topology="auto" if machine.discover else f"{grid.gpus_per_node}x{grid.gcds_per_gpu}",
         arguments=(*kept, *found, f"run.dir={run_dir}", "resume=auto"),
+        steps=settings["train"]["steps"],
+        goes_on=settings["resume"] == "auto",
     )
-
-
-def submit(job: Job, chain_minutes: float = 0.0) -> list[int]:
-    """Queues a run's job, or as many as a time takes, of which each goes on where the one before has ended.
-
-    Args:
-        job: The job.
-        chain_minutes: The time that all jobs together shall have; 0 for one job, which is started again as often as
-            ``restarts`` allows.
-
-    Returns:
-        The jobs' numbers.
-
-    Raises:
-        ConfigError: The chain is not allowed, the run's folder cannot be written, or sbatch refuses.
-    """
-    count = chain_length(job, chain_minutes)
-    folder = job.run_dir / FOLDER
-    with refusing("run.dir", folder):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        number = len(list(folder.glob("job-*.sbatch"))) + 1
-        script = folder / f"job-{number}.sbatch"
-        with replacing(script) as file:
-            file.write(job.script(chained=count > 1))
-    numbers = []
-    for position in range(count):
-        numbers.append(queue.submit(script, ()))
-        row = {
-            "job": numbers[-1], "submitted": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "name": job.name, "nodes": job.nodes, "time": time_text(job.minutes), "script": script.name,
-            "chain": f"{position + 1} of {count}",
-        }  # fmt: skip
-        with refusing("run.dir", folder), open(folder / HISTORY, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    return numbers
-
-
-def chain_length(job: Job, chain_minutes: float) -> int:
-    """Jobs that a time takes, without the share of each that its last save may need; 1 for no chain."""
-    if not chain_minutes:
-        return 1
-    count = math.ceil(chain_minutes / (job.minutes - job.block["signal_s"] / 60))
-    if job.block["qos"] in job.machine.no_chain_qos:
-        raise ConfigError(f"--chain: {_KEY}.qos {job.block['qos']} allows no chains on {job.block['machine']}")
-    if job.machine.max_jobs is not None and count > job.machine.max_jobs:
-        raise ConfigError(
-            f"--chain: {count} jobs of {time_text(job.minutes)}, and {job.block['machine']} takes {job.machine.max_jobs} of one "
-            "user"
-        )
-    return count
+    for option in block["options"]:
+        _check_option(option, job)
+    return job
 
 
 def _check_account(block: dict[str, Any], machine: Machine) -> None:
@@ -250,7 +231,7 @@ def _check_account(block: dict[str, Any], machine: Machine) -> None:
     if machine.account.pattern is not None and not re.fullmatch(machine.account.pattern, account):
         raise ConfigError(f"{_KEY}.account: found {account!r}; rule: {rule}")
     known = queue.accounts()
-    if known and account not in known:
+    if known and account.lower() not in known:  # Slurm keeps them in lower case
         raise one_of(f"{_KEY}.account", account, known, "account")
 
 
@@ -268,9 +249,15 @@ def _place(block: dict[str, Any], machine: Machine, nodes: int) -> tuple[str | N
         raise ConfigError(
             f"topology.nodes: found {nodes:,}; rule: a job of partition {name} has at most {bins[-1].nodes:,} nodes"
         )
+    qos = machine.qos.get(block["qos"])
+    most = min(fits.hours, qos.hours) if qos is not None else fits.hours
     if block["time"] is None:
-        return name, fits.hours * 60
+        return name, most * 60
     minutes = minutes_of(f"{_KEY}.time", block["time"])
+    if qos is not None and minutes > qos.hours * 60:
+        raise ConfigError(
+            f"{_KEY}.time: found {block['time']}; rule: a job of qos {block['qos']} may take {qos.hours:g} h"
+        )
     if minutes > fits.hours * 60:
         raise ConfigError(f"{_KEY}.time: found {block['time']}; rule: {_rule(name, partitions[name], fits.nodes)}")
     return name, minutes
@@ -303,10 +290,31 @@ def _environment(block: dict[str, Any], machine: Machine) -> str | None:
     return str(path.resolve())
 
 
+def _check_option(option: str, job: Job) -> None:
+    """Refuses an option of sbatch that changes what keys and rules have decided. sbatch takes beginnings of names as well."""
+    if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
+        raise ConfigError(
+            f"{_KEY}.options: found {option!r}, expected one long option of sbatch without blanks, such as ['--mail-type=END']"
+        )
+    name = option[2:].partition("=")[0]
+    ours = [own[2:].partition("=")[0] for own in job.options()]
+    taken = next((own for own in (*ours, *_OWN) if own.startswith(name)), None)
+    if taken is not None or name == "no-requeue":
+        raise ConfigError(
+            f"{_KEY}.options: found {option!r}; a job on {job.block['machine']} has its own --{taken or 'requeue'}, which "
+            "follows from other keys and from the rules of the machine"
+        )
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without the signs that add and remove keys."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def _replaced(override: str, discover: bool) -> bool:
     """Whether the job gives this key itself."""
-    key = override.partition("=")[0].lstrip("+~")
-    return key in _SET or (discover and key.split(".")[0] == "topology")
+    key = key_of(override)
+    return key in SET or (discover and key.split(".")[0] == "topology")
 
 
 def _array(items: Sequence[str]) -> str:

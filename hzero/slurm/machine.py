@@ -39,6 +39,20 @@ class Partition(Frozen):
     bins: list[Bin] = Field(min_length=1)
 
 
+class Qos(Frozen):
+    """A quality of service with rules of its own.
+
+    Attributes:
+        hours: Max hours of a job.
+        chain: Whether a job may follow another; a job that is started again does.
+        jobs: Max jobs of a user in it; None for no limit of its own.
+    """
+
+    hours: Annotated[FiniteFloat, Field(gt=0)]
+    chain: bool
+    jobs: Positive | None
+
+
 class Account(Frozen):
     """Who pays.
 
@@ -73,7 +87,7 @@ class Machine(Frozen):
         partitions: By name; None asks Slurm.
         default_partition: The one that a job takes; None leaves it to Slurm.
         max_jobs: Max jobs of a user in the queue; None for no limit.
-        no_chain_qos: Qualities of service that allow no chains.
+        qos: Qualities of service that have rules of their own, by name.
         environment: How Python comes to the nodes.
         ranks_per_node: Ranks that every node must have; None for any number.
         sbatch: Options of all jobs.
@@ -88,7 +102,7 @@ class Machine(Frozen):
     partitions: dict[str, Partition] | None
     default_partition: str | None
     max_jobs: Positive | None
-    no_chain_qos: list[str]
+    qos: dict[str, Qos]
     environment: Environment
     ranks_per_node: Positive | None
     sbatch: list[str]
@@ -118,29 +132,20 @@ def load_machine(name: str) -> Machine:
 
 
 def minutes_of(where: str, text: str | int) -> float:
-    """Minutes of a time as Slurm writes it (``90``, ``1:30:00``, ``1-12``, ``1-12:30``) or with units (``12h``, ``1h30m``).
+    """Minutes of a time as `hzero.validation.seconds_of` reads it, but for a number alone.
+
+    It is refused: Slurm takes it for minutes, and the trainer's own keys for seconds.
 
     Raises:
-        ConfigError: It is no time, or not above zero; begins with ``where``.
+        ConfigError: It is no such time; begins with ``where``.
     """
     found = str(text)
-    minutes = 0.0
-    if re.fullmatch(r"(?:\d{1,6}(?:\.\d+)?[dhm])+", found):
-        with contextlib.suppress(ValueError):  # 0h
-            minutes = seconds_of(found) / 60
-    elif match := re.fullmatch(r"(\d{1,4})-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?", found):
-        days, hours, rest, seconds = (int(part or 0) for part in match.groups())
-        minutes = days * 1440 + hours * 60 + rest + seconds / 60
-    elif match := re.fullmatch(r"(?:(\d{1,4}):)?(\d{1,6}):(\d{1,2})", found):
-        hours, rest, seconds = (int(part or 0) for part in match.groups())
-        minutes = hours * 60 + rest + seconds / 60
-    elif re.fullmatch(r"\d{1,6}", found):
-        minutes = int(found)
-    if minutes <= 0:
-        raise ConfigError(
-            f"{where}: found {found!r}, expected a time such as 90 (minutes), 2h, 1h30m, 1:30:00 or 1-12:00:00"
-        )
-    return minutes
+    if re.fullmatch(r"[\d.]+", found):
+        least = f"; {found}m is so many minutes" if float(f"0{found}".rstrip(".")) > 0 else ""
+        raise ConfigError(f"{where}: found {found}, expected a time with a unit, such as 90m, 2h or 1:30:00{least}")
+    with contextlib.suppress(ValueError):
+        return seconds_of(found) / 60
+    raise ConfigError(f"{where}: found {found!r}, expected a time such as 90m, 2h, 1h30m, 1:30:00 or 1-12:00:00")
 
 
 def time_text(minutes: float) -> str:

@@ -4,7 +4,8 @@ Step ``alone``: every node has measured its own links and left ``alone-NUMBER.js
 three nodes or more, those that have less than half of the median rate on a tier. Step ``links``: all nodes together have left
 ``links.json``, or ranks have said whom they waited for; the nodes of these are bad.
 
-Prints the names with commas, nothing if all are good. Status 1: the step failed and names nobody.
+Prints the names with commas, nothing if all are good. Status 1: the step failed and names nobody, or more than half of several
+nodes: so many do not break at once, but software fails on all of them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def together(logs: Path, ranks: int, nodes: Sequence[str]) -> list[str] | None:
 def main(logs: str, step: str, ranks: str, *nodes: str) -> int:
     """Prints the nodes. Returns the exit status."""
     found = alone(Path(logs), nodes) if step == "alone" else together(Path(logs), int(ranks), nodes)
-    if found is None:
+    if found is None or len(found) > max(1, len(nodes) / 2):
         return 1
     print(",".join(found))
     return 0

@@ -83,8 +83,15 @@ def jobs(name: str) -> dict[int, dict[str, str]]:
     found = {}
     for line in text.splitlines():
         number, *values = line.split("|", len(fields))
-        found[int(number)] = dict(zip(fields, values))
+        if number.isdigit():
+            found[int(number)] = dict(zip(fields, values))
     return found
+
+
+def count(qos: str | None = None) -> int:
+    """How many jobs of this user are in the queue, in a quality of service or in all."""
+    chosen = [f"--qos={qos}"] if qos is not None else []
+    return len(run("squeue", "--noheader", "--array", f"--user={_user()}", *chosen, "--format=%i").split())
 
 
 def ended(numbers: Sequence[int]) -> dict[int, dict[str, str]]:
@@ -109,6 +116,12 @@ def cancel(numbers: Sequence[int]) -> None:
     if numbers:
         run("scancel", "--state=PENDING", *map(str, numbers))
         run("scancel", *map(str, numbers))
+
+
+def tell(numbers: Sequence[int]) -> None:
+    """Sends the ranks of jobs the signal that Slurm sends before the time limit."""
+    if numbers:
+        run("scancel", "--signal=USR1", *map(str, numbers))
 
 
 def _user() -> str:

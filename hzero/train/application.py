@@ -37,7 +37,8 @@ from hzero.reasons import PeerError, PlainError, disk_error
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory
-from hzero.slurm.job import INSIDE, job_with, submit
+from hzero.slurm.job import INSIDE, job_with
+from hzero.slurm.submission import submit
 from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor, stop
 from hzero.train import status as run_status
@@ -303,6 +304,8 @@ def _train_as_rank(config: DictConfig, began: float) -> int:
     with contextlib.ExitStack() as claims:
         try:
             run_dir = Path(on_rank_0(lambda: str(_prepare(settings, claims, began).resolve()), patient))
+        except PlainError:
+            raise
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank 0 has not prepared text and run folder within {patience} (launcher.start_timeout_s): {error}"

@@ -36,6 +36,11 @@ STATUS, HISTORY = "status.json", "history.jsonl"
 OWN = (CONFIG, METRICS, SUMMARY, STATUS, HISTORY, TRACE, PROFILE, SAMPLES, MONITOR, MODEL, LOGS, CHECKPOINTS)
 #: libyaml's loader where PyYAML has it: the one in Python takes 3 ms for the configuration of a run. A SafeLoader either way.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+#: Set in a job of Slurm's that hzero has made: the run's folder.
+_JOB = "HZERO_JOB"
+#: How long a job waits for the lock of its run's folder, in seconds: the file system may take minutes to notice that the node
+#: of the last job has died. Less than ``launcher.start_timeout_s``, in which the other ranks wait.
+_LOCK_WAIT_S = 240.0
 #: Marks the folder as a run's. The running process holds a lock on it, which the kernel releases however the process ends.
 _LOCK = ".hzero-run"
 #: Until a run has begun: the run that it replaces, or the files that it changes of the run that it continues.
@@ -44,6 +49,11 @@ _REPLACED, _CONTINUED = ".replaced", ".continued"
 
 class WriteError(PlainError):
     """A file of a run under way cannot be written. The message is one line that names it and the reason."""
+
+
+def _in_the_way(message: str) -> ConfigError | PlainError:
+    """The error for a folder that cannot be used now. In a job it is no fault of the input: another start may help."""
+    return PlainError(message) if _JOB in os.environ else ConfigError(message)
 
 
 @contextlib.contextmanager
@@ -82,6 +92,7 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
     """The folder to use: as named, or with the next free number if it holds a run that must be kept. Writes nothing.
 
     ``resume=auto`` takes the run that has saved last: that of the named folder, or one that found it taken and has a number.
+    A job takes its own folder, where its logs and its history are.
 
     Raises:
         ConfigError: Files of no run would be overwritten, or the two keys contradict each other.
@@ -98,6 +109,8 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
         raise ConfigError(
             f"run.dir: {str(path)!r} holds {', '.join(in_the_way)} that no run of hzero left; choose another folder"
         )
+    if resume == "auto" and os.environ.get(_JOB) == str(path.resolve()):
+        return path
     if resume == "auto":
         return max([path, *_numbered(path)], key=_saved_at)  # of several without a checkpoint the first
     if overwrite or not holds_run(path):
@@ -151,22 +164,26 @@ def lock(path: Path) -> TextIO:
     Cleans up after a run that was killed before it began.
 
     Raises:
-        ConfigError: Another run is under way in the folder, or it cannot be written.
+        ConfigError: Another run is under way in the folder, or it cannot be written. In a job a `PlainError`.
     """
+    deadline = time.monotonic() + (_LOCK_WAIT_S if _JOB in os.environ else 0.2)  # `under_way` holds it for an instant
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open(path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the claim
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.2)  # `under_way` of another process may have held it for an instant
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.2)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
-            raise ConfigError(f"run.dir: a run is under way in {str(path)!r} (process {owner})") from None
+            raise _in_the_way(f"run.dir: a run is under way in {str(path)!r} (process {owner})") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # else mounted without locks
                 raise
@@ -177,7 +194,7 @@ def lock(path: Path) -> TextIO:
             undo(path)
         return file
     except OSError as error:
-        raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+        raise _in_the_way(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def under_way(path: Path) -> bool | None:
@@ -231,7 +248,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
     except OSError as error:
         with contextlib.suppress(OSError):
             undo(path)
-        raise ConfigError(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+        raise _in_the_way(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def _cut_samples(path: Path, last_step: int) -> None:

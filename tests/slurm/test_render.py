@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,12 @@ from hzero.slurm.job import INSIDE, job_of
 from hzero.slurm.machine import load_machine, machines, minutes_of
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
+from tests.slurm.conftest import tool
 
 
-@pytest.fixture
-def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Overrides of a job that breaks no rule of Frontier."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # no command of Slurm's
-    (tmp_path / "env.tar.gz").touch()
-    (tmp_path / "env.sif").touch()
-    return ["experiment=paper_20b", "nodes=48", "machine=frontier", "account=abc123", "environment=env.tar.gz"]
-
-
-def _render(overrides: list[str], *options: str) -> str:
-    assert main(["slurm", "render", *options, *overrides, "-o", "job.sbatch"]) == 0
-    return Path("job.sbatch").read_text()
+def _render(overrides: list[str], *options: str, output: str = "job.sbatch") -> str:
+    assert main(["slurm", "render", *options, *overrides, "-o", output]) == 0
+    return Path(output).read_text()
 
 
 @pytest.mark.parametrize("machine", ["frontier", "lumi"])
@@ -71,9 +61,13 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
     assert words[-3:] == ["topology=auto", f"run.dir={tmp_path}/runs/paper_20b", "resume=auto"]
     assert "train.steps=7" in words and 'data.path="it\'s $HOME"' in words and "launcher=frontier" in words
     assert not [word for word in words if word.startswith(("topology.", "nodes"))]
+    assert f"\ncd {tmp_path} || exit 1\n" in text and "HZERO_WAIT=1860\n" in text  # train.timeout_s and a minute
     assert "HZERO_RESTARTS=0\n" in _render(paper, "--chain", "12h")
+    debug = _render([*paper, "nodes=92", "qos=debug"])
+    assert "HZERO_RESTARTS=0\n" in debug and "--time=02:00:00\n" in debug
+    _render([*paper, "machine=lumi", "topology=lumi", "account=project_1", "environment=env.sif"], output="lumi.sbatch")
     if (shellcheck := shutil.which("shellcheck")) is not None:
-        checked = subprocess.run([shellcheck, "job.sbatch"], capture_output=True, text=True)
+        checked = subprocess.run([shellcheck, "job.sbatch", "lumi.sbatch"], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout
 
 
@@ -89,8 +83,15 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
         (["partition=bach"], r"launcher\.slurm\.partition: unknown partition 'bach'; did you mean 'batch'"),
         (["time=2h1m"], r"slurm\.time: found 2h1m; rule: a job of 1 to 91 nodes in partition batch may take 2 h"),
         (["nodes=183", "time=6:00:01"], r"rule: a job of 92 to 183 nodes in partition batch may take 6 h"),
-        (["time=soon"], r"slurm\.time: found 'soon', expected a time such as 90 \(minutes\)"),
-        (["time=4m"], r"slurm\.signal_s: found 300, and the job ends after 240 s"),
+        (["time=soon"], r"slurm\.time: found 'soon', expected a time such as 90m"),
+        (["time=0"], r"slurm\.time: found 0, expected a time with a unit"),
+        (["time=90"], r"slurm\.time: found 90, expected a time with a unit, .*; 90m is so many minutes"),
+        (["time=6m"], r"slurm\.signal_s: found 300, and the job ends after 360 s .* three quarters"),
+        (["qos=debug", "nodes=92", "time=3h"], r"slurm\.time: found 3h; rule: a job of qos debug may take 2 h"),
+        (["resume=/other/run"], r"resume: found '/other/run'; jobs of a run go on with the run itself"),
+        (["acount=abc"], r"acount: unknown key; did you mean 'account'"),
+        (["account='abc 123 --wrap=x'"], r"slurm\.account: found 'abc 123 --wrap=x', expected letters"),
+        (["qos='a\nb'"], r"slurm\.qos: found .*, expected letters"),
         (["environment=null"], r"slurm\.environment: missing, expected a file that ends in \.tar\.gz"),
         (
             ["environment=gone.tar.gz"],
@@ -98,9 +99,20 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
         ),
         (["environment=env.sif"], r"slurm\.environment: found 'env\.sif', expected a file that ends in \.tar\.gz"),
         (["topology.gpus_per_node=2"], r"topology: 4 ranks per node, and frontier has 8"),
-        (["launcher.slurm.options=[mail]"], r"slurm\.options: found 'mail', expected an option of sbatch"),
+        (["launcher.slurm.options=[mail]"], r"slurm\.options: found 'mail', expected one long option of sbatch"),
+        (
+            ["launcher.slurm.options=['--comment=a --time=9']"],
+            r"found '--comment=a --time=9', expected one long option",
+        ),
+        (["launcher.slurm.options=[-t5]"], r"found '-t5', expected one long option"),
+        (["launcher.slurm.options=['--time=24:00:00']"], r"'--time=24:00:00'; a job on frontier has its own --time"),
+        (["launcher.slurm.options=['--dep=after:1']"], r"has its own --dependency"),
+        (["launcher.slurm.options=[--no-requeue]"], r"has its own --requeue"),
+        (["launcher.slurm.options=['--wrap=x']"], r"has its own --wrap"),
         (["run.overwrite=true"], r"run\.overwrite: a job goes on with its run"),
         (["run.dir='a b'"], r"run\.dir: .* has blanks"),
+        (["run.name='a#b'"], r"run\.dir: .* has blanks, quotes or other signs"),
+        (["run.name='c,d'"], r"run\.dir: .* has blanks, quotes or other signs"),
         (["machine=local"], r"launcher: local sends no jobs"),
         (["machine=frontier2"], r"launcher: unknown option 'frontier2'; did you mean 'frontier'"),
         (
@@ -137,10 +149,9 @@ def test_a_chain_that_breaks_a_rule_is_refused(
 def test_an_account_that_the_database_does_not_know_is_refused(
     paper: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "sacctmgr"
-    tool.write_text("#!/bin/sh\necho abc124\necho xyz001\n")
-    tool.chmod(0o755)
+    tool(tmp_path, "sacctmgr", "echo abc124; echo xyz001")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "--account=ABC124\n" in _render([*paper, "account=ABC124"])  # Slurm keeps them in lower case
     with pytest.raises(ConfigError, match=r"slurm\.account: unknown account 'abc123'; did you mean 'abc124'"):
         job_of(["experiment=paper_20b", "topology.nodes=1", "launcher=frontier", "launcher.slurm.account=abc123"])
 
@@ -148,9 +159,8 @@ def test_an_account_that_the_database_does_not_know_is_refused(
 def test_the_trainer_sends_jobs_of_a_multirun_and_trains_inside_them(
     paper: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tool = tmp_path / "sbatch"
-    tool.write_text(f'#!/bin/sh\ncat >/dev/null; echo 7; echo "$@" >> {tmp_path}/calls\n')
-    tool.chmod(0o755)
+    tool(tmp_path, "sbatch", f'cat >/dev/null; echo 7; echo "$@" >> {tmp_path}/calls')
+    tool(tmp_path, "squeue", "")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     keys = [
         "launcher=frontier",
@@ -159,6 +169,7 @@ def test_the_trainer_sends_jobs_of_a_multirun_and_trains_inside_them(
         "topology.nodes=1,48",
     ]
     assert main(["train", "-m", "experiment=paper_10b", *keys, "run.dir=multirun/paper/run"]) == 0
+    assert Path("multirun", "paper", "multirun.yaml").is_file() and not Path("runs").exists()
     names = [f"{tmp_path}/multirun/paper/run-{number}-topo" for number in (0, 1)]
     assert [line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()] == [
         f"{n}/slurm/job-1.sbatch" for n in names
@@ -172,15 +183,15 @@ def test_the_trainer_sends_jobs_of_a_multirun_and_trains_inside_them(
 
 
 TIMES = {
-    "90": 90,
-    5: 5,
+    "90m": 90,
     "1:30": 1.5,
     "1:30:00": 90,
     "1-12": 2160,
     "1-12:30": 2190,
     "1h30m": 90,
     "2d": 2880,
-    "0": None,
+    "0h": None,
+    "0:00": None,
     "1:2:3:4": None,
 }
 

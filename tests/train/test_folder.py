@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from hzero.reasons import PlainError
 from hzero.train import folder
 from hzero.validation import ConfigError
 
@@ -135,6 +139,38 @@ def test_a_folder_has_one_run_at_a_time(run: Path) -> None:
     with folder.lock(run), pytest.raises(ConfigError, match="a run is under way"):
         folder.lock(run)
     folder.lock(run).close()
+
+
+def test_a_job_waits_for_the_lock_of_a_run_and_another_start_may_help(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may hold the lock for minutes after the node of the last job has died."""
+    monkeypatch.setenv("HZERO_JOB", str(run))
+    monkeypatch.setattr(folder, "_LOCK_WAIT_S", 0.01)
+    with folder.lock(run), pytest.raises(PlainError, match="a run is under way"):
+        folder.lock(run)
+    monkeypatch.setattr(folder, "_LOCK_WAIT_S", 60)
+    held = folder.lock(run)
+    release = threading.Timer(0.1, held.close)
+    release.start()
+    folder.lock(run).close()
+    release.join()
+    monkeypatch.setattr(folder, "open", _full, raising=False)
+    with pytest.raises(PlainError, match="cannot write .*No space left"):
+        folder.lock(run)
+
+
+def _full(path: Path, *mode: str, **more: str) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_job_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logs, its history and its checkpoints would stand in different places."""
+    named = _saved(tmp_path / "gpt", 100, str(tmp_path / "gpt"))
+    other = _saved(tmp_path / "gpt-2", 200, str(named))
+    assert folder.choose(str(named), "auto", False) == other
+    monkeypatch.setenv("HZERO_JOB", str(named))
+    assert folder.choose(str(named), "auto", False) == named
 
 
 def test_numbers_are_json() -> None:

@@ -68,7 +68,11 @@ VALUES: list[tuple[str, Any, str]] = [
     ("train.lr", math.nan, "train.lr: found nan"),
     ("train.dtype", "fp8", "train.dtype: unknown value 'fp8'"),
     ("train.betas", ["a", "b"], "train.betas.0: found 'a'"),
-    ("train.time_limit", "2 hours", "train.time_limit: found '2 hours', possible: a duration such as 2h, 1h30m or 45s"),
+    (
+        "train.time_limit",
+        "2 hours",
+        "train.time_limit: found '2 hours', possible: a duration such as 2h, 1h30m, 1:30:00 or 45s",
+    ),
     ("train.time_limit", True, "train.time_limit: found True"),
     ("checkpoint.keep_for", -1, "checkpoint.keep_for: found -1"),
     ("checkpoint.timeout_s", 0, "checkpoint.timeout_s: found 0"),

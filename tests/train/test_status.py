@@ -19,15 +19,18 @@ from hzero.validation import seconds_of
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [("2h", 7200), ("1h30m", 5400), ("45s", 45), ("1.5h", 5400), ("1d", 86400), (90, 90), ("90", 90), (0.5, 0.5)],
+    [("2h", 7200), ("1h30m", 5400), ("45s", 45), ("1.5h", 5400), ("1d", 86400), (90, 90), ("90", 90), (0.5, 0.5)]
+    + [("1:30:00", 5400), ("1:30", 90), ("1-12", 129600), ("1-0:30", 88200)],
 )
 def test_durations(given: str | float, seconds: float) -> None:
     assert seconds_of(given) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "2 hours", "h", "-3", 0, "0h", "nan", "inf", "2h30", "1.2.3h", True])
+@pytest.mark.parametrize(
+    "given", ["", "2 hours", "h", "-3", 0, "0h", "nan", "inf", "2h30", "1.2.3h", True, "0:00", "1:2:3:4"]
+)
 def test_what_is_no_duration_is_refused(given: str | float) -> None:
-    with pytest.raises(ValueError, match="possible: a duration such as 2h, 1h30m or 45s, or seconds"):
+    with pytest.raises(ValueError, match="possible: a duration such as 2h, 1h30m, 1:30:00 or 45s, or seconds"):
         seconds_of(given)
 
 
