@@ -221,6 +221,7 @@ def test_checkpoints_of_an_earlier_life_go_once_the_run_has_saved_again(tmp_path
     given_up = checkpoint.later_than(start)
     shutil.rmtree(tmp_path / "step_000008")
     (tmp_path / "step_000008").mkdir()
+    (tmp_path / "step_000008" / "script.py").write_text("pass")
     with pytest.raises(FileNotFoundError):
         checkpoint.publish(tmp_path / "step_000008", 8, IDENTITY, 1, {"rank0.pt": (1, "")}, given_up=given_up)
     assert names() == [f"step_{step:06d}" for step in (4, 5, 8, 11)], "the run has saved nothing yet"

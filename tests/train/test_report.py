@@ -176,7 +176,7 @@ def test_a_sweep_becomes_one_table_and_one_picture(tmp_path: Path, capsys: pytes
         (run / "summary.json").write_text(json.dumps(summary))
     (sweep / "logs").mkdir()
     empty = _run(sweep / "run-3-mild", [], summary=False)
-    (empty / "config.yaml").write_text(json.dumps({"zero": {"preset": "mild"}}))
+    (empty / "config.yaml").write_text(json.dumps({"zero": {"preset": "mild", "block_size": None}}))
     (empty / "status.json").write_text('{"state": "failed"}')
     assert main(["report", str(sweep)]) == 0
     printed = capsys.readouterr()
