@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -99,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        # The process ends, which takes a second. A batch system's signal that comes now must not change the status.
+        if arguments is None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

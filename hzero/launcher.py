@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hzero.reasons import REASONS, RankPipes, Reason
+from hzero.reasons import REASONS, PlainError, RankPipes, Reason
 from hzero.validation import ConfigError
 
 #: How long ranks may take to stop after Ctrl-C, in seconds.
@@ -409,19 +409,25 @@ def on_rank_0(function: Callable[[], T], group: Any = None) -> T:
 
     Raises:
         ConfigError: The function raised one. All ranks raise it, those other than rank 0 with ``elsewhere`` set.
+        PlainError: The function raised another error, which rank 0 raises itself. It has ``elsewhere`` set.
     """
     import torch.distributed as dist
 
-    first = dist.get_rank() == 0
-    answer: list[Any] = [None, None]
-    if first:
+    answer: list[Any] = [None, None, None]
+    raised: Exception | None = None
+    if dist.get_rank() == 0:
         try:
             answer[0] = function()
-        except ConfigError as error:
-            answer[1] = str(error)
+        except Exception as error:  # the others would wait for it
+            raised, text = error, str(error)
+            if not isinstance(error, (ConfigError, PlainError)):
+                text = f"rank 0 failed: {type(error).__name__}: {text}"
+            answer[1:] = text, isinstance(error, ConfigError)
     dist.broadcast_object_list(answer, 0, group=group)
+    if raised is not None:
+        raise raised
     if answer[1] is not None:
-        raise ConfigError(answer[1]) if first else ConfigError.of_rank_0(answer[1])
+        raise (ConfigError if answer[2] else PlainError).of_rank_0(answer[1])
     return answer[0]  # type: ignore[no-any-return]
 
 

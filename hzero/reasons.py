@@ -10,10 +10,13 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
 
 from hzero.files import FULL
 from hzero.validation import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Environment variable of a rank: the number of the descriptor to which it writes why it ends.
 REASONS = "HZERO_REASONS"
@@ -31,6 +34,13 @@ class PlainError(RuntimeError):
     """
 
     elsewhere = False
+
+    @classmethod
+    def of_rank_0(cls, message: str) -> Self:
+        """The error on another rank than 0, where rank 0 raises the one that it comes from."""
+        error = cls(message)
+        error.elsewhere = True
+        return error
 
 
 class PeerError(PlainError):
@@ -70,7 +80,8 @@ class Reason(NamedTuple):
             text = traceback.format_exc()
         if len(text) > _REASON_LENGTH:
             text = f"{text[: _REASON_LENGTH // 2]}\n...\n{text[-_REASON_LENGTH // 2 :]}"
-        kind: Literal["refused", "waited", "failed"] = "waited" if isinstance(error, PeerError) else "failed"
+        waited = isinstance(error, PeerError) or getattr(error, "elsewhere", False)  # rank 0 says more
+        kind: Literal["refused", "waited", "failed"] = "waited" if waited else "failed"
         return cls("refused" if isinstance(error, ConfigError) else kind, text, time.monotonic(), blames)
 
 

@@ -100,6 +100,13 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(UNFINISHED if number == TIME_SIGNAL else 128 + number)
 
 
+def _signal_of(error: BaseException) -> str | None:
+    """The signal that an exception comes from: that of `_leave`, or Ctrl-C."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return signal.Signals(error.code - 128).name
+    return "SIGINT" if isinstance(error, KeyboardInterrupt) else None
+
+
 def _train(config: DictConfig, began: float) -> int:
     outside = _rank_of_a_launcher()
     if outside is not None:
@@ -167,7 +174,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
     """
     directory, resume, overwrite = str(settings["run"]["dir"]), settings["resume"], settings["run"]["overwrite"]
     directory += _suffix(settings.preset)
-    run_dir = folder.choose(directory, resume, overwrite)
+    run_dir = folder.choose(directory, resume, overwrite, fixed=INSIDE in os.environ)
     claimed = run_dir.is_dir()
     if claimed:
         claims.enter_context(folder.lock(run_dir))
@@ -194,7 +201,8 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
     if resume == "auto" and found is None:
         _say("no checkpoint to resume from: starting at the first step (existing metrics are kept as metrics.N.jsonl)")
     if not claimed:
-        run_dir = folder.choose(directory, resume, overwrite)  # another run may have come while text was tokenised
+        # Another run may have come while text was tokenised.
+        run_dir = folder.choose(directory, resume, overwrite, fixed=INSIDE in os.environ)
         claims.enter_context(folder.lock(run_dir))
     if run_dir != Path(directory).expanduser():
         why = (
@@ -307,6 +315,8 @@ def _train_as_rank(config: DictConfig, began: float) -> int:
         except PlainError:
             raise
         except RuntimeError as error:
+            if isinstance(error, PlainError) or dist.get_rank() == 0:
+                raise
             raise RuntimeError(
                 f"rank 0 has not prepared text and run folder within {patience} (launcher.start_timeout_s): {error}"
             ) from error
@@ -318,7 +328,10 @@ def _train_as_rank(config: DictConfig, began: float) -> int:
                 found = run_status.read(run_dir)
                 if not (run_dir / folder.LOGS / STARTED).exists():
                     folder.undo(run_dir)
-                _note_end(run_dir, "failed", str(error).splitlines() or [repr(error)], found)
+                if signalled := _signal_of(error):
+                    _note_end(run_dir, "interrupted", [signalled], found)
+                else:
+                    _note_end(run_dir, "failed", str(error).splitlines() or [repr(error)], found)
             if isinstance(error, PlainError):
                 if not error.elsewhere:
                     print(f"{error}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ def publish(
     *,
     good: bool | None = None,
     keep_s: float = 0.0,
+    given_up: Sequence[Path] = (),
 ) -> int:
     """Marks a checkpoint that all ranks have written as complete, and removes the oldest beyond ``keep``.
 
@@ -113,6 +114,7 @@ def publish(
         written: Size and hash of what the ranks have written, by name. Other files are read to be hashed.
         good: Whether a finite step has come after it already.
         keep_s: Age in seconds below which complete checkpoints are kept as well.
+        given_up: Others, which are removed once this one is whole.
 
     Returns:
         Bytes of all files.
@@ -127,10 +129,14 @@ def publish(
     hashes = {name: written[name][1] if name in written else digests.of_file(folder / name) for name in files}
     note = {"step": step, "identity": asdict(identity), "good": good, "files": files, digests.HASHES: hashes}
     text = json.dumps(digests.sealed(note), indent=1)
-    for path, content in ((folder / NOTE, text), (folder.parent / "latest", folder.name)):
-        with replacing(path) as file:
-            file.write(content)
-    _rotate(folder, keep, keep_s)
+    with replacing(folder / NOTE) as file:
+        file.write(text)
+    # From here on it is whole, and no error may have it removed. DeepSpeed's tools read `latest`, which every save writes.
+    with contextlib.suppress(OSError), replacing(folder.parent / "latest") as file:
+        file.write(folder.name)
+    _remove_all(path for path in given_up if path.name != folder.name)
+    with contextlib.suppress(OSError):
+        _rotate(folder, keep, keep_s)
     return sum(files.values())
 
 
@@ -152,17 +158,31 @@ def judge(folder: Path, good: bool, keep: int, keep_s: float = 0.0) -> None:
     _rotate(folder, keep, keep_s)
 
 
+def later_than(folder: Path) -> list[Path]:
+    """The checkpoints of later steps, complete or not, beside the one from which a run goes on: of an earlier life of the run.
+
+    Each could be taken for the newest one, or for the newest good one.
+    """
+    tags = [path for _, path in _tags(folder.parent)]
+    return tags[tags.index(folder) + 1 :] if folder in tags else []
+
+
 def _rotate(newest: Path, keep: int, keep_s: float) -> None:
     """Removes checkpoints before ``newest``: torn ones, and whole ones but ``keep``, the newest good one and young ones."""
     tags = [path for _, path in _tags(newest.parent)]
-    older = tags[: tags.index(newest)]  # later ones are of an earlier life of the run
+    if newest not in tags:  # somebody has removed it
+        return
+    older = tags[: tags.index(newest)]
     complete = [path for path in (*older, newest) if (path / NOTE).exists()]
     kept = {*complete[-keep:], *[path for path in complete if _is_good(path)][-1:]}
     kept |= {path for path in complete if keep_s and _age_s(path) < keep_s}
-    for old in older:
-        if old not in kept:
-            with contextlib.suppress(OSError):  # one too many is no reason to stop
-                remove(old)
+    _remove_all(path for path in older if path not in kept)
+
+
+def _remove_all(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # one too many is no reason to stop
+            remove(folder)
 
 
 def remove(folder: Path) -> None:

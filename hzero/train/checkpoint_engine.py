@@ -33,10 +33,10 @@ class Written(NamedTuple):
 
 
 class TrainerCheckpointEngine(CheckpointEngine):
-    """Copies what DeepSpeed saves, for `write` to write with hashes, and keeps an error of the disk instead of raising it.
+    """Copies what DeepSpeed saves, for `write` to write with hashes, and keeps an error instead of raising it.
 
     A rank that raised would leave DeepSpeed's collective save, in which the others then wait for it. So a rank whose disk
-    is full writes no more and says so; the ranks compare theirs afterwards.
+    or memory is full writes no more and says so; the ranks compare theirs afterwards.
 
     Args:
         engine: The engine, which saves and loads by this object from now on.
@@ -109,12 +109,7 @@ class TrainerCheckpointEngine(CheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copies what is to be written."""
-        began, copies = time.perf_counter(), HostCopy()
-        host = copies.of(state_dict)
-        copies.wait()
-        self.copied_bytes += copies.bytes
-        self.copy_s += time.perf_counter() - began
-        self._later(path, functools.partial(self._write, host, path))
+        self._try(path, lambda: self._copy(state_dict, path))
 
     def write(self) -> Written:
         """Writes the files, each whole or not at all. May be called on another thread."""
@@ -138,6 +133,14 @@ class TrainerCheckpointEngine(CheckpointEngine):
         """DeepSpeed's save ends. The files are written later."""
         return True
 
+    def _copy(self, state_dict: Any, path: str) -> None:
+        began, copies = time.perf_counter(), HostCopy()
+        host = copies.of(state_dict)
+        copies.wait()
+        self.copied_bytes += copies.bytes
+        self.copy_s += time.perf_counter() - began
+        self._later(path, functools.partial(self._write, host, path))
+
     def _write(self, host: Any, path: str) -> None:
         try:
             file = digests.HashedFile(path)
@@ -160,6 +163,6 @@ class TrainerCheckpointEngine(CheckpointEngine):
         self._writing = path
         try:
             action()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
             self._failure = f"{getattr(error, 'filename2', None) or path}: {reason}"

@@ -88,11 +88,11 @@ def set_aside(path: Path) -> bool:
     return any((path / name).is_dir() for name in (_REPLACED, _CONTINUED))
 
 
-def choose(directory: str, resume: Any, overwrite: bool) -> Path:
+def choose(directory: str, resume: Any, overwrite: bool, *, fixed: bool = False) -> Path:
     """The folder to use: as named, or with the next free number if it holds a run that must be kept. Writes nothing.
 
     ``resume=auto`` takes the run that has saved last: that of the named folder, or one that found it taken and has a number.
-    A job takes its own folder, where its logs and its history are.
+    With ``fixed`` it takes the named folder, as a job does, whose script, logs and status are there.
 
     Raises:
         ConfigError: Files of no run would be overwritten, or the two keys contradict each other.
@@ -109,7 +109,7 @@ def choose(directory: str, resume: Any, overwrite: bool) -> Path:
         raise ConfigError(
             f"run.dir: {str(path)!r} holds {', '.join(in_the_way)} that no run of hzero left; choose another folder"
         )
-    if resume == "auto" and os.environ.get(_JOB) == str(path.resolve()):
+    if resume == "auto" and fixed:
         return path
     if resume == "auto":
         return max([path, *_numbered(path)], key=_saved_at)  # of several without a checkpoint the first

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import html
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,19 +53,25 @@ def run_report(arguments: Sequence[str]) -> int:
     parsed = parser().parse_args(list(arguments))
     swept = [member for path in parsed.runs for member in members(path)]
     paths = [member for path in parsed.runs for member in members(path) or [path]]
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path, begun=path not in swept) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(path)) for run, path in zip(runs, paths)]
+    drawn = [run for run in runs if run.steps]
+    if not drawn:
+        raise ConfigError(f"RUN: no step has been logged in any run of {', '.join(map(str, parsed.runs))}")
     output = parsed.output or (parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report"))
     try:
         output.mkdir(parents=True, exist_ok=True)
-        written = [*(write_sweep(runs, output) if swept else ()), *write_report(runs, output)]
+        written = [*(write_sweep(runs, output) if swept else ()), *write_report(drawn, output)]
     except OSError as error:
         raise ConfigError(f"--output: cannot write {str(output)!r}: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         names = ", ".join(map(str, parsed.runs))
         raise ConfigError(f"RUN: {names}: holds files that no run has written ({cause})") from None
+    for run in runs:
+        if not run.steps:
+            print(f"hzero: warning: {run.name}: no step has been logged, so it is in sweep.csv alone", file=sys.stderr)
     print(f"written: {output / 'report.html'} (with {', '.join(written)})")
     return 0
 

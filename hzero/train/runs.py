@@ -47,8 +47,12 @@ class Run:
     torn: int
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path, *, begun: bool = True) -> Run:
     """Reads a run's folder.
+
+    Args:
+        path: The folder.
+        begun: Whether a step must have been logged.
 
     Raises:
         ConfigError: The folder is missing or holds no run, or no step has been logged.
@@ -59,7 +63,7 @@ def read_run(path: Path) -> Run:
         raise ConfigError(f"RUN: {str(path)!r} holds no {folder.METRICS}; it is not the folder of a run")
     rows, torn = folder.read_metrics(path)
     steps = [row for row in rows if row["kind"] == "step"]
-    if not steps:
+    if begun and not steps:
         raise ConfigError(f"RUN: no step has been logged in {str(path / folder.METRICS)!r}")
     summary = _summary(path)
     config = read_small(path / folder.CONFIG).decode(errors="replace") if (path / folder.CONFIG).is_file() else ""

@@ -100,6 +100,7 @@ class Saver:
         self._failures = 0
         self._under_way: _UnderWay | None = None
         self._unjudged: list[Path] = []  # published; the writer of rank 0 adds to them
+        self._given_up: list[Path] = []  # of an earlier life of the run
         self._bytes: int | None = None
         self._saved_s = 0.0
         self.rows: list[dict[str, Any]] = []
@@ -127,8 +128,10 @@ class Saver:
         with self._files.reading(found.folder, found.identity.world_size):
             self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
         self._bytes = found.bytes
-        if found.good is None and self._rank == 0 and found.folder.parent == self._folder:
-            self._unjudged.append(found.folder)
+        if self._rank == 0 and found.folder.parent.resolve() == self._folder.resolve():
+            self._given_up = checkpoint.later_than(found.folder)
+            if found.good is None:
+                self._unjudged.append(found.folder)
 
     def save(self, step: int, *, last: bool = False) -> list[str]:
         """Begins to save a checkpoint, good or not as `judge` will say; the newest good one is never removed. Collective.
@@ -301,7 +304,9 @@ class Saver:
                     written,
                     good=work.good or None,
                     keep_s=self._keep_s,
+                    given_up=self._given_up,
                 )
+                self._given_up = []
                 if not work.good:
                     self._unjudged.append(work.target)
                 return None

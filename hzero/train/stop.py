@@ -22,7 +22,7 @@ def ends_at(limit_s: float | None, began: float, environment: Mapping[str, str] 
     Args:
         limit_s: ``train.time_limit`` in seconds.
         began: When the command was started.
-        environment: May hold ``SLURM_JOB_END_TIME``, which Slurm sets for every start of a job.
+        environment: May hold ``SLURM_JOB_END_TIME``, which Slurm sets for every start of a job, from 23.02 on.
     """
     given = environment.get("SLURM_JOB_END_TIME", "")
     ends = [float(given)] if given.isdecimal() and int(given) else []

@@ -64,7 +64,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _results(run: Run) -> dict[str, Any]:
     first, last, _ = ends([row["loss"] for row in run.steps])
-    values = (run.state, run.summary.get("world_size", ""), run.steps[-1]["step"], first, last)
+    values = (run.state, run.summary.get("world_size", ""), run.steps[-1]["step"] if run.steps else 0, first, last)
     return dict(zip(_RESULTS, (*values, *(_median(run, key) for key in ("tokens_per_s", "tflops_per_rank", "step_s")))))
 
 

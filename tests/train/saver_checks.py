@@ -21,10 +21,12 @@ from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.utils import safe_get_full_optimizer_state
 
 import hzero
+from hzero.reasons import PlainError
 from hzero.train import checkpoint, reshard, safe_load
 from hzero.train.folder import WriteError
 from hzero.train.saver import Saver
 from hzero.train.stragglers import EVERY, Stragglers
+from hzero.train.writer import HostCopy
 from tests.zero.training import (
     LR,
     AwkwardNet,
@@ -101,13 +103,26 @@ def check_a_save_that_fails_leaves_the_one_before() -> None:
     assert left() == 1
     assert _saved(saver, 5) is None
     dist.barrier()
-    with full:  # the count has begun anew, and a last save may not fail
-        assert _saved(saver, 6) is not None
+    memory = mock.patch.object(HostCopy, "of", side_effect=RuntimeError("no memory for it\n"))
+    with memory if dist.get_rank() == 2 else contextlib.nullcontext():  # the count has begun anew
+        said = _same(_saved(saver, 6))
+    assert "step_000006/zero_pp_rank_2_mp_rank_00_model_states.pt: no memory for it (rank 2)" in said, said
+    assert left() == 1
+    with full:  # a last save may not fail
         try:
             _saved(saver, 7, last=True)
             raise AssertionError("a run ended without its last checkpoint")
         except WriteError as error:
             assert "the run ends without it" in _same(str(error))
+
+    with mock.patch.object(shutil, "disk_usage", side_effect=LookupError("odd")):
+        try:
+            saver.save(8)
+            raise AssertionError("an error of rank 0 was not passed on")
+        except LookupError:
+            assert dist.get_rank() == 0
+        except PlainError as error:
+            assert str(error) == "rank 0 failed: LookupError: odd" and error.elsewhere and dist.get_rank()
 
     safe_load.refuse_code(folder, safe_load.TRUST)
     found = checkpoint.find(str(folder), folder, identity, trust=False)
@@ -116,15 +131,20 @@ def check_a_save_that_fails_leaves_the_one_before() -> None:
     engine.destroy()
     resumed = engine_of(ds_config(None, **bf16), AwkwardNet(seed=9))
     assert found.good is None, "no finite step has come after it"
+    if dist.get_rank() == 0:
+        for step in (6, 9):  # of an earlier life of the run
+            shutil.copytree(found.folder, folder / checkpoint.tag_of(step))
+    dist.barrier()
     loader = Saver(resumed, folder, identity, keep=2, max_failures=1, trust=False)
     loader.load(found)
     for name, master in masters_of(resumed).items():
         assert torch.equal(master, masters[name]), name
     loader.judge(True)  # the first finite step of the run that goes on
+    assert _saved(loader, 7) is None
     loader.close()
     dist.barrier()
-    again = checkpoint.find(str(folder), folder, identity, trust=False)
-    assert again is not None and again.good is True
+    assert checkpoint.read(found.folder).good is True
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_000005", "step_000007"]
     resumed.destroy()
 
 

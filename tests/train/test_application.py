@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
+from omegaconf import OmegaConf
 
-from hzero.settings.conf import compose
-from hzero.train import application
+from hzero import cli
+from hzero.reasons import PlainError
+from hzero.settings.conf import compose, plain
+from hzero.settings.settings import Settings
+from hzero.slurm.job import INSIDE
+from hzero.train import application, folder, status
 from hzero.train.application import _rank_of_a_launcher
+from hzero.train.stop import TIME_SIGNAL
 from hzero.validation import ConfigError
 from tests.topology.test_bootstrap import mpich, srun, torchrun
 
@@ -84,3 +97,79 @@ def test_a_rank_of_a_launcher_is_prepared_before_deepspeed_looks_for_accelerator
     with pytest.raises(KeyboardInterrupt):
         application._train_as_rank(compose([]), 0.0)
     assert imported == [False]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A run that goes on, prepared by rank 0, where `_train_as_rank` finds no world to join."""
+    for name in (".hzero-run", folder.CONFIG, folder.METRICS):
+        (tmp_path / name).touch()
+    folder.create(tmp_path, "", False, None)
+    status.begin(tmp_path, step=4, steps=12, ranks=8)
+    group = {"threads": 1, "start_timeout_s": 60, "timeout_s": 60}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(application, "Settings", lambda *_, **__: {"launcher": group, "train": group})
+    monkeypatch.setattr(application, "prepare_process", lambda threads: None)
+    monkeypatch.setattr(application, "on_rank_0", lambda *_: str(tmp_path))
+    monkeypatch.setattr(application.stop.Stop, "remember", lambda *_: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setitem(sys.modules, "hzero.train.loop", SimpleNamespace(start_process_group=lambda timeout_s: None))
+    monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("end", "noted"),
+    [
+        (lambda *_: application._leave(signal.SIGTERM, None), ["interrupted", "SIGTERM"]),
+        (lambda *_: signal.default_int_handler(signal.SIGINT, None), ["interrupted", "SIGINT"]),
+        (lambda *_: {}["key"], ["failed", "'key'"]),
+    ],
+    ids=["scancel", "Ctrl-C", "error"],
+)
+def test_a_signal_while_ranks_start_is_no_failure(
+    started: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[..., object], noted: list[str]
+) -> None:
+    monkeypatch.setattr(application, "train_rank", end)
+    with pytest.raises((SystemExit, KeyboardInterrupt, KeyError)):
+        application._train_as_rank(OmegaConf.create({}), 0.0)
+    line = json.loads((started / folder.HISTORY).read_text())
+    assert [line["state"], line["reason"]] == noted
+
+
+@pytest.mark.usefixtures("started")
+def test_an_error_of_rank_0_that_says_all_is_not_taken_for_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise PlainError("the disk is full")
+
+    monkeypatch.setattr(application, "on_rank_0", refuse)
+    with pytest.raises(PlainError, match=r"^the disk is full$"):
+        application._train_as_rank(OmegaConf.create({}), 0.0)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_job_keeps_to_the_folder_that_it_was_sent_for(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    asked = []
+
+    def choose(*_: object, fixed: bool) -> NoReturn:
+        asked.append(fixed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv(INSIDE, "runs/x") if inside else monkeypatch.delenv(INSIDE, raising=False)
+    monkeypatch.setattr(folder, "choose", choose)
+    with pytest.raises(KeyboardInterrupt):
+        application._prepare(Settings(plain(compose(["resume=auto"]))), contextlib.ExitStack(), 0.0)
+    assert asked == [inside]
+
+
+def test_a_signal_that_comes_late_does_not_change_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes long to end. A caller of `main` goes on and keeps its own handlers."""
+    monkeypatch.setitem(cli.COMMANDS, "train", ("builtins:len", ""))
+    monkeypatch.setattr(sys, "argv", ["hzero", "train", "a"])
+    before = signal.getsignal(TIME_SIGNAL)
+    try:
+        assert cli.main(["train", "a"]) == 1 and signal.getsignal(TIME_SIGNAL) is before
+        assert cli.main() == 1 and signal.getsignal(TIME_SIGNAL) is signal.SIG_IGN
+    finally:
+        signal.signal(TIME_SIGNAL, before)

@@ -157,6 +157,16 @@ def test_what_ranks_wrote_must_be_there_when_it_is_published(tmp_path: Path) -> 
     assert not (target / checkpoint.NOTE).exists()
 
 
+def test_a_whole_checkpoint_stays_where_latest_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only DeepSpeed's own tools read ``latest``. An error would have the checkpoint removed."""
+    (tmp_path / "latest").mkdir()
+    target = _save(tmp_path, 4)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.folder == target
+
+
 def test_the_last_good_checkpoint_is_never_rotated_away(tmp_path: Path) -> None:
     for step in range(1, 7):
         _save(tmp_path, step, keep=2, good=step in (1, 2))
@@ -201,15 +211,24 @@ def test_a_checkpoint_is_good_once_a_finite_step_has_come_after_it(tmp_path: Pat
         checkpoint.newest(tmp_path)
 
 
-def test_a_checkpoint_of_an_earlier_life_keeps_no_place_of_the_last_good_one(tmp_path: Path) -> None:
-    """It is newer by name, and may be what made the run go back."""
-    _save(tmp_path, 4)
-    damaged = _save(tmp_path, 6)
+def test_checkpoints_of_an_earlier_life_go_once_the_run_has_saved_again(tmp_path: Path) -> None:
+    """One could be taken for the newest once it can be read again, and another one for the newest good one."""
+    start, damaged = _save(tmp_path, 4), _save(tmp_path, 5)
     _flip(damaged / "rank0.pt")
-    _save(tmp_path, 5, keep=1, good=None)
-    found = checkpoint.newest(tmp_path)
-    assert found is not None and found.step == 5
-    assert (tmp_path / "step_000004").is_dir()
+    for step in (8, 11):
+        _save(tmp_path, step)
+    names = lambda: [path.name for path in sorted(tmp_path.glob("step_*"))]  # noqa: E731
+    given_up = checkpoint.later_than(start)
+    shutil.rmtree(tmp_path / "step_000008")
+    (tmp_path / "step_000008").mkdir()
+    (tmp_path / "step_000008" / "script.py").write_text("pass")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.publish(tmp_path / "step_000008", 8, IDENTITY, 1, {"rank0.pt": (1, "")}, given_up=given_up)
+    assert names() == [f"step_{step:06d}" for step in (4, 5, 8, 11)], "the run has saved nothing yet"
+    checkpoint.publish(tmp_path / "step_000008", 8, IDENTITY, 1, {}, given_up=given_up)
+    assert names() == ["step_000004", "step_000008"], "where the run went on from stays until a later one is good"
+    checkpoint.judge(tmp_path / "step_000008", True, 1)
+    assert names() == ["step_000008"]
 
 
 def test_a_note_that_cannot_be_read_is_no_good_checkpoint(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_resume_auto_takes_the_run_that_has_saved_last(tmp_path: Path) -> None:
     (tmp_path / "gpt-x").write_text("")
     assert folder.choose(named, "auto", False) == second
     assert folder.choose(str(second), "auto", False) == second
+    assert folder.choose(named, "auto", False, fixed=True) == Path(named), "of a job, whose logs are there"
     _saved(tmp_path / "gpt", 200, named)  # resumed by its name since
     assert folder.choose(named, "auto", False) == Path(named)
     assert folder.choose(named, False, False) == tmp_path / "gpt-4"

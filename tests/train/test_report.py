@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -174,16 +175,26 @@ def test_a_sweep_becomes_one_table_and_one_picture(tmp_path: Path, capsys: pytes
         summary = {**json.loads((run / "summary.json").read_text()), "world_size": ranks}
         (run / "summary.json").write_text(json.dumps(summary))
     (sweep / "logs").mkdir()
+    empty = _run(sweep / "run-3-mild", [], summary=False)
+    (empty / "config.yaml").write_text(json.dumps({"zero": {"preset": "mild", "block_size": None}}))
+    (empty / "status.json").write_text('{"state": "failed"}')
     assert main(["report", str(sweep)]) == 0
-    assert "sweep.csv, sweep.png, loss.png" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "sweep.csv, sweep.png, loss.png" in printed.out
+    assert "run-3-mild: no step has been logged, so it is in sweep.csv alone" in printed.err
     rows = [line.split(",") for line in (sweep / "report" / "sweep.csv").read_text().splitlines()]
     assert rows[0][:5] == ["run", "zero.preset", "state", "ranks", "steps"] and rows[0][7] == "tokens/s"
     figures = [["run-0-topo", "topo", "8"], ["run-1-topo", "topo", "16"], ["run-2-zero3", "zero3", "8"]]
-    assert [row[:2] + row[3:5] + row[7:8] for row in rows[1:]] == [[*row, "2", "1000.0"] for row in figures]
+    assert [row[:2] + row[3:5] + row[7:8] for row in rows[1:4]] == [[*row, "2", "1000.0"] for row in figures]
+    assert rows[4:] == [["run-3-mild", "mild", "failed", "", "0", *[""] * 5]]
     assert (sweep / "report" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "run-2-zero3" in (sweep / "report" / "report.html").read_text()
     assert main(["report", str(sweep / "run-0-topo"), str(sweep / "run-2-zero3"), "-o", str(tmp_path / "two")]) == 0
     assert not (tmp_path / "two" / "sweep.csv").exists()
+    for run in sweep.glob("run-[012]-*"):
+        shutil.rmtree(run)
+    assert main(["report", str(sweep)]) == 2
+    assert "no step has been logged" in capsys.readouterr().err
 
 
 def test_report_says_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
