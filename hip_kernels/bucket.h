@@ -5,7 +5,7 @@
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
-#define HZ_BUCKET_VERSION 2  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 3  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -21,7 +21,7 @@ struct hz_tensor {
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
   hz_i64 out_start;  // the same for the payload written by decode_sum_encode
   hz_u32 chunk;      // elements of one shard, below 2^31
-  hz_u32 scales;     // where the scales start in a record, in bytes
+  hz_u32 scales;     // where the scales, or what codec exp has for each line, start in a record, in bytes
   hz_u32 out_scales;
   hz_u32 record_bytes;
   hz_u32 out_record_bytes;
@@ -38,7 +38,7 @@ struct hz_bucket {
   hz_u32 outer;  // pieces of the payload; the peers of a sum
   hz_u32 inner;  // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;  // elements that share a scale, a multiple of 16
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line
   hz_u32 scale_bytes;
   hz_u32 out_scale_bytes;
   float limit;        // largest scale to be written

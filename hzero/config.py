@@ -16,7 +16,7 @@ Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
 #: The ranks that a state is sharded over, see `tiers_inside`. The order of `SCOPES` is narrowest first.
 Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluster", "world"]
 #: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4"]
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
 #: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
@@ -29,7 +29,13 @@ BASE_TIERS: tuple[Tier, ...] = ("gcd", "gpu", "node")
 NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("node") :]
 SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
 CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
+#: Codecs that give back every bit of what they take.
+LOSSLESS: tuple[CodecName, ...] = ("none", "exp")
 ROLES: tuple[Role, ...] = typing.get_args(Role)
+#: Codecs that take any type, and so sums, which are float32.
+SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
+#: Codecs of differences between weights.
+_OF_DIFFERENCES = ("int4", "int8", "bf16")
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 
 
@@ -83,7 +89,8 @@ class CodecConfig(Frozen):
     """Settings of one tier's codec for one role.
 
     Attributes:
-        codec: Codec of the hop. Its name alone, in place of the block, takes the defaults of the other keys.
+        codec: Codec of the hop. Its name alone, in place of the block, takes the defaults of the other keys. `exp` gives back
+            every bit of bfloat16 weights in three quarters of their bytes.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder.
         scale: Type of the scales.
@@ -406,11 +413,22 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
+    for tier in parsed.codecs.gradients.written:
+        if parsed.codecs.gradients[tier].codec == "exp":
+            raise ConfigError(
+                f"{path}.codecs.gradients.{tier}: found 'exp', which holds bfloat16 numbers, and sums are float32; "
+                f"possible: {', '.join(SUMMED)}"
+            )
     refreshed = [tier for tier in tiers_outside(shard.weights) if tier in parsed.codecs.weights.written]
+    if parsed.refresh_differences and any(parsed.codecs.weights[tier].codec == "exp" for tier in refreshed):
+        raise ConfigError(
+            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec exp, which holds bfloat16 "
+            f"numbers, and differences are float32; possible with {', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
+        )
     if parsed.refresh_differences and all(parsed.codecs.weights[tier].codec == "none" for tier in refreshed):
         raise ConfigError(
             f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec none, where a difference "
-            f"has no fewer bytes and is rounded; possible with {', '.join(CODECS[:0:-1])} in {path}.codecs.weights"
+            f"has no fewer bytes and is rounded; possible with {', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
         )
     return HZeroConfig(
         **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written

@@ -94,6 +94,14 @@ BAD: list[tuple[Any, str]] = [
     ({"node_all_gather": {"algorithm": "pairs"}}, "hzero.node_all_gather: found algorithm 'pairs' without below_bytes"),
     ({"exact_evaluation": "yes"}, "hzero.exact_evaluation: found 'yes'"),
     (
+        {"codecs": {"gradients": {"gpu": "exp"}}},
+        "hzero.codecs.gradients.gpu: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, int8",
+    ),
+    (
+        {"codecs": {"weights": {"node": "exp"}}, "refresh_differences": True},
+        "hzero.refresh_differences: weights are refreshed on gpu, node with codec exp",
+    ),
+    (
         {"preset": "zero3", "refresh_differences": True},
         "hzero.refresh_differences: no copy is kept of weights over the world",
     ),

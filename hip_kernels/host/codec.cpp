@@ -418,6 +418,14 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
   }
 }
 
+}  // namespace HZ_ISA
+}  // namespace hz
+
+#include "exponents.h"
+
+namespace hz {
+namespace HZ_ISA {
+
 extern const Kernels kernels;
 const Kernels kernels = {
 #define HZ_ENTRY(name, ...) __VA_ARGS__,

@@ -21,7 +21,12 @@
   DO(decode_sum_encode_int8_int8, decode_sum_encode<8, 8>) \
   DO(decode_sum_encode_int8_int4, decode_sum_encode<8, 4>) \
   DO(decode_sum_encode_int4_int8, decode_sum_encode<4, 8>) \
-  DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>)
+  DO(decode_sum_encode_int4_int4, decode_sum_encode<4, 4>) \
+  DO(encode_exp_bf16, encode_exponents)                    \
+  DO(decode_exp_fp32, decode_exponents<Fp32>)              \
+  DO(decode_exp_bf16, decode_exponents<Bf16>)              \
+  DO(decode_exp_fp16, decode_exponents<Fp16>)              \
+  DO(decode_sum_exp, decode_sum_exponents)
 
 namespace hz {
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from hzero.arguments import Parser
-from hzero.config import CODECS, CodecName, TopologyConfig, parse_topology
+from hzero.config import SUMMED, CodecName, TopologyConfig, parse_topology
 from hzero.validation import ConfigError, validated
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -91,7 +91,10 @@ class LinksSettings(BaseModel):
     @field_validator("codecs", mode="before")
     @classmethod
     def _split(cls, value: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(value.split(",")))
+        names = tuple(dict.fromkeys(value.split(",")))
+        if "exp" in names:
+            raise ValueError(f"found 'exp', which gradients cannot have; possible: {', '.join(SUMMED)}")
+        return names
 
     @field_validator("out")
     @classmethod
@@ -145,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     add("--min-bytes", default="4K", metavar="SIZE", help="smallest size, such as 512, 4K, 16M or 1G (default 4K)")
     add("--max-bytes", default="16M", metavar="SIZE", help="largest size (default 16M)")
     add("--factor", default="4", metavar="N", help="ratio of one size to the one before (default 4)")
-    add("--codecs", default="none,int8,int4", help=f"codecs of the hops, of {', '.join(CODECS)} (default %(default)s)")
+    add("--codecs", default="none,int8,int4", help=f"codecs of the hops, of {', '.join(SUMMED)} (default %(default)s)")
     add("--dtype", default="auto", help="type of the elements: auto (bf16 on GPUs, fp32 on processors), fp32, bf16")
     add("--device", default="auto", help="auto (GPUs if torch has them) or cpu")
     add("--iterations", default="20", metavar="N", help="timed iterations per measurement (default 20)")

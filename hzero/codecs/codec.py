@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hzero.codecs import ops  # noqa: F401 - defines the operators
+from hzero.codecs import (
+    exponents,
+    ops,  # noqa: F401 - defines the operators
+)
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.layout import layout_of
 from hzero.codecs.reference import SCALE_DTYPES, scale_limit
-from hzero.config import CodecConfig, CodecName
-from hzero.sharding.records import RecordFormat, record_format
+from hzero.config import LOSSLESS, CodecConfig, CodecName
+from hzero.sharding.records import EXP_BLOCK, RecordFormat, record_format
 
 #: Largest relative error of rounding a normal number to each type, and largest absolute error of rounding any other.
 _ROUNDOFF = {
@@ -48,29 +52,29 @@ class Codec:
 
     @property
     def block_size(self) -> int:
-        """Elements that share a scale; no meaning for ``none`` and ``bf16``, which have no scales."""
+        """Elements that share a scale; no meaning for ``none``, ``bf16`` and ``exp``, which have no scales."""
         return self.config.block_size
 
     @property
     def scale(self) -> str:
-        """Type of the scales, ``bf16`` or ``fp32``; no meaning for ``none`` and ``bf16``."""
+        """Type of the scales, ``bf16`` or ``fp32``; no meaning for ``none``, ``bf16`` and ``exp``."""
         return self.config.scale
 
     @property
     def stochastic(self) -> bool:
-        """Whether codes are rounded stochastically, not to nearest even; never with ``none`` and ``bf16``."""
+        """Whether codes are rounded stochastically, not to nearest even; never without scales."""
         return self.config.rounding == "stochastic" and self.format.scale_bytes > 0
 
     @property
     def exact(self) -> bool:
-        """Whether every element is decoded to its original bits, whatever its type."""
-        return self.name == "none"
+        """Whether every element is decoded to its original bits; with ``exp`` unless its block is lost, see `lost`."""
+        return self.name in LOSSLESS
 
     @property
     def bits(self) -> float:
         """Bits per element in a long record, scales included; for codec ``none`` those of float32."""
-        block = self.config.block_size
-        return 8 * self.format.record_bytes(block * 16, torch.float32.itemsize) / (block * 16)
+        numel = EXP_BLOCK * self.config.block_size
+        return 8 * self.format.record_bytes(numel, torch.float32.itemsize) / numel
 
     def error_bound(self, block_absmax: float, dtype: torch.dtype = torch.float32) -> float:
         """Largest absolute error of one round trip of a finite element.
@@ -80,12 +84,14 @@ class Codec:
             dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
 
         Returns:
-            The bound, in the unit of the elements; infinity where codec ``bf16`` may overflow. docs/payload_format.md
+            The bound, in the unit of the elements; infinity where ``bf16`` or ``exp`` may overflow. docs/payload_format.md
             derives it.
         """
-        if self.name == "none":
-            return 0.0
         relative, tiny = _ROUNDOFF[dtype]
+        if self.exact:
+            if self.name == "none" or dtype != torch.float16:
+                return 0.0
+            return block_absmax * relative + tiny if block_absmax <= torch.finfo(dtype).max else math.inf
         if self.name == "bf16":
             mantissa, exponent = math.frexp(block_absmax)
             if math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8) > torch.finfo(dtype).max:
@@ -118,6 +124,26 @@ class Codec:
         """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""
         return self.format.message_bytes(chunks, rows, itemsize)
 
+    def lost(self, message: torch.Tensor, chunks: Sequence[int], *, outer: int = 1) -> torch.Tensor:
+        """Counts the blocks of a message whose elements codec ``exp`` could not hold, and which decode to NaN.
+
+        A block is lost where its list of escapes is too short; its elements have to be sent as they are, by codec
+        ``none``. In such a message all readers find the same blocks.
+
+        Args:
+            message: uint8 message.
+            chunks: As encoded.
+            outer: As encoded.
+
+        Returns:
+            int64 ``[]`` on the message's device; 0 with every other codec.
+        """
+        if self.name != "exp" or not message.numel():
+            return message.new_zeros((), dtype=torch.int64)
+        layout = layout_of(tuple(chunks), self.format, torch.bfloat16.itemsize)
+        inner = message.numel() // layout.row_bytes // outer
+        return exponents.lost(message, layout, self.format, outer, inner)
+
     def _rounding(self, seed: int) -> Rounding:
         return Rounding(self.stochastic, seed)
 
@@ -134,8 +160,8 @@ class Codec:
         """Encodes a bucket into one message.
 
         Args:
-            source: Contiguous floating tensors of one dtype (float32, bfloat16, float16) and device, each of at most
-                ``rows * chunk`` elements, shards in order; missing elements are encoded as zero.
+            source: Contiguous floating tensors of one dtype (float32, bfloat16, float16; codec ``exp``: bfloat16) and
+                device, each of at most ``rows * chunk`` elements, shards in order; missing elements are encoded as zero.
             chunks: Elements of one shard of each tensor.
             sizes: Axes of the rows; their product is the number of rows. None takes as few rows as hold the sources
                 and fill ``outer`` pieces, at least one per piece.

@@ -13,10 +13,10 @@ import torch
 from hzero.codecs.arguments import Rounding
 from hzero.codecs.layout import layout_of
 from hzero.codecs.reference import noise_key, scale_limit
-from hzero.sharding.records import RecordFormat
+from hzero.sharding.records import EXP_BLOCK, RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 2, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 3, 40, 6, 256
 
 _TENSOR = np.dtype(
     [
@@ -61,6 +61,7 @@ class Shape:
         out: Format of a second payload, to write, or None.
         out_outer: Pieces of that payload.
         wave: Lanes of the device's wave; 0 for a processor.
+        encodes: Whether the payload is written. Codec ``exp`` encodes whole blocks and decodes single lines.
     """
 
     chunks: tuple[int, ...]
@@ -74,15 +75,22 @@ class Shape:
     out: RecordFormat | None = None
     out_outer: int = 1
     wave: int = 0
+    encodes: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Elements that are worked on together."""
+        return EXP_BLOCK if self.encodes and self.fmt.codec == "exp" else self.fmt.block_size
 
     @property
     def lanes(self) -> int:
-        """Threads of a device that share a block: 16 elements each, a power of two."""
-        return 1 << (self.fmt.block_size // 16 - 1).bit_length()
+        """Threads of a device that share a block: 16 elements each, a power of two; of a long block again and again."""
+        return min(1 << (self.block_size // 16 - 1).bit_length(), THREADS)
 
     def groups(self, chunk: int) -> int:
         """Workgroups of a device that a tensor takes."""
-        return -(-self.fmt.blocks(chunk) // (THREADS // self.lanes)) * self.rows
+        together = self.block_size * (THREADS // self.lanes)
+        return -(-chunk // together) * self.rows
 
     @functools.cached_property
     def fits(self) -> bool:
@@ -111,8 +119,9 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
         some = np.array(whole[first : first + TENSORS])
         bucket = np.zeros((), BUCKET)
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
-        bucket["block_size"], bucket["scale_bytes"] = shape.fmt.block_size, shape.fmt.scale_bytes
-        bucket["limit"] = scale_limit(shape.out or shape.fmt, torch.float32 if shape.out else shape.dtype)
+        bucket["block_size"], bucket["scale_bytes"] = shape.block_size, shape.fmt.scale_bytes
+        if shape.fmt.scale_bytes:
+            bucket["limit"] = scale_limit(shape.out or shape.fmt, torch.float32 if shape.out else shape.dtype)
         bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
         bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
         tensor = bucket["tensor"][: len(some)]

@@ -17,8 +17,8 @@ from hzero.codecs.descriptor import THREADS
 from hzero.codecs.host import NATIVE
 from hzero.files import distrust, replacing
 
-#: Files of the kernels, one per operator.
-FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode")
+#: Files of the kernels: one per operator, and those of codec ``exp``.
+FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode", "exponents")
 
 #: Folders of the kernels' sources: in an installation, in a checkout.
 SOURCES = (NATIVE / "kernels", NATIVE.parents[1] / "hip_kernels")

@@ -66,6 +66,11 @@ class Prepared:
         return self.outputs
 
 
+def _family(operation: str, fmt: RecordFormat) -> str:
+    """The file of a kernel: codec ``exp`` has one of its own."""
+    return "exponents" if fmt.codec == "exp" else operation
+
+
 class KernelBackend:
     """The operators by kernels. Arguments are those of `hzero.codecs.reference`, already checked.
 
@@ -137,7 +142,7 @@ class KernelBackend:
         """`encode`, or `encode_feedback` if residuals are given; None if no kernel supports it."""
         dtype = source[0].dtype
         # With residuals, float32 sums are encoded.
-        shape = self._shape(rows, fmt, torch.float32 if residuals else dtype)
+        shape = self._shape(rows, fmt, torch.float32 if residuals else dtype, encodes=fmt.codec == "exp")
         if shape is None:
             return None
         left: list[torch.Tensor] = []
@@ -147,7 +152,9 @@ class KernelBackend:
             payload = outputs.encode(source, rows, fmt)
         buckets = buckets_of(shape, payload, source, residuals=residuals, factors=factors, left=left, rounding=rounding)
         kernel = f"encode_{fmt.codec}_{_NAMES[dtype]}{self._wide(shape)}"
-        return Prepared([payload, *left], kernel, "encode", list(buckets), self.launcher, [*source, *residuals])
+        return Prepared(
+            [payload, *left], kernel, _family("encode", fmt), list(buckets), self.launcher, [*source, *residuals]
+        )
 
     def prepare_decode(
         self, payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype
@@ -159,7 +166,8 @@ class KernelBackend:
         payload = self._aligned(payload)
         decoded = outputs.decode(payload, rows, fmt, dtype)
         kernel = f"decode_{fmt.codec}_{_NAMES[dtype]}"
-        return Prepared(decoded, kernel, "decode", list(buckets_of(shape, payload, decoded)), self.launcher, [payload])
+        buckets = list(buckets_of(shape, payload, decoded))
+        return Prepared(decoded, kernel, _family("decode", fmt), buckets, self.launcher, [payload])
 
     def prepare_decode_sum(
         self,
@@ -176,7 +184,8 @@ class KernelBackend:
         payload = self._aligned(payload)
         written = list(sums) or outputs.decode_sum(payload, messages)
         buckets = list(buckets_of(shape, payload, written, residuals=sums))
-        return Prepared(written, f"decode_sum_{fmt.codec}", "decode_sum", buckets, self.launcher, [payload])
+        family = _family("decode_sum", fmt)
+        return Prepared(written, f"decode_sum_{fmt.codec}", family, buckets, self.launcher, [payload])
 
     def prepare_decode_sum_encode(
         self,
@@ -189,7 +198,7 @@ class KernelBackend:
         rounding: Rounding,
     ) -> Prepared | None:
         """`decode_sum_encode`; None where no kernel does it in one."""
-        if fmt.block_size != out.block_size:
+        if fmt.block_size != out.block_size or not fmt.scale_bytes:
             return None
         shape = self._sum_shape(messages, fmt, dtype, out, outer)
         if shape is None:
@@ -203,13 +212,12 @@ class KernelBackend:
     # A bucket comes back in every step: its shape is found once.
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a process has few backends, and they last
-    def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> Shape | None:
-        if not fmt.scale_bytes:
+    def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, encodes: bool = False) -> Shape | None:
+        if not fmt.block_size:
             return None
         sizes, strides = axes_of(rows.sizes, rows.strides)
-        return self._fitting(
-            Shape(tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, wave=self._wave)
-        )
+        where = (tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner)
+        return self._fitting(Shape(*where, fmt, dtype, wave=self._wave, encodes=encodes))
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _sum_shape(
@@ -220,7 +228,7 @@ class KernelBackend:
         out: RecordFormat | None = None,
         out_outer: int = 1,
     ) -> Shape | None:
-        if not fmt.scale_bytes:
+        if not fmt.block_size:
             return None
         peers, chunks, inner = messages
         sizes, strides = axes_of((inner,), (1,))
@@ -235,7 +243,8 @@ class KernelBackend:
     @staticmethod
     def _wide(shape: Shape) -> str:
         """A suffix: blocks of more elements than the lanes of a wave hold have kernels of their own."""
-        return "_wide" if shape.wave and shape.fmt.block_size > 16 * shape.wave else ""
+        scaled = shape.fmt.scale_bytes > 0
+        return "_wide" if shape.wave and scaled and shape.fmt.block_size > 16 * shape.wave else ""
 
     def _aligned(self, payload: torch.Tensor) -> torch.Tensor:
         return payload.clone() if payload.data_ptr() % self.launcher.alignment else payload

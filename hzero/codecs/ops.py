@@ -19,7 +19,7 @@ import torch
 
 from hzero.codecs import backends, outputs, reference
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
-from hzero.config import CODECS
+from hzero.config import CODECS, SUMMED
 from hzero.sharding.records import BLOCK_CODECS, SCALE_BYTES, RecordFormat
 
 #: Names of the operators.
@@ -108,10 +108,12 @@ def _check_storage(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
 
 
-def _check_source(source: Sequence[torch.Tensor], rows: Rows) -> None:
+def _check_source(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat) -> None:
     if len(source) != len(rows.chunks):
         raise ValueError(f"source: found {len(source)} tensors for {len(rows.chunks)} chunks")
     dtype, device, total = source[0].dtype, source[0].device, rows.total
+    if fmt.codec == "exp" and dtype != torch.bfloat16:
+        raise TypeError(f"source[0]: found {dtype}, expected bfloat16: codec exp encodes no other type")
     for index, (tensor, chunk) in enumerate(zip(source, rows.chunks)):
         _check_dtype(tensor.dtype, f"source[{index}]")
         if tensor.dtype != dtype or tensor.device != device:
@@ -168,18 +170,31 @@ def _check_payload(
         )
 
 
+def _check_sums(name: str, fmt: RecordFormat) -> None:
+    if fmt.codec not in SUMMED:
+        raise ValueError(
+            f"{name}: found {fmt.codec!r}, which encodes bfloat16 alone, and sums are float32; possible: {', '.join(SUMMED)}"
+        )
+
+
 class _Checks:
     """Checks of arguments against each other, in the form of a backend."""
 
     @staticmethod
-    def encode(source: Sequence[torch.Tensor], rows: Rows, *_: Any) -> None:
-        _check_source(source, rows)
+    def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, *_: Any) -> None:
+        _check_source(source, rows, fmt)
 
     @staticmethod
     def encode_feedback(
-        source: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], factors: Sequence[float], rows: Rows, *_: Any
+        source: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor],
+        factors: Sequence[float],
+        rows: Rows,
+        fmt: RecordFormat,
+        *_: Any,
     ) -> None:
-        _check_source(source, rows)
+        _check_sums("codec", fmt)
+        _check_source(source, rows, fmt)
         _check_residuals(residuals, factors, source)
 
     @staticmethod
@@ -203,8 +218,15 @@ class _Checks:
 
     @staticmethod
     def decode_sum_encode(
-        payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, outer: int, *_: Any
+        payload: torch.Tensor,
+        messages: Messages,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+        outer: int,
+        out: RecordFormat,
+        *_: Any,
     ) -> None:
+        _check_sums("out_codec", out)
         _check_payload(payload, fmt, messages.chunks, messages.peers * messages.inner, dtype)
         _check_outer(outer, messages.inner)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hzero.codecs import exponents
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.codecs.layout import Layout, layout_of
 from hzero.sharding.records import RecordFormat
@@ -34,15 +35,22 @@ def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, roundi
     """Encodes a bucket; see `hzero.codecs.Codec.encode`."""
     dtype = source[0].dtype
     layout = layout_of(tuple(rows.chunks), fmt, dtype.itemsize)
-    if not fmt.scale_bytes:
+    if not fmt.block_size:
         return _encode_elements(source, layout, fmt, rows)
     total = rows.total
-    staged = source[0].new_empty(total, layout.row_blocks * fmt.block_size, dtype=torch.float32)
+    kind = torch.float32 if fmt.scale_bytes else torch.bfloat16
+    staged = source[0].new_empty(total, layout.row_blocks * fmt.block_size, dtype=kind)
     for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, rows.chunks, total), rows.chunks):
         if column.shape[1] > chunk:
             column[:, chunk:].zero_()
             column = column[:, :chunk]
         column.view(*rows.sizes, chunk).copy_(_shards(flat, chunk, rows.sizes, rows.strides))
+    if fmt.codec == "exp":
+        payload = staged.new_zeros(total * layout.row_bytes, dtype=torch.uint8)
+        if payload.numel():
+            records = _records(payload, layout, rows.outer, rows.inner, torch.uint8)
+            exponents.encode(staged.view(torch.int16), records, layout, fmt)
+        return payload
     return _encode_staged(staged, layout, fmt, rows.outer, dtype, rounding)
 
 
@@ -74,7 +82,7 @@ def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dt
     layout = layout_of(tuple(rows.chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
     sizes, strides, total = rows.sizes, rows.strides, rows.total
-    if fmt.scale_bytes:
+    if fmt.block_size:
         parts = _columns(_decode_staged(payload, layout, fmt, rows.outer, rows.inner), layout, fmt)
     else:
         parts = _records(payload, layout, rows.outer, rows.inner, dtype if fmt.codec == "none" else torch.bfloat16)
@@ -97,7 +105,7 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
     sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
     if not payload.numel():
         return sums
-    if fmt.scale_bytes:
+    if fmt.block_size:
         total = _sum_staged(payload, layout, fmt, peers, inner)
         for flat, column, chunk in zip(sums, _columns(total, layout, fmt), chunks):
             flat.view(inner, chunk).copy_(column[:, :chunk])
@@ -118,7 +126,7 @@ def decode_add(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
         return
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
-    if fmt.scale_bytes:
+    if fmt.block_size:
         parts = _decode_staged(payload, layout, fmt, peers, inner)
         records = [column.view(peers, inner, -1) for column in _columns(parts, layout, fmt)]
     else:
@@ -183,7 +191,7 @@ def _encode_elements(
     return elements.view(torch.uint8)
 
 
-# ---- blocks: codecs int8 and int4 -----------------------------------------------------------------------------------
+# ---- blocks: codecs int8 and int4; codec exp is in hzero.codecs.exponents ---------------------------------------------
 
 
 def _encode_staged(
@@ -260,8 +268,14 @@ def scale_limit(fmt: RecordFormat, dtype: torch.dtype) -> float:
 
 
 def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, inner: int) -> torch.Tensor:
-    """Float32 ``[rows, blocks * block_size]``; beyond a record's elements zero, or NaN where the block is."""
-    rows, width = outer * inner, layout.row_blocks * fmt.block_size * fmt.codes.bits // 8
+    """Float32 ``[rows, blocks * block_size]``; beyond a record's elements zero, or NaN where the block is.
+
+    Codec ``exp`` gives bfloat16, and anything beyond a record's elements.
+    """
+    if fmt.codec == "exp" and payload.numel():
+        return exponents.decode(_records(payload, layout, outer, inner, torch.uint8), outer * inner, layout, fmt)
+    rows, width = outer * inner, layout.row_blocks * fmt.block_size
+    width = width * fmt.codes.bits // 8 if fmt.scale_bytes else 0
     if not width:
         return payload.new_empty(rows, 0, dtype=torch.float32)
     codes = payload.new_zeros(rows, width)
@@ -280,7 +294,7 @@ def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, out
 
 def _sum_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, peers: int, inner: int) -> torch.Tensor:
     """Sum over peers, float32 ``[inner, blocks * block_size]``, in their order."""
-    parts = _decode_staged(payload, layout, fmt, peers, inner)
+    parts = _decode_staged(payload, layout, fmt, peers, inner).to(torch.float32)
     total = parts[:inner]
     for peer in range(1, peers):
         total.add_(parts[peer * inner : (peer + 1) * inner])

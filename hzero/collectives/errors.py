@@ -6,7 +6,10 @@ from hzero.reasons import PeerError, PlainError
 
 
 class HopError(PlainError):
-    """A hop failed, or a message arrived changed. It names the collective, its payload, tier and ranks."""
+    """A hop failed, or a message arrived changed, or with blocks that its codec could not hold.
+
+    It names the collective, its payload, tier and ranks.
+    """
 
 
 class MissingPeerError(HopError, PeerError):

@@ -17,6 +17,7 @@ from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison
 from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.lost import Lost
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
 from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
@@ -76,6 +77,7 @@ class TieredCollectives:
         self.pipeline = pipeline or Pipeline()
         self._transport = transport
         self._unread: list[tuple[Any, Comparison]] = []
+        self._lost: list[tuple[Any, Lost]] = []
         self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # ---- gather ------------------------------------------------------------------------------------------------
@@ -156,13 +158,19 @@ class TieredCollectives:
             self.verify()
 
     def verify(self) -> None:
-        """On an asynchronous device: compares the checksums of all hops until now, and waits for them.
+        """On an asynchronous device: checks what has arrived by all hops until now, and waits for them.
 
         Raises:
-            HopError: A message arrived changed.
+            HopError: A message arrived changed, or has blocks that codec ``exp`` could not hold.
         """
         unread, self._unread = self._unread, []
+        lost, self._lost = self._lost, []
         streams = self.pipeline.streams
+        if streams is not None:
+            for event, found in lost:
+                streams.wait(event)
+                self.used(found.blocks)
+                found.check()
         if not unread or streams is None:
             return
         for event, comparison in unread:
@@ -200,7 +208,17 @@ class TieredCollectives:
                 self.compare,
             )
             outer *= hop.size
+            if codec.name == "exp":
+                self._refuse_lost(hop, bucket, message, codec, outer)
         return then(message, codec, outer)
+
+    def _refuse_lost(self, hop: Hop, bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int) -> None:
+        """Raises for blocks that codec ``exp`` could not hold: at once, or on an asynchronous device in `verify`."""
+        found = Lost(codec.lost(message, bucket.chunks, outer=outer), f"{self._what(hop, bucket)} on tier {hop.tier!r}")
+        if self.pipeline.streams is None:
+            found.check()
+        else:
+            self._lost.append((self.pipeline.streams.event(), found))
 
     def transcode(
         self,

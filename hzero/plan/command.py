@@ -224,6 +224,12 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         profile = with_links(profile, links, grid)
     model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
     itemsize = itemsize or itemsize_of(settings, profile)
+    for hop in plan.gather_hops() if itemsize != 2 else ():
+        if hop.codec.codec == "exp":
+            raise ConfigError(
+                f"zero.codecs.weights.{hop.tier}: found 'exp', which holds bfloat16 numbers, with weights of {itemsize} bytes; "
+                "possible with train.dtype=bf16 or --itemsize 2"
+            )
     numels = model_numels(model)
     traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
     stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)

@@ -29,8 +29,12 @@ class BlockCodes(NamedTuple):
     highest: int
 
 
-#: The block codecs. All others store the elements themselves.
+#: Codecs ``int8`` and ``int4``, whose blocks share a scale.
 BLOCK_CODECS: dict[CodecName, BlockCodes] = {"int8": BlockCodes(8, -127, 127), "int4": BlockCodes(4, -8, 7)}
+
+
+#: Codec ``exp``: elements that share a window of exponents, those that share a list of escapes, and the longest list.
+EXP_LINE, EXP_BLOCK, EXP_ESCAPES = 512, 32768, 512
 
 
 def _aligned(size: int) -> int:
@@ -47,7 +51,7 @@ class RecordFormat(NamedTuple):
 
     Attributes:
         codec: Name of the codec.
-        block_size: Elements that share a scale; 0 without scales.
+        block_size: Elements that share a scale, or in codec ``exp`` a window of exponents; 0 for the other codecs.
         scale: Type of the scales, a key of `SCALE_BYTES`; "" without scales.
     """
 
@@ -58,7 +62,9 @@ class RecordFormat(NamedTuple):
     @classmethod
     def of(cls, codec: CodecName, block_size: int, scale: str) -> RecordFormat:
         """The format of valid settings: two that differ only in settings without meaning give the same format."""
-        return cls(codec, block_size, scale) if codec in BLOCK_CODECS else cls(codec, 0, "")
+        if codec in BLOCK_CODECS:
+            return cls(codec, block_size, scale)
+        return cls(codec, EXP_LINE if codec == "exp" else 0, "")
 
     @property
     def scale_bytes(self) -> int:
@@ -71,22 +77,27 @@ class RecordFormat(NamedTuple):
         return BLOCK_CODECS[self.codec]
 
     def blocks(self, numel: int) -> int:
-        """Scales of a record of ``numel`` elements."""
+        """Scales of a record of ``numel`` elements, or windows of exponents."""
         return -(-numel // self.block_size) if self.block_size else 0
 
     def code_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes of the codes. ``itemsize`` is that of the decoded type; only codec ``none`` depends on it."""
+        if self.codec == "exp":
+            return _aligned(numel) + -(-numel // 2)
         if self.block_size:
             return -(-numel * self.codes.bits // 8)
         return numel * (itemsize if self.codec == "none" else 2)
 
     def scales_offset(self, numel: int, itemsize: int) -> int:
-        """Offset of the scales inside the record, in bytes."""
+        """Offset of the scales, or of the windows of exponents, inside the record, in bytes."""
         return _aligned(self.code_bytes(numel, itemsize))
 
     def record_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes of the whole record; 0 for an empty one."""
-        return self.scales_offset(numel, itemsize) + _aligned(self.blocks(numel) * self.scale_bytes)
+        behind = self.blocks(numel) * self.scale_bytes
+        if self.codec == "exp":
+            behind = 3 * self.blocks(numel) + numel // EXP_BLOCK * EXP_ESCAPES + min(numel % EXP_BLOCK, EXP_ESCAPES)
+        return self.scales_offset(numel, itemsize) + _aligned(behind)
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor."""

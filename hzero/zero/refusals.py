@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY, PARENT, find, lifted, load
 from hzero.config import HZeroConfig, parse_config
+from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
@@ -142,6 +144,21 @@ def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
 def _is_set(device: Any, *allowed: str) -> bool:
     name = str(getattr(device, "value", device))
     return name not in ("none", "None", *allowed)
+
+
+def check_types(module: torch.nn.Module, plan: ShardPlan) -> None:
+    """Refuses codec ``exp`` for weights of another type than bfloat16.
+
+    Raises:
+        ConfigError: Naming the tier, the parameter and its type.
+    """
+    tiers = [hop.tier for hop in plan.gather_hops() if hop.codec.codec == "exp"]
+    for name, param in module.named_parameters() if tiers else ():
+        if param.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "
+                "possible with bf16.enabled, or codec none"
+            )
 
 
 def check_group(group: Any, what: str) -> None:

@@ -23,11 +23,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
-from hzero.config import PLAIN
+from hzero.config import LOSSLESS, PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel
 from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle
-from hzero.zero.refusals import ZeroParameter
+from hzero.zero.refusals import ZeroParameter, check_types
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")
@@ -49,7 +49,8 @@ class Weights:
         self._bucket_numel = bucket_numel
         self._refresh_hops = self._plan.refresh_hops()
         self._fetch_hops = self._plan.fetch_hops() if self._refresh_hops else self._plan.gather_hops()
-        self._lossy = any(hop.codec.codec != "none" for hop in self._plan.gather_hops())
+        self._lossy = any(hop.codec.codec not in LOSSLESS for hop in self._plan.gather_hops())
+        check_types(module, self._plan)
         self._exact = False
         self._evaluating = False  # see `follow_mode`
         self._mode_hook: Any = None

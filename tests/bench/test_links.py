@@ -28,6 +28,7 @@ WRONG = {
     "--timeout 0": "--timeout: found '0'",
     "--timeout nan": "--timeout: found 'nan'",
     "--codecs none,int9": "--codecs.1: unknown value 'int9'; did you mean 'int8'",
+    "--codecs none,exp": "--codecs: found 'exp', which gradients cannot have; possible: none, bf16, int8, int4",
     "--codecs=": "--codecs.0: unknown value ''",
     "--dtype fp8": "--dtype: unknown value 'fp8'",
     "--device gpu": "--device: unknown value 'gpu'",

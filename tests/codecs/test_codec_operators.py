@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import Codec
-from hzero.config import CODECS, CodecConfig
+from hzero.config import SUMMED, CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS = [21, 0, 1, 64]
@@ -41,7 +41,7 @@ def messages(codec: Codec, peers: int, inner: int, dtype: torch.dtype) -> torch.
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(codec: str, dtype: torch.dtype) -> None:
     own, ops = make(codec, rounding="stochastic"), torch.ops.hzero
@@ -57,11 +57,11 @@ def test_opcheck(codec: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.decode_sum, (summed, 3, CHUNKS, 2, *how, dtype))
     sums = [numbers(2 * chunk) for chunk in CHUNKS]
     torch.library.opcheck(ops.decode_add, (summed, 3, CHUNKS, 2, *how, dtype, sums))
-    for out in CODECS:
+    for out in SUMMED:
         torch.library.opcheck(ops.decode_sum_encode, (summed, 3, CHUNKS, 2, *how, dtype, 2, out, 32, "fp32", False, 0))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 def test_compiled_callers_see_the_operators(codec: str) -> None:
     """Dynamo takes the operators as they are, and does not look into what computes them."""
     own = make(codec)
@@ -73,7 +73,7 @@ def test_compiled_callers_see_the_operators(codec: str) -> None:
     assert torch.equal(torch.compile(round_trip, backend="eager")(x), round_trip(x))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 def test_outputs_share_no_memory(codec: str) -> None:
     """Nor with the inputs, in the cases that could do with a view: one row, aligned records."""
     own, source = make(codec), [numbers(64), numbers(32)]
@@ -90,7 +90,7 @@ def test_outputs_share_no_memory(codec: str) -> None:
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("peers", "inner"), [(1, 1), (1, 3), (2, 1), (3, 2), (7, 3)])
 def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtype, peers: int, inner: int) -> None:
@@ -117,10 +117,10 @@ def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtyp
 
 @settings(max_examples=40)
 @given(
-    codec=st.sampled_from(CODECS),
+    codec=st.sampled_from(SUMMED),
     to=st.builds(
         CodecConfig,
-        codec=st.sampled_from(CODECS),
+        codec=st.sampled_from(SUMMED),
         block_size=st.sampled_from([16, 32]),
         scale=st.sampled_from(["bf16", "fp32"]),
         rounding=st.sampled_from(["nearest", "stochastic"]),
@@ -168,7 +168,7 @@ def test_an_overflow_of_the_sum_becomes_nan() -> None:
 # ---- what is accepted -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 6, 8])
 def test_a_payload_may_start_anywhere_in_its_storage(codec: str, offset: int) -> None:
     own = make(codec, scale="fp32")
@@ -186,7 +186,7 @@ def test_a_payload_may_start_anywhere_in_its_storage(codec: str, offset: int) ->
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> None:
     own, flat = make(codec), numbers(100)
     want = own.encode([flat[3:99].clone()], [50], sizes=[2])
@@ -195,7 +195,7 @@ def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> N
     assert torch.equal(got, want) and not got.requires_grad
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 def test_the_default_dtype_does_not_matter(codec: str) -> None:
     """DeepSpeed's ``zero.Init`` and model builders change it."""
     own, source = make(codec), bucket(4)
@@ -210,7 +210,7 @@ def test_the_default_dtype_does_not_matter(codec: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 def test_short_and_empty_sources_are_filled_with_zeros(codec: str) -> None:
     own = make(codec)
     for counts in itertools.product((0, 1, 8, 9, 40, 41), repeat=2):
@@ -222,7 +222,7 @@ def test_short_and_empty_sources_are_filled_with_zeros(codec: str) -> None:
         assert torch.equal(message, own.encode(filled, [9, 7], sizes=[3, 2], strides=[1, 3], outer=3))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 def test_rows_are_found_where_they_are_not_given(codec: str) -> None:
     own, source = make(codec), [numbers(50), numbers(9, seed=1)]
     assert torch.equal(own.encode(source, [10, 3]), own.encode(source, [10, 3], sizes=[5], strides=[1]))
@@ -237,7 +237,7 @@ def test_rows_are_found_where_they_are_not_given(codec: str) -> None:
 
 
 def test_padding_is_zero() -> None:
-    for codec in CODECS:
+    for codec in SUMMED:
         own = make(codec)
         for chunk, dtype in itertools.product((1, 5, 17, 33), FLOATS):
             record = own.encode([torch.ones(3 * chunk, dtype=dtype)], [chunk], sizes=[3]).view(3, -1)

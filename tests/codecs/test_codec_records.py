@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hzero.codecs import Codec
-from hzero.config import CODECS, CodecConfig
+from hzero.config import SUMMED, CodecConfig
 from hzero.sharding.records import RecordFormat, chunk_numel, record_format
 
 
@@ -29,6 +29,11 @@ from hzero.sharding.records import RecordFormat, chunk_numel, record_format
         ("int4", "bf16", 128, 1, 4, 1, 16, 32),
         ("int4", "bf16", 128, 33, 4, 17, 32, 48),
         ("int4", "fp32", 4096, 4097, 2, 2049, 2064, 2080),
+        ("exp", "bf16", 128, 0, 2, 0, 0, 0),
+        ("exp", "bf16", 128, 1, 2, 17, 32, 48),
+        ("exp", "fp32", 16, 513, 2, 528 + 257, 800, 800 + 528),
+        ("exp", "bf16", 128, 32768, 4, 49152, 49152, 49152 + 704),
+        ("exp", "bf16", 128, 32770, 2, 32784 + 16385, 49184, 49184 + 720),
     ],
 )
 def test_record_sizes(
@@ -54,7 +59,7 @@ def test_chunk_is_deepspeeds_partition(numel: int, world: int, chunk: int) -> No
     assert chunk_numel(numel, world) == chunk
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", SUMMED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_records_can_be_cut_out_and_joined_into_other_buckets(codec: str, dtype: torch.dtype) -> None:
     """Three tensors in one bucket, [outer][tensor][inner]; then two of them in another, by bytes alone."""
@@ -85,3 +90,4 @@ def test_bits_an_element() -> None:
     assert Codec.from_config(CodecConfig(codec="int4", scale="fp32", block_size=64)).bits == 4.5
     assert Codec.from_config(CodecConfig(codec="bf16")).bits == 16
     assert Codec.from_config(CodecConfig(codec="none")).bits == 32
+    assert Codec.from_config(CodecConfig(codec="exp")).bits == 12 + 11 * 8 / 512

@@ -96,6 +96,30 @@ def check_gather_exact() -> None:
             assert torch.equal(got[: want.numel()], want)
 
 
+def check_gather_codec_exp() -> None:
+    """Bit for bit, through tiers with and without it; blocks that it cannot hold are an error on every rank."""
+    exp: dict[str, str] = {"gpu": "exp", "node": "exp"}
+    for grid, weights in itertools.product(GRIDS[WORLD], (exp, {**exp, "gcd": "exp"}, {"gcd": "exp", "node": "int8"})):
+        whole = _everyones(torch.bfloat16)[0]
+        got = _gather(_collectives(grid, weights=weights), whole, torch.bfloat16)
+        if "int8" in weights.values():
+            _same_everywhere(got)
+            continue
+        for tensor, want in zip(got, whole):
+            assert torch.equal(tensor[: want.numel()].view(torch.int16), want.view(torch.int16))
+    collectives = _collectives(Grid(WORLD, 1, 1), weights=exp)
+    bucket = Bucket((0,), (2000,), torch.bfloat16, "weights")
+    bits = torch.randint(0, 2**15, (2000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    mine = bits.view(torch.bfloat16) if dist.get_rank() == 1 else torch.ones(2000, dtype=torch.bfloat16)
+    hops = collectives.plan.gather_hops()
+    codec = Codec.from_config(hops[0].codec)
+    chain = collectives.gather(
+        hops, bucket, lambda: codec.encode([mine], [2000]), codec, partial(collectives.decode_gathered, bucket)
+    )
+    with pytest.raises(HopError, match="in codec exp on tier 'node': 1 blocks of 32,768 weights have more than 512"):
+        chain.wait()
+
+
 def check_gather_codecs_bit_identical_and_bounded() -> None:
     mixes = [
         {"node": "int8", "gpu": "int8", "gcd": "int8"},

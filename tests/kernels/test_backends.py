@@ -254,7 +254,7 @@ def test_code_objects_of_the_installation_come_first(cupy: _Cupy, tmp_path: Path
         (tmp_path / "native" / f"{family}.{architecture}.{own}.hsaco").write_bytes(b"built before")
     kernels = device.DeviceKernels()
     _encode(kernels)
-    assert cupy.loaded == [b"built before"] * 4 and not cupy.compiled
+    assert cupy.loaded == [b"built before"] * len(FAMILIES) and not cupy.compiled
     assert "built with the installation" in kernels.describe()
     for path in (KERNELS.parent / "hzero" / "native").glob("*.hsaco"):
         assert f".{own}." in path.name, "hzero/native is of other sources: make setup"
@@ -319,7 +319,7 @@ def test_doctor_finds_a_good_machine_good(capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "good" and found["versions"]["torch"]
     blocks, copies = found["operators"]
-    assert (blocks["backend"], blocks["codecs"], copies["backend"]) == ("host", ["int8", "int4"], "reference")
+    assert (blocks["backend"], blocks["codecs"], copies["backend"]) == ("host", ["int8", "int4", "exp"], "reference")
     assert blocks["equal_to_reference"] and "compiled library" in blocks["why"]
     assert cli.main(["doctor"]) == 0
     assert "verdict: good" in capsys.readouterr().out

@@ -19,7 +19,7 @@ import yaml
 from tests.kernels.emulated import FAMILIES, KERNELS
 
 #: Kernels of each family: types, codecs, and a wide variant of those that exchange between lanes.
-COUNTS = {"encode": 12, "decode": 6, "decode_sum": 2, "decode_sum_encode": 8}
+COUNTS = {"encode": 12, "decode": 6, "decode_sum": 2, "decode_sum_encode": 8, "exponents": 5}
 
 
 def _compiler(architecture: str) -> list[str]:

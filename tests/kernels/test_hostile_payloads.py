@@ -177,7 +177,7 @@ def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
         exact = draw.random() < 0.5
         if not exact:  # elements behind which padding follows
             messages = messages._replace(chunks=tuple(c + draw.choice((0, 1, 7, 15, 17)) for c in messages.chunks))
-        if not fmt.scale_bytes or not sum(messages.chunks):
+        if not fmt.block_size or not sum(messages.chunks):
             continue
         rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
         payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
@@ -189,12 +189,13 @@ def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
             backend.prepare_decode(payload, rows, fmt, dtype),
             backend.prepare_decode_sum(payload, *how),
             backend.prepare_decode_sum(payload, *how, sums),
-            backend.prepare_decode_sum_encode(payload, *how, messages.inner, out, rounding),
         ]
         added = [tensor.clone() for tensor in sums]
         reference.decode_add(payload, *how, added)
         wants += [reference.decode(payload, rows, fmt, dtype), reference.decode_sum(payload, *how), added]
-        wants.append([reference.decode_sum_encode(payload, *how, messages.inner, out, rounding)] if exact else None)
+        if fmt.codec != "exp":  # which has no kernel for it
+            calls.append(backend.prepare_decode_sum_encode(payload, *how, messages.inner, out, rounding))
+            wants.append([reference.decode_sum_encode(payload, *how, messages.inner, out, rounding)] if exact else None)
     for call, found, want in zip(calls, sanitized.run(program, calls), wants):
         assert want is None or same(found, want), call.kernel
     short = dataclasses.replace(calls[0], inputs=[calls[0].inputs[0][:8]])

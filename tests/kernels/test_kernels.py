@@ -18,6 +18,8 @@ from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.descriptor import AXES, TENSORS
 from hzero.codecs.kernels import KernelBackend
 from hzero.sharding.records import RecordFormat
+from tests.codecs import test_exponents as exponents
+from tests.codecs.test_exponents import source_of
 from tests.kernels.cases import FLOATS, KINDS, Case, disagreements, numbers, random_case, same
 from tests.kernels.emulated import EmulatedKernels
 
@@ -93,6 +95,26 @@ def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str
             continue
         fmt = RecordFormat.of(codec, 64, scale)
         assert_agrees(target, Case((130, 64, 7), (2,), (1,), 2, fmt, dtype, kind, stochastic, 3 * seed))
+
+
+def test_exponents(target: tuple[Any, torch.device]) -> None:
+    """Codec exp on lines of every kind: escapes, windows at both ends, a lost block, several tensors and rows."""
+    backend, device = target
+    fmt = RecordFormat.of("exp", 0, "")
+    lines = [source_of(kind, 512, seed) for seed, kind in enumerate(10 * list(exponents.KINDS)[:-1])]
+    long = torch.cat([*lines[:70], source_of("uniform", 999)[:-100]])  # the second block, a short one, is lost
+    for dtype in FLOATS:
+        rows = Rows.in_order((len(long),), 1)
+        message = reference.encode([long], rows, fmt, NEAREST)
+        assert torch.equal(backend.encode([long.to(device)], rows, fmt, NEAREST).cpu(), message)
+        (got,) = backend.decode(message.to(device), rows, fmt, dtype)
+        (want,) = reference.decode(message, rows, fmt, dtype)
+        exact = dtype != torch.float16  # NaNs too
+        assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)) if exact else same([got.cpu()], [want])
+        if hasattr(backend.launcher, "wave"):
+            break
+    assert_agrees(target, Case((700, 0, 1, 513), (2, 3), (1, 2), 3, fmt, torch.bfloat16, "subnormal", short=7))
+    assert_agrees(target, Case((530,), (2,), (1,), 2, fmt, torch.bfloat16, "nan", unaligned=True))
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128, 192, 256, 448, 512, 576, 768, 1024, 1088, 1536, 2048, 4096])

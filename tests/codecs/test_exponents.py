@@ -1,0 +1,255 @@
+"""Codec ``exp``: the bits of the page, every bit of bfloat16 back, and blocks whose escapes find no place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs import Codec
+from hzero.config import CodecConfig
+
+EXP = Codec.from_config(CodecConfig(codec="exp"))
+BF16 = torch.bfloat16
+LINE, BLOCK = 512, 32768
+
+
+def words(x: torch.Tensor) -> torch.Tensor:
+    """The bits of bfloat16 numbers, or of what becomes such numbers."""
+    return x.to(BF16).view(torch.int16)
+
+
+def uniform(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**15), 2**15, (count,), generator=generator).to(torch.int16)
+
+
+#: Ten kinds of numbers, as bits.
+KINDS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
+    "constant": lambda n, g: words(torch.full((n,), 0.3)),
+    "weights": lambda n, g: words(torch.randn(n, generator=g) * 0.02),
+    "gradients": lambda n, g: words(torch.randn(n, generator=g) * torch.randn(n, generator=g) * 1e-5),
+    "activations": lambda n, g: words(torch.randn(n, generator=g) * (1 + 60 * (torch.arange(n) % 97 == 0))),
+    "sparse": lambda n, g: words(torch.randn(n, generator=g).relu() * -1.0),
+    "subnormals": lambda n, g: uniform(n, g) & -0x7F81,
+    "nans": lambda n, g: uniform(n, g) | 0x7F81,
+    "infinities": lambda n, g: (uniform(n, g) & -0x8000) | 0x7F80,
+    "magnitudes": lambda n, g: words(torch.randn(n, generator=g) * 2.0 ** (torch.arange(n) // LINE * 9 % 250 - 120)),
+    "uniform": uniform,
+}
+
+
+def source_of(kind: str, count: int, seed: int = 0) -> torch.Tensor:
+    return KINDS[kind](count, torch.Generator().manual_seed(seed)).view(BF16)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Bit for bit, NaNs too."""
+    return torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def round_trip(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What comes back, and the number of lost blocks."""
+    message = EXP.encode([x], [x.numel()])
+    return EXP.decode(message, [x.numel()], dtype=BF16)[0], int(EXP.lost(message, [x.numel()]))
+
+
+# ---- the page, naively ----------------------------------------------------------------------------------------------
+
+
+def naive_record(elements: list[int]) -> bytes:
+    """Codec ``exp`` of docs/payload_format.md, from 16-bit words, one by one."""
+    tails, codes, starts, bases, lists = [], [], [], [], []
+    for first in range(0, len(elements), BLOCK):
+        block = elements[first : first + BLOCK]
+        escapes: list[int] = []
+        parts: list[tuple[list[int], int, int]] = []
+        for at in range(0, len(block), LINE):
+            exponents = [word >> 7 & 255 for word in block[at : at + LINE]]
+            ranked = sorted([*[0] * 64, *exponents], reverse=True)
+            bases_tried = [max(ranked[0] - 14, 0), min(max(ranked[63] + 3 - 14, 0), 241)]
+            base = min(bases_tried, key=lambda b: sum(not (e == 0 or b < e <= b + 14) for e in exponents))
+            line = [0 if e == 0 else e - base if base < e <= base + 14 else 15 for e in exponents]
+            parts.append((line, len(escapes), base))
+            escapes += [e for e, code in zip(exponents, line) if code == 15]
+        limit = min(len(block), 512)
+        lost = len(escapes) > limit
+        for line, start, base in parts:
+            codes += [15] * len(line) if lost else line
+            starts.append(65535 if lost else start)
+            bases.append(255 if lost else base)
+        tails += [255 if lost else word >> 8 & 128 | word & 127 for word in block]
+        lists += [255] * limit if lost else escapes + [0] * (limit - len(escapes))
+    codes += [0] * (len(codes) % 2)
+    record = b""
+    heads = b"".join(start.to_bytes(2, "little") for start in starts) + bytes(bases) + bytes(lists)
+    for part in (bytes(tails), bytes(a | b << 4 for a, b in zip(codes[::2], codes[1::2])), heads):
+        record += part + bytes(-len(part) % 16)
+    return record
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_are_those_of_the_page(kind: str) -> None:
+    for count in (1, 3, LINE, LINE + 1, BLOCK + 700):
+        source = source_of(kind, count, seed=count)
+        elements = [word & 0xFFFF for word in source.view(torch.int16).tolist()]
+        assert bytes(EXP.encode([source], [count]).tolist()) == naive_record(elements), count
+
+
+def test_a_message_has_the_records_of_its_rows() -> None:
+    """Several tensors, rows in another order, sources that end early: elements beyond them count as +0."""
+    chunks, sizes, strides, outer = [600, 0, 1, 37], [2, 3], [1, 2], 3
+    source = [source_of("weights", max(6 * chunk - 5, 0), seed=chunk) for chunk in chunks]
+    message = EXP.encode(source, chunks, sizes=sizes, strides=strides, outer=outer)
+    want = b""
+    for piece in range(outer):
+        for tensor, chunk in zip(source, chunks):
+            for row in (2 * piece, 2 * piece + 1):
+                shard = row // 3 + row % 3 * 2
+                found = tensor[shard * chunk : (shard + 1) * chunk].view(torch.int16).tolist()
+                if chunk:
+                    want += naive_record([word & 0xFFFF for word in found] + [0] * (chunk - len(found)))
+    assert bytes(message.tolist()) == want
+    decoded = EXP.decode(message, chunks, dtype=BF16, sizes=sizes, strides=strides, outer=outer)
+    for got, tensor in zip(decoded, source):
+        assert same(got[: tensor.numel()], tensor) and not got[tensor.numel() :].view(torch.int16).any()
+
+
+# ---- nothing is lost ------------------------------------------------------------------------------------------------
+
+
+def test_every_word_comes_back() -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+    got, lost = round_trip(every)
+    assert same(got, every) and not lost
+
+
+@pytest.mark.parametrize("level", [0, 1, 13, 14, 15, 127, 240, 241, 254, 255])
+def test_every_exponent_comes_back_among_any_others(level: int) -> None:
+    """Of each exponent as many elements as a list of one line holds, in lines of exponents around a level."""
+    generator = torch.Generator().manual_seed(level)
+    exponents = (level - torch.randint(0, 3, (256, LINE), generator=generator)).clamp(min=0)
+    for place in range(8):
+        exponents[:, 60 * place + 7] = torch.arange(256)
+    tails = uniform(256 * LINE, generator).view(256, LINE)
+    source = (tails & -0x7F81 | exponents << 7).to(torch.int16).view(BF16).view(-1)
+    message = EXP.encode([source], [LINE], sizes=[256])
+    assert same(EXP.decode(message, [LINE], dtype=BF16)[0], source)
+    assert not EXP.lost(message, [LINE])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_numbers_comes_back_or_its_blocks_are_said_to_be_lost(kind: str) -> None:
+    x = source_of(kind, 2 * BLOCK + 1000)
+    got, lost = round_trip(x)
+    if kind == "uniform":
+        assert lost == 3 and got.isnan().all()
+    else:
+        assert same(got, x) and not lost
+
+
+def test_a_line_of_any_bits_fits_into_a_list() -> None:
+    for count in (1, 40, LINE):
+        x = source_of("uniform", count, seed=count)
+        got, lost = round_trip(x)
+        assert same(got, x) and not lost
+    x = source_of("weights", BLOCK)
+    x[LINE : 2 * LINE] = source_of("uniform", LINE)
+    got, lost = round_trip(x)
+    assert same(got, x) and not lost
+    x[-LINE:] = source_of("uniform", LINE, seed=1)
+    got, lost = round_trip(x)
+    assert lost == 1 and got.isnan().all()
+
+
+@settings(max_examples=40)
+@given(
+    lines=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=70),
+    short=st.integers(0, LINE - 1),
+    seed=st.integers(0, 2**20),
+)
+def test_blocks_come_back_or_are_lost_as_a_whole(lines: list[str], short: int, seed: int) -> None:
+    x = torch.cat([source_of(kind, LINE, seed + i) for i, kind in enumerate(lines)])
+    x = x[: x.numel() - short]
+    got, lost = round_trip(x)
+    pairs = list(zip(got.split(BLOCK), x.split(BLOCK)))
+    wrong = [part for part, own in pairs if not same(part, own)]
+    assert len(wrong) == lost and all((part.view(torch.int16) == -1).all() for part in wrong)
+
+
+def test_lost_blocks_are_counted_in_every_record() -> None:
+    chunks = [BLOCK + 10, 5, 900]
+    source = [source_of("weights", 4 * chunk) for chunk in chunks]
+    source[0][BLOCK + 10 :][:BLOCK] = source_of("uniform", BLOCK)  # first block of shard 1
+    source[2][1800:2700] = source_of("uniform", 900)  # shard 2
+    for outer in (1, 2, 4):
+        message = EXP.encode(source, chunks, sizes=[4], outer=outer)
+        assert int(EXP.lost(message, chunks, outer=outer)) == 2
+        first, _, last = EXP.decode(message, chunks, dtype=BF16, outer=outer)
+        assert first[BLOCK + 10 :][:BLOCK].isnan().all() and last[1800:2700].isnan().all()
+        assert same(first[2 * BLOCK + 10 :], source[0][2 * BLOCK + 10 :]) and same(last[2700:], source[2][2700:])
+    assert not Codec.from_config(CodecConfig(codec="int8")).lost(message, chunks)
+    assert not EXP.lost(message[:0], [0])
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+
+def test_other_types_are_those_of_bfloat16_converted() -> None:
+    x = source_of("activations", 3000)
+    x[5:9] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    message = EXP.encode([x], [3000])
+    for dtype in (torch.float32, torch.float16):
+        got = EXP.decode(message, [3000], dtype=dtype)[0]
+        torch.testing.assert_close(got, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert EXP.exact and EXP.error_bound(60.0, BF16) == EXP.error_bound(60.0) == 0.0
+    assert EXP.error_bound(1e5, torch.float16) == float("inf")
+    assert float((got.float() - x.float()).nan_to_num().abs().max()) <= EXP.error_bound(
+        float(x[9:].abs().max()), torch.float16
+    )
+
+
+def test_sums_are_those_of_the_decoded_values_in_float32() -> None:
+    parts = [source_of("gradients", 1200, seed) for seed in range(3)]
+    payload = torch.cat([EXP.encode([part], [600], sizes=[2]) for part in parts])
+    want = (parts[0].float() + parts[1].float()) + parts[2].float()
+    assert torch.equal(EXP.decode_sum(payload, 3, [600], inner=2, dtype=BF16)[0], want)
+    before = torch.randn(1200)
+    added = EXP.decode_sum(payload, 3, [600], inner=2, dtype=BF16, into=[before.clone()])[0]
+    assert torch.equal(added, ((before + parts[0].float()) + parts[1].float()) + parts[2].float())
+    to = Codec.from_config(CodecConfig(codec="int8", block_size=512))
+    again = EXP.decode_sum_encode(payload, 3, [600], inner=2, dtype=BF16, to=to, outer=2)
+    assert torch.equal(again, to.encode([want], [600], sizes=[2], outer=2))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_opcheck() -> None:
+    ops, how = torch.ops.hzero, ("exp", 128, "bf16")
+    source, chunks = [source_of("weights", 84), source_of("weights", 4)], [21, 1]
+    payload = EXP.encode(source, chunks, sizes=[4], outer=2)
+    torch.library.opcheck(ops.encode, (source, chunks, [4], [1], 2, *how, False, 0))
+    torch.library.opcheck(ops.decode, (payload, chunks, [4], [1], 2, *how, BF16))
+    torch.library.opcheck(ops.decode_sum, (payload, 2, chunks, 2, *how, BF16))
+    torch.library.opcheck(ops.decode_add, (payload, 2, chunks, 2, *how, BF16, [torch.zeros(42), torch.zeros(2)]))
+    torch.library.opcheck(ops.decode_sum_encode, (payload, 2, chunks, 2, *how, BF16, 2, "int4", 32, "fp32", False, 0))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 5, 8])
+def test_a_payload_may_start_anywhere(offset: int) -> None:
+    x = source_of("gradients", 1500)
+    message = torch.cat([torch.zeros(offset, dtype=torch.uint8), EXP.encode([x], [500])])[offset:]
+    assert same(EXP.decode(message, [500], dtype=BF16)[0], x)
+
+
+def test_other_sources_are_refused() -> None:
+    x = torch.randn(40)
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(TypeError, match=rf"source\[0\]: found {dtype}, expected bfloat16: codec exp encodes no"):
+            EXP.encode([x.to(dtype)], [40])
+    message = EXP.encode([x.to(BF16)], [40])
+    with pytest.raises(ValueError, match="out_codec: found 'exp', which encodes bfloat16 alone, and sums are float32"):
+        EXP.decode_sum_encode(message, 1, [40], inner=1, dtype=BF16, to=EXP, outer=1)
+    with pytest.raises(ValueError, match="codec: found 'exp', which encodes bfloat16 alone"):
+        EXP.encode_feedback([x.to(BF16)], [x], [1.0], [40], sizes=[1], strides=[1])
