@@ -165,14 +165,5 @@ def _full(path: Path, *mode: str, **more: str) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_a_job_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logs, its history and its checkpoints would stand in different places."""
-    named = _saved(tmp_path / "gpt", 100, str(tmp_path / "gpt"))
-    other = _saved(tmp_path / "gpt-2", 200, str(named))
-    assert folder.choose(str(named), "auto", False) == other
-    monkeypatch.setenv("HZERO_JOB", str(named))
-    assert folder.choose(str(named), "auto", False) == named
-
-
 def test_numbers_are_json() -> None:
     assert folder.finite({"a": [float("nan"), 1.5], "b": (float("inf"), "x")}) == {"a": [None, 1.5], "b": [None, "x"]}
