@@ -174,7 +174,11 @@ class Measured:
             planned["activations"] += planned["transient loss"]
         else:  # by then some are gone
             del planned["activations"]
-        rows = [(name, planned[name], size) for name, size in self.states.items() if planned.get(name)]
+        rows = [
+            (name, planned[name], size)
+            for name, size in self.states.items()
+            if planned.get(name) or (size and name in planned)
+        ]
         return [*rows, ("all", self.plan.bytes, self.bytes)]
 
 
