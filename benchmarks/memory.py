@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import os
 import signal
 import sys
@@ -43,8 +42,8 @@ from hzero.train import loop
 from hzero.train.data import Tokens
 from hzero.train.stop import Stop
 
-#: Steps before the one that is measured: DeepSpeed records the order of modules, Adam makes its states.
-WARM_UP = 2
+#: Steps before the one that is measured, in which DeepSpeed records the order of modules.
+WARM_UP = 1
 #: Buckets that are small beside the model, as those of large models are.
 BUCKETS = [
     f"++deepspeed.zero_optimization.{key}=300000" for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")
@@ -175,7 +174,11 @@ class Measured:
             planned["activations"] += planned["transient loss"]
         else:  # by then some are gone
             del planned["activations"]
-        rows = [(name, planned[name], size) for name, size in self.states.items() if planned.get(name)]
+        rows = [
+            (name, planned[name], size)
+            for name, size in self.states.items()
+            if planned.get(name) or (size and name in planned)
+        ]
         return [*rows, ("all", self.plan.bytes, self.bytes)]
 
 
@@ -186,7 +189,6 @@ def measure(overrides: list[str], world: int) -> Measured:
     storages = Storages(lambda: _states(box["engine"]) if "engine" in box else {})
     tokens = np.random.default_rng(0).integers(0, settings["model"]["vocab_size"], 1 << 16).astype(np.uint16)
     before = signal.getsignal(signal.SIGTERM)
-    gc.collect()
     try:
         with (
             tempfile.TemporaryDirectory() as folder,

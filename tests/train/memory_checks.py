@@ -14,13 +14,13 @@ SMALL = ["model.hidden_size=64", "model.num_layers=2", "model.intermediate_size=
 
 
 def check_memory_of_the_trainer_is_what_the_plan_says() -> None:
-    """Within 5 % for every state, and within 10 % in all."""
+    """Within 5 % for every state, and within 10 % in all. A window of one micro-step keeps no accumulators."""
     from benchmarks.memory import measure, overrides_of
 
     world = dist.get_world_size()
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
     buckets = [f"++deepspeed.zero_optimization.{key}=50000" for key in keys]
-    for case in (("topo", 2, False), ("replica", 2, True)):
+    for case in (("topo", 1, False), ("replica", 2, True)):
         found = measure([*overrides_of(*case), *SMALL, *buckets], world)
         assert {"activations", "resident weights", "gradient buffer", "all"} <= {name for name, *_ in found.rows()}
         for name, planned, measured in found.rows():
