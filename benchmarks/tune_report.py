@@ -18,8 +18,9 @@ from benchmarks.calibration_report import table
 from benchmarks.rows import RESULTS, StepsRow, line_of, read_rows
 from hzero.config import parse_config
 from hzero.model.profile import load_profile
-from hzero.plan.scenario import BUCKET, read_scenario
+from hzero.plan.scenario import read_scenario
 from hzero.plan.tune import Candidate, tune
+from hzero.settings.buffers import BUCKET
 from hzero.settings.settings import model_numels
 from hzero.validation import ConfigError
 

@@ -23,7 +23,6 @@ from hzero.plan.links_file import links_for
 from hzero.plan.scenario import (
     KEYS,
     attention_of,
-    buffers_of,
     bytes_of,
     itemsize_of,
     job_of,
@@ -39,6 +38,7 @@ from hzero.plan.scenario import (
 from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
 from hzero.plan.tune import tune
+from hzero.settings.buffers import buffers_of
 from hzero.settings.conf import compose, plain
 from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels

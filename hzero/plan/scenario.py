@@ -14,9 +14,10 @@ from hzero.model.profile import Profile, Source, load_profile, profile_names
 from hzero.model.shape import ModelShape, gpt_neox_shape
 from hzero.plan.links_file import links_for
 from hzero.settings.architecture import architecture, is_general
+from hzero.settings.buffers import buffers_of, elements_of
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
-from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
+from hzero.sharding.memory import LIVE_NUMEL
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
@@ -25,10 +26,6 @@ from hzero.validation import ConfigError, one_of
 Quality = Literal["lossless", "weights", "all"]
 #: Keys of a prediction that the trainer's configuration does not have.
 KEYS = ("memory", "attention", "global_batch", "codecs", "profile")
-#: DeepSpeed's key of the elements that are gathered together.
-BUCKET = "stage3_prefetch_bucket_size"
-#: Its key of those that are reduced together.
-REDUCE_BUCKET = "reduce_bucket_size"
 #: The profile that stands for a topology of ``conf/``.
 PROFILES = {
     "frontier": "frontier-2026",
@@ -227,32 +224,9 @@ def job_of(settings: Settings, itemsize: int) -> Job:
         itemsize=itemsize,
         bucket_numel=buffers.prefetch,
         reuse_numel=buffers.reuse,
-        ahead=int(_elements(settings, "stage3_max_live_parameters", LIVE_NUMEL) >= 2 * buffers.prefetch),
+        ahead=int(elements_of(settings, "stage3_max_live_parameters", LIVE_NUMEL) >= 2 * buffers.prefetch),
         buffers=buffers,
     )
-
-
-def buffers_of(settings: Settings, module: int = 0) -> Buffers:
-    """DeepSpeed's buffers in a configuration; ``module`` is the size of the largest module that is gathered as a whole."""
-    zero, types = (settings["deepspeed"].get(block) or {} for block in ("zero_optimization", "data_types"))
-    return Buffers(
-        prefetch=_elements(settings, BUCKET, BUCKET_NUMEL),
-        reduce=_elements(settings, REDUCE_BUCKET, REDUCE_NUMEL),
-        contiguous=bool(zero.get("contiguous_gradients", True)),
-        reuse=_elements(settings, "stage3_max_reuse_distance", REUSE_NUMEL),
-        sub_group=_elements(settings, "sub_group_size", SUB_GROUP_NUMEL),
-        module=module,
-        accumulation_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(str(types.get("grad_accum_dtype"))),
-        offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
-    )
-
-
-def _elements(settings: Settings, key: str, default: int) -> int:
-    """A number of elements in DeepSpeed's configuration of the stage."""
-    value = settings["deepspeed"].get("zero_optimization", {}).get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-        raise ConfigError(f"deepspeed.zero_optimization.{key}: found {value!r}, expected a number of elements")
-    return int(value)
 
 
 def profile_of(overrides: Sequence[str], name: str | None) -> Profile | None:

@@ -12,7 +12,8 @@ from hzero.model.footprint import footprint
 from hzero.model.job import Job
 from hzero.model.profile import Profile, Source
 from hzero.model.step import Prediction, predict
-from hzero.plan.scenario import BUCKET, REDUCE_BUCKET, Quality, Scenario
+from hzero.plan.scenario import Quality, Scenario
+from hzero.settings.buffers import BUCKET, REDUCE_BUCKET
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import stage_chains
 from hzero.validation import ConfigError

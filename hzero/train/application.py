@@ -32,8 +32,8 @@ from hzero.launcher import (
     local_ranks,
     on_rank_0,
 )
-from hzero.plan.scenario import buffers_of
 from hzero.reasons import PeerError, PlainError, disk_error
+from hzero.settings.buffers import buffers_of
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import plan_memory, zero3_memory

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hzero.config import ROLES, TIERS
 from hzero.formatting import size_text, table_of
-from hzero.plan.scenario import buffers_of
+from hzero.settings.buffers import buffers_of
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding.memory import as_dicts as memory_dicts
 from hzero.sharding.memory import plan_memory, zero3_memory

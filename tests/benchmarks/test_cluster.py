@@ -24,7 +24,7 @@ from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, check_kernel, check_tools, clear, ours
 from benchmarks.cluster.ranks import command_inside, rank_environment_on
 from benchmarks.cluster.shape import Cluster, Rates
-from hzero.config import TIERS
+from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError, validated
 from tests.ranks import ROOT
 
@@ -39,7 +39,9 @@ def cluster_of(shape: tuple[int, int, int], rates: Mapping[str, float | None] = 
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)).filter(lambda shape: math.prod(shape) > 1)
 rates = st.none() | st.floats(0.1, 100_000)
-clusters = st.builds(lambda shape, *values: cluster_of(shape, dict(zip(TIERS, values))), shapes, rates, rates, rates)
+clusters = st.builds(
+    lambda shape, *values: cluster_of(shape, dict(zip(BASE_TIERS, values))), shapes, rates, rates, rates
+)
 few = settings(max_examples=30)
 
 
@@ -103,7 +105,9 @@ def test_the_tier_between_ranks_is_the_outermost_that_differs(cluster: Cluster, 
         return
     tier = cluster.tier_between(a, b)
     assert getattr(places[0], tier) != getattr(places[1], tier) and tier in cluster.tiers
-    assert all(getattr(places[0], outer) == getattr(places[1], outer) for outer in TIERS[TIERS.index(tier) + 1 :])
+    assert all(
+        getattr(places[0], outer) == getattr(places[1], outer) for outer in BASE_TIERS[BASE_TIERS.index(tier) + 1 :]
+    )
     assert b in cluster.peers(a, tier)
 
 
@@ -295,7 +299,7 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
             before, trunks_before = _sent(cluster), counters.trunks(cluster)
             done = stream.transfer(cluster, [(source, target)], size=size)
             assert done.payload == {(source, target): size}
-            rise = [{name: new[name] - old[name] for name in TIERS} for new, old in zip(_sent(cluster), before)]
+            rise = [{name: new[name] - old[name] for name in BASE_TIERS} for new, old in zip(_sent(cluster), before)]
             assert size < rise[source][tier] < 1.03 * size
             assert 0 < rise[target][tier] < 0.03 * size  # acknowledgements
             rise[source][tier] = rise[target][tier] = 0

@@ -53,10 +53,13 @@ def _bits_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def _sum_by_tiers(grid: Grid, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Float32 sums over the devices of a package, then packages, then nodes, rounded to the tensors' type after each."""
+    """Float32 sums tier by tier, innermost first, rounded to the tensors' type after each."""
     dtype = tensors[0].dtype
-    of = {tuple(grid.coordinates(rank)): tensor for rank, tensor in enumerate(tensors)}
-    for axis in (2, 1, 0):  # gcd, gpu, node
+    of = {
+        tuple(getattr(grid.coordinates(rank), tier) for tier in TIERS[::-1]): tensor
+        for rank, tensor in enumerate(tensors)
+    }
+    for axis in reversed(range(len(TIERS))):
         sums: dict[tuple[int, ...], torch.Tensor] = {}
         for place in sorted(of):
             rest = place[:axis]

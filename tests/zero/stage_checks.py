@@ -19,7 +19,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import hzero
 from hzero.codecs import backends
 from hzero.collectives import Transport
-from hzero.collectives.transport import order_of_ranks
+from hzero.collectives.process_groups import order_of_ranks
 from hzero.config import ALGORITHMS
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
