@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 import hzero
 from hzero.collectives import Communicator, shared_pipeline
 from hzero.collectives.streams import DeviceStreams
-from hzero.config import PRESETS
+from hzero.config import BASE_TIERS, PRESETS
 from hzero.zero.streams import device_streams
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
@@ -66,6 +66,14 @@ def _node_gathers_by_doubling() -> Any:
     topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
     checked = {"checksum": True, "canary": {"every_steps": 1, "bytes": 1000}}
     return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
+
+
+def _weights_in_exp() -> Any:
+    """Payloads tell at the boundary whether blocks were lost."""
+    codecs = {"weights": dict.fromkeys(BASE_TIERS, "exp")}
+    engine = _engine("lossless", 1, block={"codecs": codecs}, bf16={"enabled": True})
+    train(engine, 2, 1)
+    return engine
 
 
 def _scopes_of_one_device() -> Any:
@@ -169,6 +177,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "steps, differences of whole weights": functools.partial(_steps, "replica", 1, refresh_differences=True),
     "steps, gathers by doubling": _node_gathers_by_doubling,
     "steps, scopes of one device": _scopes_of_one_device,
+    "steps, weights in exp": _weights_in_exp,
     "load and offload": _load_and_offload,
     "edit and exact forward": _edit_and_exact_forward,
     "kept whole, bf16": _kept_whole_in_bf16,
