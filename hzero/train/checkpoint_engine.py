@@ -60,6 +60,8 @@ class TrainerCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = type(self).__name__
         self.copied_bytes, self.copy_s = 0, 0.0
+        # Of every entry of an archive, which takes more of a core than writing it does; the hash of the file finds more.
+        torch.serialization.set_crc32_options(False)
         self._tasks: list[Callable[[], object]] = []
         self._writing: str | None = None
         self._failure: str | None = None
