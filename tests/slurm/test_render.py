@@ -89,7 +89,7 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
         (["time=6m"], r"slurm\.signal_s: found 300, and the job ends after 360 s .* three quarters"),
         (["qos=debug", "nodes=92", "time=3h"], r"slurm\.time: found 3h; rule: a job of qos debug may take 2 h"),
         (["resume=/other/run"], r"resume: found '/other/run'; jobs of a run go on with the run itself"),
-        (["acount=abc"], r"acount: unknown key; did you mean 'account'"),
+        (["nodess=2"], r"nodess: unknown key; did you mean 'nodes'"),
         (["account='abc 123 --wrap=x'"], r"slurm\.account: found 'abc 123 --wrap=x', expected letters"),
         (["qos='a\nb'"], r"slurm\.qos: found .*, expected letters"),
         (["environment=null"], r"slurm\.environment: missing, expected a file that ends in \.tar\.gz"),
@@ -203,6 +203,24 @@ def test_times(text: str | int, minutes: float | None) -> None:
         return
     with pytest.raises(ConfigError, match="expected a time such as"):
         minutes_of("time", text)
+
+
+def test_the_jobs_of_the_first_day_are_runs_of_their_own(paper: list[str]) -> None:
+    """The commands in docs/frontier.md: each renders, and none goes on with another's run."""
+    text = (ROOT / "docs" / "frontier.md").read_text()
+    (presets,) = re.findall(r"`PRESETS` for `([^`]*)`", text)
+    day = text.partition("## What to run first")[2].partition("\n## ")[0]
+    commands = re.findall(
+        r"`hzero slurm submit ((?:--chain \w+ )?nodes=[^`]*) HERE`(?:; the same with `([^`]*)`)?", day
+    )
+    names = []
+    for command, other in commands:
+        words = command.replace("PRESETS", presets).split()
+        options = [words.pop(0) for _ in range(2)] if words[0] == "--chain" else []
+        for more in [[], other.split()][: 2 if other else 1]:
+            text = _render([*words, *paper[2:], *more], *options)
+            names += re.findall(r"--job-name=(\S+)-\w{6}\n", text)
+    assert names == ["lossless_1", "stock_1", "lossless_2", "topo_2", "paper_20b"]
 
 
 def test_every_machine_has_scripts_and_a_launcher() -> None:

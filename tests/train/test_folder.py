@@ -156,7 +156,7 @@ def test_a_job_waits_for_the_lock_of_a_run_and_another_start_may_help(
     folder.lock(run).close()
     release.join()
     monkeypatch.setattr(folder, "open", _full, raising=False)
-    with pytest.raises(PlainError, match="cannot write .*No space left"):
+    with pytest.raises(PlainError, match=r"cannot write .*No space left"):
         folder.lock(run)
 
 
