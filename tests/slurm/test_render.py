@@ -89,7 +89,7 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
         (["time=6m"], r"slurm\.signal_s: found 300, and the job ends after 360 s .* three quarters"),
         (["qos=debug", "nodes=92", "time=3h"], r"slurm\.time: found 3h; rule: a job of qos debug may take 2 h"),
         (["resume=/other/run"], r"resume: found '/other/run'; jobs of a run go on with the run itself"),
-        (["nodess=2"], r"nodess: unknown key; did you mean 'nodes'"),
+        (["acct=abc"], r"acct: unknown key; did you mean 'account'"),
         (["account='abc 123 --wrap=x'"], r"slurm\.account: found 'abc 123 --wrap=x', expected letters"),
         (["qos='a\nb'"], r"slurm\.qos: found .*, expected letters"),
         (["environment=null"], r"slurm\.environment: missing, expected a file that ends in \.tar\.gz"),
