@@ -250,6 +250,33 @@ def test_every_variable_of_a_machine_has_a_source() -> None:
                 comment = ""
 
 
+def _bash(text: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_NUM_NODES": "2", "USER": "me", "HZERO_ENV": "x"}
+    return subprocess.run(
+        ["/bin/bash", "-uc", text], env={**environment, "SLURM_SUBMIT_DIR": str(ROOT)}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi"])
+def test_a_module_that_is_missing_ends_the_job(name: str) -> None:
+    source = f"source {ROOT}/slurm/{name}.env; echo $WANDB_MODE"
+    assert _bash("module() { return 0; }; " + source).stdout == "offline\n"
+    missing = _bash(f"module() {{ [ $1 = use ]; }}; {source}")
+    assert (missing.returncode, missing.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi"])
+def test_a_job_by_hand_needs_a_name_of_its_own(name: str) -> None:
+    done = _bash(f"SLURM_JOB_NAME=hzero; source {ROOT}/slurm/{name}.sbatch")
+    assert done.returncode == 2 and "name the run" in done.stderr
+
+
+def test_ports_of_a_job_are_none_that_linux_gives_to_connections() -> None:
+    loop = "for SLURM_JOB_ID in 1 374 375 12345678; do "
+    ports = _bash(f"{loop} source {ROOT}/slurm/slurm_local.env; echo $MASTER_PORT; done").stdout.split()
+    assert len(ports) == 4 and all(20000 <= int(port) < 32768 - 32 for port in ports)
+
+
 def test_history_with_torn_lines_is_read(tmp_path: Path) -> None:
     (tmp_path / "jobs.jsonl").write_text('{"job": 1}\n{"job": "x"}\n[]\n{"jo')
     assert queue.read_history(tmp_path / "jobs.jsonl") == [{"job": 1}]

@@ -80,7 +80,9 @@ def _rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RUN / "slurm" / "jobs.jsonl").read_text().splitlines()]
 
 
-QUEUE = "1|COMPLETED|1:00|0:00|n1|None\n2|RUNNING|1:00|9:00|n1|None\n3|PENDING|0:00|1:00:00||Dependency\n4|PENDING||||\n"
+QUEUE = (
+    "1|COMPLETED|1:00|0:00|n1|None\n2|RUNNING|1:00|9:00|n1|None\n3|PENDING|0:00|1:00:00||Dependency\n4|PENDING||||\n"
+)
 
 
 def test_the_job_that_runs_is_told_to_save_and_none_is_started_again(
