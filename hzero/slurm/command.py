@@ -259,7 +259,9 @@ def _show_logs(parsed: argparse.Namespace) -> None:
 def _cancel(parsed: argparse.Namespace) -> None:
     rows = history_of(parsed.run)
     ours = {row["job"] for row in rows}  # a job of another run may have the same name
-    found = {number: job["state"] for name in _names(rows) for number, job in queue.jobs(name).items() if number in ours}
+    found = {
+        number: job["state"] for name in _names(rows) for number, job in queue.jobs(name).items() if number in ours
+    }
     running = sorted(number for number, state in found.items() if state == "RUNNING" and not parsed.now)
     others = sorted(
         number for number, state in found.items() if state in (*_OPEN, "COMPLETING") and number not in running
