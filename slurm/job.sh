@@ -9,7 +9,7 @@
 #   HZERO_ENV        archive (.tar.gz) of a Python environment, or a container (.sif); empty: HZERO_PYTHON on every node
 #   HZERO_LOCAL      disk of a node, for the archive
 #   HZERO_RANKS      ranks per node
-#   HZERO_WAIT       seconds that the other ranks have once the first has ended
+#   HZERO_WAIT       seconds that the other ranks of the training have once the first has ended
 #   HZERO_RESTARTS   how often the job may be started again; 0 in a chain, where the next job goes on
 #   HZERO_CHECK      array: options of `hzero bench links` before training; empty for none
 #   HZERO_TOPOLOGY   how these options describe the machine: auto, or GPUs and GCDs such as 4x2
@@ -105,13 +105,14 @@ go_on() { [ ! -e "$stop" ] || end 75 "ended before training"; }
 
 # A step with one task on each node.
 each_node() { srun -N "$nodes" -n "$nodes" --ntasks-per-node=1 "$@"; }
-# A step with all ranks. Its output is one file per node. A rank that ends gives the others HZERO_WAIT seconds, in which
-# they say whom they have waited for; --kill-on-bad-exit=1 would end them first.
+# A step with all ranks. Its output is one file per node. A rank that ends gives the others some seconds, in which they say
+# whom they have waited for; --kill-on-bad-exit=1 would end them first. Checks wait for 60 s at most.
+wait_s=120
 all_ranks() {
   local name=$1
   shift
   srun -N "$nodes" -n $((nodes * HZERO_RANKS)) --ntasks-per-node="$HZERO_RANKS" "${HZERO_STEP[@]}" --kill-on-bad-exit=0 \
-    --wait="$HZERO_WAIT" --open-mode=append --output="$logs/$name-%n-%N.log" "${HZERO_RANK[@]}" "$@"
+    --wait="$wait_s" --open-mode=append --output="$logs/$name-%n-%N.log" "${HZERO_RANK[@]}" "$@"
 }
 
 # ---- the Python environment --------------------------------------------------------------------------------------------
@@ -195,8 +196,8 @@ if [ "${#HZERO_CHECK[@]}" -gt 0 ]; then
   [ "$nodes" -gt 1 ] || [ "$doctor" -le 1 ] || fail "hzero doctor: training cannot work here; see $logs"
   [ -z "$bad" ] || exclude "$bad"
   if [ "$nodes" -gt 1 ]; then
-    all_ranks links "${unmoved[@]}" "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of "$nodes")" --out "$logs/links.json" \
-      "${HZERO_CHECK[@]}"
+    all_ranks links "${unmoved[@]}" "${python[@]}" -m hzero bench links --timeout 60 --topology "$(machine_of "$nodes")" \
+      --out "$logs/links.json" "${HZERO_CHECK[@]}"
     bad=$(bad_nodes links) || fail "links between nodes failed, and no node is to blame; see $logs"
     [ -z "$bad" ] || exclude "$bad"
   fi
@@ -205,6 +206,7 @@ fi
 
 # ---- training ----------------------------------------------------------------------------------------------------------
 go_on
+wait_s=$HZERO_WAIT
 say "training on $nodes nodes; logs: $logs"
 all_ranks train "${python[@]}" -m hzero train "$@"
 status=$?

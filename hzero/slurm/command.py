@@ -100,10 +100,11 @@ def _chain(text: str | None) -> float:
 
 
 def _job(parsed: argparse.Namespace) -> Job:
+    known = {*SHORT, *known_keys(), "experiment"}
     for override in parsed.overrides:
         key, sign, _ = override.partition("=")
         near = nearest(key, SHORT, cutoff=0.7)
-        if sign and near is not None and key not in SHORT and key not in known_keys():
+        if sign and near is not None and key not in known:
             raise ConfigError(f"{key}: unknown key; did you mean {near!r}? `hzero slurm --help` shows the short names")
     return job_of([long_name(override, SHORT) for override in parsed.overrides])
 
@@ -257,7 +258,10 @@ def _show_logs(parsed: argparse.Namespace) -> None:
 
 def _cancel(parsed: argparse.Namespace) -> None:
     rows = history_of(parsed.run)
-    found = {number: job["state"] for name in _names(rows) for number, job in queue.jobs(name).items()}
+    ours = {row["job"] for row in rows}  # a job of another run may have the same name
+    found = {
+        number: job["state"] for name in _names(rows) for number, job in queue.jobs(name).items() if number in ours
+    }
     running = sorted(number for number, state in found.items() if state == "RUNNING" and not parsed.now)
     others = sorted(
         number for number, state in found.items() if state in (*_OPEN, "COMPLETING") and number not in running

@@ -28,7 +28,20 @@ FOLDER, HISTORY = "slurm", "jobs.jsonl"
 #: What the job itself sets.
 SET = ("resume", "run.dir", "run.overwrite")
 #: Options of sbatch that other keys set, or that make another kind of job of it.
-_OWN = ("account", "array", "bcast", "chdir", "error", "ntasks", "partition", "qos", "time-min", "wrap")
+_OWN = (
+    "account",
+    "array",
+    "bcast",
+    "chdir",
+    "error",
+    "ntasks",
+    "partition",
+    "qos",
+    "test-only",
+    "time-min",
+    "wait",
+    "wrap",
+)
 #: What a path may have: Slurm's patterns of names take %, its lines end at #, and its lists have commas.
 _PATH = re.compile(r"[\w./+@=-]+", re.ASCII)
 _KEY = "launcher.slurm"

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hzero.files import FULL, cannot_write, refusing
+from hzero.files import FULL, cannot_write
 from hzero.formatting import size_text
 from hzero.launcher import (
     INTERRUPTED,
@@ -209,8 +209,10 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
             "the newest run with a checkpoint" if resume == "auto" else f"run.overwrite=true would replace {directory}"
         )
         _say(f"run folder {run_dir} ({why})")
-    with refusing("run.dir", run_dir):
+    try:
         run_status.end_lost(run_dir)
+    except OSError as error:
+        raise folder.not_now(cannot_write("run.dir", run_dir, error)) from None
     text = OmegaConf.to_yaml(OmegaConf.create(settings.config))
     folder.create(run_dir, text, overwrite, found.step if found else None)
     try:

@@ -51,7 +51,7 @@ class WriteError(PlainError):
     """A file of a run under way cannot be written. The message is one line that names it and the reason."""
 
 
-def _in_the_way(message: str) -> ConfigError | PlainError:
+def not_now(message: str) -> ConfigError | PlainError:
     """The error for a folder that cannot be used now. In a job it is no fault of the input: another start may help."""
     return PlainError(message) if _JOB in os.environ else ConfigError(message)
 
@@ -183,7 +183,7 @@ def lock(path: Path) -> TextIO:
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
-            raise _in_the_way(f"run.dir: a run is under way in {str(path)!r} (process {owner})") from None
+            raise not_now(f"run.dir: a run is under way in {str(path)!r} (process {owner})") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # else mounted without locks
                 raise
@@ -194,7 +194,7 @@ def lock(path: Path) -> TextIO:
             undo(path)
         return file
     except OSError as error:
-        raise _in_the_way(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+        raise not_now(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def under_way(path: Path) -> bool | None:
@@ -248,7 +248,7 @@ def create(path: Path, config: str, overwrite: bool, last_step: int | None) -> N
     except OSError as error:
         with contextlib.suppress(OSError):
             undo(path)
-        raise _in_the_way(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
+        raise not_now(f"run.dir: cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 def _cut_samples(path: Path, last_step: int) -> None:

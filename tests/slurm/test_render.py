@@ -89,7 +89,7 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
         (["time=6m"], r"slurm\.signal_s: found 300, and the job ends after 360 s .* three quarters"),
         (["qos=debug", "nodes=92", "time=3h"], r"slurm\.time: found 3h; rule: a job of qos debug may take 2 h"),
         (["resume=/other/run"], r"resume: found '/other/run'; jobs of a run go on with the run itself"),
-        (["acount=abc"], r"acount: unknown key; did you mean 'account'"),
+        (["acct=abc"], r"acct: unknown key; did you mean 'account'"),
         (["account='abc 123 --wrap=x'"], r"slurm\.account: found 'abc 123 --wrap=x', expected letters"),
         (["qos='a\nb'"], r"slurm\.qos: found .*, expected letters"),
         (["environment=null"], r"slurm\.environment: missing, expected a file that ends in \.tar\.gz"),
@@ -205,6 +205,24 @@ def test_times(text: str | int, minutes: float | None) -> None:
         minutes_of("time", text)
 
 
+def test_the_jobs_of_the_first_day_are_runs_of_their_own(paper: list[str]) -> None:
+    """The commands in docs/frontier.md: each renders, and none goes on with another's run."""
+    text = (ROOT / "docs" / "frontier.md").read_text()
+    (presets,) = re.findall(r"`PRESETS` for `([^`]*)`", text)
+    day = text.partition("## What to run first")[2].partition("\n## ")[0]
+    commands = re.findall(
+        r"`hzero slurm submit ((?:--chain \w+ )?nodes=[^`]*) HERE`(?:; the same with `([^`]*)`)?", day
+    )
+    names = []
+    for command, other in commands:
+        words = command.replace("PRESETS", presets).split()
+        options = [words.pop(0) for _ in range(2)] if words[0] == "--chain" else []
+        for more in [[], other.split()][: 2 if other else 1]:
+            text = _render([*words, *paper[2:], *more], *options)
+            names += re.findall(r"--job-name=(\S+)-\w{6}\n", text)
+    assert names == ["lossless_1", "stock_1", "lossless_2", "topo_2", "paper_20b"]
+
+
 def test_every_machine_has_scripts_and_a_launcher() -> None:
     assert machines() == ["frontier", "lumi", "slurm_local"]
     for name in machines():
@@ -230,6 +248,33 @@ def test_every_variable_of_a_machine_has_a_source() -> None:
                 assert any(tag in comment for tag in tags), f"{name}.env: no source of {line}"
             if not line.startswith("#"):
                 comment = ""
+
+
+def _bash(text: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_NUM_NODES": "2", "USER": "me", "HZERO_ENV": "x"}
+    return subprocess.run(
+        ["/bin/bash", "-uc", text], env={**environment, "SLURM_SUBMIT_DIR": str(ROOT)}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi"])
+def test_a_module_that_is_missing_ends_the_job(name: str) -> None:
+    source = f"source {ROOT}/slurm/{name}.env; echo $WANDB_MODE"
+    assert _bash("module() { return 0; }; " + source).stdout == "offline\n"
+    missing = _bash(f"module() {{ [ $1 = use ]; }}; {source}")
+    assert (missing.returncode, missing.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi"])
+def test_a_job_by_hand_needs_a_name_of_its_own(name: str) -> None:
+    done = _bash(f"SLURM_JOB_NAME=hzero; source {ROOT}/slurm/{name}.sbatch")
+    assert done.returncode == 2 and "name the run" in done.stderr
+
+
+def test_ports_of_a_job_are_none_that_linux_gives_to_connections() -> None:
+    loop = "for SLURM_JOB_ID in 1 374 375 12345678; do "
+    ports = _bash(f"{loop} source {ROOT}/slurm/slurm_local.env; echo $MASTER_PORT; done").stdout.split()
+    assert len(ports) == 4 and all(20000 <= int(port) < 32768 - 32 for port in ports)
 
 
 def test_history_with_torn_lines_is_read(tmp_path: Path) -> None:

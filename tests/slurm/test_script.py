@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from tests.ranks import ROOT
+from tests.slurm.test_render import links_file
 
 #: A step runs its command once, whatever the number of tasks. Requests are noted in the order in which they come.
 STANDINS = {
     "srun": """#!/bin/bash
-name=
+name='' wait=''
 while [ "${1#-}" != "$1" ]; do
-  case $1 in --output=*) name=${1##*/} ;; -N | -n) shift ;; esac
+  case $1 in --output=*) name=${1##*/} ;; --wait=*) wait=$1 ;; -N | -n) shift ;; esac
   shift
 done
-echo "srun ${name%%-*} $*" >> "$CALLS"
+echo "srun ${name%%-*} $wait $*" >> "$CALLS"
 exec "$@"
 """,
     "sbcast": '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\ncp "$1" "$2"\n',
@@ -164,6 +165,14 @@ def test_the_signal_before_the_time_limit_does_not_end_the_check(job: Job) -> No
         == 75
     )
     assert job.calls("doctor")
+
+
+def test_checks_wait_less_than_training_for_ranks_that_do_not_end(job: Job) -> None:
+    (job.run / "slurm" / "7-0").mkdir(parents=True)
+    (job.run / "slurm" / "7-0" / "alone-0.json").write_text(links_file(1.0))
+    assert job.start(nodes=1, check="x") == 0
+    steps = [call.split()[1:3] for call in job.calls("srun")]
+    assert steps == [["doctor", "--wait=120"], ["alone", "--wait=120"], ["train", "--wait=9"]]
 
 
 def test_an_excluded_node_frees_the_job_before_the_others_hear_of_it(job: Job) -> None:

@@ -80,7 +80,9 @@ def _rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RUN / "slurm" / "jobs.jsonl").read_text().splitlines()]
 
 
-QUEUE = "1|COMPLETED|1:00|0:00|n1|None\n2|RUNNING|1:00|9:00|n1|None\n3|PENDING|0:00|1:00:00||Dependency\n"
+QUEUE = (
+    "1|COMPLETED|1:00|0:00|n1|None\n2|RUNNING|1:00|9:00|n1|None\n3|PENDING|0:00|1:00:00||Dependency\n4|PENDING||||\n"
+)
 
 
 def test_the_job_that_runs_is_told_to_save_and_none_is_started_again(
@@ -88,7 +90,8 @@ def test_the_job_that_runs_is_told_to_save_and_none_is_started_again(
 ) -> None:
     logs = RUN / "slurm"
     logs.mkdir(parents=True)
-    (logs / "jobs.jsonl").write_text('{"job": 2, "submitted": "x", "name": "n"}\n')
+    rows = [{"job": number, "submitted": "x", "name": "n"} for number in (1, 2, 3)]
+    (logs / "jobs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "queue").write_text(QUEUE)
     assert main(["slurm", "cancel", str(RUN)]) == 0
     assert "cancelled: 3\ntold to save and end: 2 (--now" in capsys.readouterr().out
