@@ -382,7 +382,10 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             {role: {} for role in ROLES},
             block.get("codecs", {}),
             lambda role, tiers: _over(
-                dict.fromkeys((*BASE_TIERS, *(tier for tier in _LIKE if tier in tiers)), codecs[role]),
+                dict.fromkeys(
+                    (*BASE_TIERS, *(tier for tier in _LIKE if isinstance(tiers, Mapping) and tier in tiers)),
+                    codecs[role],
+                ),
                 tiers,
                 lambda _, leaf: _over(
                     {"codec": codecs[role], "block_size": size},

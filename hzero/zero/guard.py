@@ -95,7 +95,7 @@ class Guard:
         named: list[tuple[str, ZeroParameter]] = [
             (name, param) for name, param in self._module.named_parameters() if param.requires_grad
         ]
-        weights = [param.ds_tensor.detach().flatten() for _, param in named]
+        weights = [self._own_weights(param) for _, param in named]
         gradients = [gradient_of(param).detach().flatten() for _, param in named]
         device = gradients[0].device
         spoilt = torch.tensor(
@@ -125,6 +125,11 @@ class Guard:
             ]
             parts.append(f"Signal-to-noise ratio of the codecs on what is finite: {'; '.join(ratios)}")
         return ". ".join(parts)
+
+    def _own_weights(self, param: ZeroParameter) -> torch.Tensor:
+        """This rank's shard without the padding behind the last element, which DeepSpeed never writes."""
+        shard = param.ds_tensor.detach().flatten()
+        return shard[: max(param.ds_numel - self._plan.rank * shard.numel(), 0)]
 
 
 def _decibels(signal: float, noise: float) -> str:

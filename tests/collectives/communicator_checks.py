@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, HopError, Transport, communicator
@@ -324,24 +323,3 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
             chain.wait()
             if other is not None:
                 other.wait()
-
-
-def check_a_rank_that_does_not_come_to_a_communicator_is_named() -> None:
-    """Last: its groups have timed out."""
-    if WORLD != 8:
-        pytest.skip("waits for seconds; 8 ranks do")
-    group = Communicator({"topology": {"gpus_per_node": WORLD}}, timeout=timedelta(seconds=2))
-    group.all_reduce(torch.ones(3))  # connects, which is not what is timed
-    store, others = c10d._get_default_store(), [f"over {rank}" for rank in range(WORLD) if rank != 1]
-    if dist.get_rank() == 1:
-        store.wait(others)
-        return
-    chain = group.all_reduce(torch.ones(WORLD), async_op=True)
-    with pytest.raises(
-        HopError, match=rf"all_reduce of float32 \[{WORLD}\] .*waited for rank 1 .*communicator_checks.py"
-    ) as error:
-        chain.wait()
-    assert f"rank {dist.get_rank()} among" in str(error.value)
-    with pytest.raises(HopError, match="waited for rank 1"):
-        group.all_reduce(torch.ones(3))
-    store.set(f"over {dist.get_rank()}", "")

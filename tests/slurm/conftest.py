@@ -14,6 +14,11 @@ def tool(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no column of a table is left out
+
+
 @pytest.fixture
 def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Overrides of a job that breaks no rule of Frontier."""

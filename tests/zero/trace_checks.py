@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import hzero
-from hzero.config import ROLES, TIERS
+from hzero.config import BASE_TIERS, ROLES
 from tests.zero.training import block_of, ds_config, engine_of, shared_folder, train
 
 
@@ -36,7 +36,7 @@ def check_a_trace_holds_what_the_wire_log_counts() -> None:
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     slices = {name: [e for e in events if e["ph"] == "X" and e["tid"] == tid] for tid, name in tracks.items()}
     # One track for each: on processors the hops of a lane do not overlap.
-    assert slices.keys() == {f"{role} {tier}" for role in ROLES for tier in TIERS} | {
+    assert slices.keys() == {f"{role} {tier}" for role in ROLES for tier in BASE_TIERS} | {
         "steps",
         "compute",
         "waiting for hops",
@@ -49,7 +49,7 @@ def check_a_trace_holds_what_the_wire_log_counts() -> None:
     parts = Counter(event["name"] for name in ("steps", "compute") for event in slices[name])
     assert parts == {"step": 2, "forward": 4, "backward": 4, "optimizer": 2}
     assert abs(sum(event["dur"] for event in slices["waiting for hops"]) / 1e6 - waited_s) < 0.02 + 0.1 * waited_s
-    assert [shares.keys() for shares in trace.shares()] == [set(TIERS)] * 2
+    assert [shares.keys() for shares in trace.shares()] == [set(BASE_TIERS)] * 2
     with pytest.raises(ZeroDivisionError), state.trace(path.with_name("failed")):
         raise ZeroDivisionError
     assert not path.with_name("failed").exists()
