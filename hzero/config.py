@@ -49,6 +49,14 @@ def tiers_outside(scope: Scope) -> tuple[Tier, ...]:
     return TIERS[SCOPES.index(scope) :]
 
 
+def tiers_in_order(value: Any) -> tuple[Any, ...]:
+    """A written list of tiers, innermost first; unknown ones stay, to be refused by name."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
+    known = all(tier in TIERS for tier in value)
+    return tuple(tier for tier in TIERS if tier in value) if known else tuple(value)
+
+
 DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 DEFAULT_GUARD = 10
@@ -289,10 +297,7 @@ class _Block(Frozen):
     @field_validator("error_feedback", mode="before")
     @classmethod
     def _in_order(cls, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
-        known = all(tier in TIERS for tier in value)
-        return tuple(tier for tier in TIERS if tier in value) if known else tuple(value)
+        return tiers_in_order(value)
 
     @field_validator("topology", mode="before")
     @classmethod

@@ -11,12 +11,12 @@ from pydantic import Field, field_validator
 from hzero.config import (
     BASE_TIERS,
     DEFAULT_BLOCK_SIZE,
-    TIERS,
     NodeAllGather,
     Tier,
     TierCodecs,
     TopologyConfig,
     parse_topology,
+    tiers_in_order,
 )
 from hzero.validation import ConfigError, Frozen, validated
 
@@ -49,9 +49,7 @@ class CommunicatorConfig(Frozen):
     @field_validator("error_feedback", mode="before")
     @classmethod
     def _tiers(cls, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"found {reprlib.repr(value)}, expected a list of tiers ({', '.join(TIERS)})")
-        return tuple(value)
+        return tiers_in_order(value)
 
 
 def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorConfig:

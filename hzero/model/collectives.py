@@ -107,7 +107,7 @@ def _ring(crossing: Crossing, size: float, grid: Grid, profile: Profile, algorit
             between = (nodes - 1).bit_length()
             work |= _uplink(work["node"], nodes, crossing, profile)
         else:
-            work |= _neighbours(work["node"], nodes, crossing, profile)
+            work |= _uplink(work["node"], nodes, crossing, profile, neighbours=True)
     choices = []
     for protocol, share in (("", 1.0), ("_ll", profile.value("ll_share"))):
         steps = inside * profile.value(f"ring_inside{protocol}_us") + between * profile.value(f"ring_net{protocol}_us")
@@ -128,29 +128,21 @@ def _pairs(crossing: Crossing, size: float, grid: Grid, profile: Profile) -> Pha
     return Phase(latency / 1e6, work)
 
 
-def _uplink(node_s: float, nodes: int, crossing: Crossing, profile: Profile) -> dict[Resource, float]:
-    """Messages to all peers leave the switch group in proportion to the nodes outside it; on tier ``group`` all do."""
-    if profile.group_nodes is None:
-        return {}
-    if "node" not in crossing.tiers:
-        return {"uplink": node_s * profile.taper}
-    if nodes <= profile.group_nodes:
-        return {}
-    return {"uplink": node_s * (nodes - profile.group_nodes) / nodes * profile.taper}
+def _uplink(
+    node_s: float, nodes: int, crossing: Crossing, profile: Profile, *, neighbours: bool = False
+) -> dict[Resource, float]:
+    """Messages that leave the switch group.
 
-
-def _neighbours(node_s: float, nodes: int, crossing: Crossing, profile: Profile) -> dict[Resource, float]:
-    """A ring, and nearly all edges of a tree, join neighbours; nodes are numbered group by group, so one in each leaves.
-
-    On tier ``group`` all nodes of a group have their neighbours in other groups.
+    Those to all peers do in proportion to the nodes outside it. A ring, and nearly all edges of a tree, join neighbours; nodes
+    are numbered group by group, so one in each leaves. On tier ``group`` all do.
     """
-    if profile.group_nodes is None:
+    group = profile.group_nodes
+    if group is None or ("node" in crossing.tiers and nodes <= group):
         return {}
-    if "node" not in crossing.tiers:
-        return {"uplink": node_s * profile.taper}
-    if nodes <= profile.group_nodes:
-        return {}
-    return {"uplink": node_s * profile.taper / profile.group_nodes}
+    leaving = node_s * profile.taper
+    if "node" in crossing.tiers:
+        leaving *= 1 / group if neighbours else (nodes - group) / nodes
+    return {"uplink": leaving}
 
 
 def _all_reduce(crossing: Crossing, size: float, grid: Grid, profile: Profile) -> Phase:
@@ -175,7 +167,7 @@ def _all_reduce(crossing: Crossing, size: float, grid: Grid, profile: Profile) -
     elif nodes > 1:
         work["node"] = ring * groups / profile.value("net_all_reduce_gb_s") / 1e9
     if nodes > 1:
-        work |= _neighbours(work["node"], nodes, crossing, profile)
+        work |= _uplink(work["node"], nodes, crossing, profile, neighbours=True)
     return Phase(latency / 1e6, work)
 
 

@@ -26,7 +26,6 @@ from hzero.plan.scenario import (
     bytes_of,
     itemsize_of,
     job_of,
-    key_of,
     memory_of,
     profile_of,
     read_scenario,
@@ -39,7 +38,7 @@ from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
 from hzero.plan.tune import tune
 from hzero.settings.buffers import buffers_of
-from hzero.settings.conf import compose, plain
+from hzero.settings.conf import compose, key_of, plain
 from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding import memory as memory_plan

@@ -19,9 +19,10 @@ from hzero.model.step import Prediction, predict
 from hzero.model.trace import write_trace
 from hzero.plan.against import Comparison
 from hzero.plan.fit import Fitting, Fittings, fullest
-from hzero.plan.scenario import Scenario, key_of
+from hzero.plan.scenario import Scenario
 from hzero.plan.sweep import Curve
 from hzero.plan.tune import Candidate, Found, Tuning
+from hzero.settings.conf import key_of
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.validation import ConfigError

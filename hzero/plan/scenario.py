@@ -114,11 +114,6 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     return replace(scenario, given=tuple(kept))
 
 
-def key_of(override: str) -> str:
-    """The key of an override, without what says how it is merged."""
-    return override.lstrip("+~").partition("=")[0]
-
-
 def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The keys of `KEYS`, and the other overrides."""
     own, kept = {}, []

@@ -54,6 +54,11 @@ def long_name(override: str, short: Mapping[str, str]) -> str:
     return f"{short[key]}={value}" if sign and key in short else override
 
 
+def key_of(override: str) -> str:
+    """The key of an override, without the signs that add and remove keys."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def check_values(overrides: Sequence[str]) -> None:
     """Refuses overrides without a value, none of which are Hydra's options. Raises `ConfigError` that names the override."""
     for override in overrides:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hzero
-from hzero.settings.conf import compose, plain
+from hzero.settings.conf import compose, key_of, plain
 from hzero.settings.settings import Settings
 from hzero.slurm import queue
 from hzero.slurm.machine import Machine, Partition, load_machine, minutes_of, time_text
@@ -317,11 +317,6 @@ def _check_option(option: str, job: Job) -> None:
             f"{_KEY}.options: found {option!r}; a job on {job.block['machine']} has its own --{taken or 'requeue'}, which "
             "follows from other keys and from the rules of the machine"
         )
-
-
-def key_of(override: str) -> str:
-    """The key of an override, without the signs that add and remove keys."""
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _replaced(override: str, discover: bool) -> bool:

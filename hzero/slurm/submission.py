@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hzero.files import read_small, refusing, replacing
+from hzero.settings.conf import key_of
 from hzero.slurm import queue
-from hzero.slurm.job import FOLDER, HISTORY, SET, Job, key_of
+from hzero.slurm.job import FOLDER, HISTORY, SET, Job
 from hzero.slurm.machine import time_text
 from hzero.validation import ConfigError
 

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from hzero.arguments import refused
-from hzero.settings.conf import check_options, check_values, conf_dir
+from hzero.settings.conf import check_options, check_values, conf_dir, key_of
 from hzero.validation import ConfigError
 
 _GROUPS = ("model", "data", "topology", "zero", "launcher")
@@ -58,7 +58,7 @@ def check(arguments: Sequence[str]) -> list[str]:
         raise ConfigError("--config-path: hzero's own groups are needed; --config-dir adds a folder to them")
     for override in parsed.overrides:
         if _NAMED.match(override):
-            raise _refusal(override.partition("=")[0].lstrip("+~"))
+            raise _refusal(key_of(override))
     if parsed.config_dir is None and not any("hydra" in text for text in arguments):
         return ordered
     path = create_config_search_path(str(conf_dir()))
