@@ -14,13 +14,22 @@ from hzero import autoload as _autoload
 if TYPE_CHECKING:
     from hzero import collectives
     from hzero.validation import ConfigError
-    from hzero.zero import DivergenceError, enable, exact_evaluation, exact_weights, initialize, state
+    from hzero.zero import (
+        DivergenceError,
+        StaleWeightsError,
+        enable,
+        exact_evaluation,
+        exact_weights,
+        initialize,
+        state,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
     "DivergenceError",
+    "StaleWeightsError",
     "__version__",
     "collectives",
     "enable",
@@ -33,7 +42,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing DeepSpeed takes seconds, and torch imports this package with every `import torch`.
-    if name in ("DivergenceError", "enable", "exact_evaluation", "exact_weights", "initialize", "state"):
+    if name in (
+        "DivergenceError",
+        "StaleWeightsError",
+        "enable",
+        "exact_evaluation",
+        "exact_weights",
+        "initialize",
+        "state",
+    ):
         from hzero import zero
 
         return getattr(zero, name)

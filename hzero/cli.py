@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.files import narrow
+from hzero.launcher import UNFINISHED
 from hzero.validation import ConfigError, one_of
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
@@ -78,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hzero.run import run_script
 
         return run_script(parsed.rest)  # what a user's script raises is not of this command
+    if arguments is None and parsed.command == "train":
+        # A batch system's signal may come while modules are imported, for seconds on a busy machine: not finished, no failure.
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(UNFINISHED))
     try:
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")

@@ -205,6 +205,27 @@ class CanaryConfig(Frozen):
     bytes: int = Field(default=65536, ge=16, le=1 << 30)
 
 
+class GuardConfig(Frozen):
+    """What watches the training, on by default.
+
+    A number in place of the block is ``discarded_steps``.
+
+    Attributes:
+        discarded_steps: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, where loss
+            scaling cannot help. With that many the stage ends training by an error on all ranks (`hzero.DivergenceError`),
+            which names the parameters and gives the signal-to-noise ratio of each lossy tier. 0 goes on for ever, as
+            DeepSpeed does.
+        every: Optimizer steps from one audit to the next; there is one before the first step, and before the first step after
+            a load. It compares resident weights with their owners' shards, unless they are refreshed by differences or
+            rounded stochastically, and with those of other ranks that hold the same; one that differs ends training by an
+            error on all ranks (`hzero.StaleWeightsError`) that names it. And it gathers and sums a sample with and without
+            codecs, and logs the signal-to-noise ratios (`hzero.state(engine).ratios`). 0 makes none.
+    """
+
+    discarded_steps: int = Field(default=DEFAULT_GUARD, ge=0)
+    every: int = Field(default=100, ge=0)
+
+
 class TopologyConfig(Frozen):
     """A declared machine.
 
@@ -291,13 +312,18 @@ class _Block(Frozen):
     exact_evaluation: bool = False
     checksum: bool = False
     canary: CanaryConfig = CanaryConfig()
-    guard: int = Field(DEFAULT_GUARD, ge=0)
+    guard: GuardConfig = GuardConfig()
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
     @classmethod
     def _in_order(cls, value: Any) -> Any:
         return tiers_in_order(value)
+
+    @field_validator("guard", mode="before")
+    @classmethod
+    def _number_alone(cls, value: Any) -> Any:
+        return {"discarded_steps": value} if isinstance(value, int) else value
 
     @field_validator("topology", mode="before")
     @classmethod
@@ -343,10 +369,7 @@ class HZeroConfig(_Block):
         checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
             on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
         canary: A known pattern that is sent from time to time, on by default.
-        guard: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, where loss scaling
-            cannot help. With that many the stage ends training by an error on all ranks (`hzero.DivergenceError`), which
-            names the parameters and gives the signal-to-noise ratio of each lossy tier. 0 goes on for ever, as DeepSpeed
-            does.
+        guard: What ends a training that diverges, or whose resident weights are wrong.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.

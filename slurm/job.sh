@@ -214,5 +214,7 @@ case $status in
 0) end 0 finished ;;
 2) end 2 "the input was refused" ;;
 75) end 75 "saved, to go on" ;;
+# Killed by USR1, the signal before the time limit: it came while ranks were still starting.
+138) end 75 "told to stop before it trained" ;;
 *) end "$status" "failed with status $status" ;;
 esac

@@ -80,6 +80,10 @@ class TieredCollectives:
         self._lost: list[tuple[Any, Lost]] = []
         self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def beside(self, wire_log: WireLog) -> TieredCollectives:
+        """Collectives over the same lanes with a wire log of their own, and without error feedback."""
+        return TieredCollectives(self.plan, self._transport, wire_log, None, self.pipeline)
+
     # ---- gather ------------------------------------------------------------------------------------------------
 
     def gather(

@@ -151,7 +151,7 @@ class Settings:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
-        zero = {"guard": self["train"]["guard"], **zero}
+        zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **(zero.get("guard") or {})}}
         if isinstance(declared, str):
             return {**zero, "topology": declared}
         return {**zero, "topology": self.grid.declaration()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hzero.config import (
     PLAIN,
@@ -43,6 +43,11 @@ class Hop:
     tier: Tier
     size: int
     codec: CodecConfig
+
+
+def plain(hops: Sequence[Hop]) -> tuple[Hop, ...]:
+    """The same hops without codecs."""
+    return tuple(replace(hop, codec=PLAIN) for hop in hops)
 
 
 @dataclass(frozen=True)

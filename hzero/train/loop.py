@@ -24,7 +24,7 @@ import hzero
 from hzero.collectives import shared_recorder
 from hzero.launcher import STARTED
 from hzero.progress import Progress
-from hzero.reasons import PeerError
+from hzero.reasons import PeerError, PlainError
 from hzero.settings.settings import Settings, model_vocab
 from hzero.train import checkpoint, folder, model
 from hzero.train.batches import Batch, batches_of
@@ -157,6 +157,7 @@ class Loop:
         stopped: Reason | None = None
         evaluation: dict[str, float] = {}
         own = hzero.state(self._engine)
+        ratios = own.ratios if own is not None else {}
         if self._batches.packs:
             shape = self._settings["model"]
             check_packing(self._engine, model_vocab(shape), shape["seq_length"], self._device)
@@ -183,13 +184,17 @@ class Loop:
                 shared_recorder().step, waited_s = step - 1, self._waited_s
                 try:
                     row, stopped, written = self._step(step)
-                except hzero.DivergenceError as error:
+                except (hzero.DivergenceError, hzero.StaleWeightsError) as error:
                     self._saver.judge(False)
-                    raise self._diverged(f"step {step}: {error}") from None
+                    raise self._spoilt(f"step {step}: {error}", type(error)) from None
                 self._done = step
                 if metrics is not None:
                     metrics.add(row)
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
+                    if own is not None and own.ratios is not ratios:
+                        ratios = own.ratios
+                        metrics.add({"kind": "audit", "step": step, "signal_to_noise_db": ratios})
+                        monitor.write(step, {f"signal_to_noise_db/{name}": one for name, one in ratios.items()})
                 self._guard(row, progress)
                 self._warn_of_saves(self._saver.advance(written), metrics)
                 slow = self._stragglers.add(row["step_s"], self._waited_s - waited_s)
@@ -231,9 +236,7 @@ class Loop:
             loss = evaluation["loss_exact"]
             self._saver.judge(math.isfinite(loss))
             if train["guard"] and not math.isfinite(loss):
-                raise self._diverged(
-                    f"the loss of the last evaluation is {loss:g}: the weights are spoilt (train.guard)"
-                )
+                raise self._spoilt(f"the loss of the last evaluation is {loss:g}: the weights are spoilt (train.guard)")
             if sample["every"] or sample["at_end"]:
                 self._write_sample(self._done, progress)
         self._saver.close()
@@ -326,12 +329,12 @@ class Loop:
             self._saver.judge(True)
         if limit and self._not_finite == limit:
             self._saver.judge(False)
-            raise self._diverged(
+            raise self._spoilt(
                 f"step {row['step']}: {found}; {limit} steps in a row were not finite, so training ends (train.guard)"
             )
 
-    def _diverged(self, message: str) -> hzero.DivergenceError:
-        error = hzero.DivergenceError(message)
+    def _spoilt(self, message: str, kind: type[PlainError] = hzero.DivergenceError) -> PlainError:
+        error = kind(message)
         error.elsewhere = self._rank != 0
         return error
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hzero.codecs import Codec
-from hzero.config import ROLES, CodecConfig, Role, Tier
 from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import some
+from hzero.zero import noise
 from hzero.zero.refusals import ZeroParameter
 
 logger = logging.getLogger("hzero")
@@ -109,19 +107,11 @@ class Guard:
             names = [name for (name, _), mark in zip(named, marks) if mark]
             listed = f": {some(names, _NAMED)}" if names else ""
             parts.append(f"Not finite in the {what} of {len(names)} of {len(named)} parameters{listed}")
-        # Tiers of one codec have one ratio.
-        tiers: dict[tuple[Role, CodecConfig], list[Tier]] = {}
-        for role in ROLES:
-            for hop in self._plan.gather_hops() if role == "weights" else self._plan.reduce_hops():
-                if not Codec.from_config(hop.codec).exact:
-                    tiers.setdefault((role, hop.codec), []).append(hop.tier)
-        if tiers:
-            shards = {"weights": weights, "gradients": gradients}
-            powers = torch.stack([_signal_and_noise(codec, shards[role], device) for role, codec in tiers])
-            dist.all_reduce(powers)
+        if tiers := noise.lossy_tiers(self._plan):
+            powers = noise.of_codecs(tiers, {"weights": weights, "gradients": gradients}, device)
             ratios = [
-                f"{role} {codec.codec} on {', '.join(names)}: {_decibels(*power)}"
-                for ((role, codec), names), power in zip(tiers.items(), powers.tolist())
+                f"{role} {codec.codec} on {', '.join(names)}: {noise.described(noise.decibels(*found))}"
+                for ((role, codec), names), found in zip(tiers.items(), powers)
             ]
             parts.append(f"Signal-to-noise ratio of the codecs on what is finite: {'; '.join(ratios)}")
         return ". ".join(parts)
@@ -130,25 +120,3 @@ class Guard:
         """This rank's shard without the padding behind the last element, which DeepSpeed never writes."""
         shard = param.ds_tensor.detach().flatten()
         return shard[: max(param.ds_numel - self._plan.rank * shard.numel(), 0)]
-
-
-def _decibels(signal: float, noise: float) -> str:
-    if not signal:
-        return "unknown (nothing but zeros)"
-    return f"{10 * math.log10(signal / noise):.1f} dB" if noise else "without loss"
-
-
-def _signal_and_noise(config: CodecConfig, shards: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sums of squares of finite elements and of the errors of one round trip, float64 ``[2]``."""
-    codec, total = Codec.from_config(config), torch.zeros(2, dtype=torch.float64, device=device)
-    for values in _finite(shards, device):
-        (decoded,) = codec.decode(codec.encode([values], [values.numel()]), [values.numel()], dtype=values.dtype)
-        error = decoded[: values.numel()].double() - values.double()
-        total += torch.stack([values.double().square().sum(), error.square().sum()])
-    return total
-
-
-def _finite(shards: list[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    for shard in shards:
-        if shard.numel() and bool(shard.isfinite().all()):
-            yield shard.to(device, torch.float32)

@@ -41,6 +41,28 @@ class Managed:
     decoded: bool = False
     age: int | None = None
 
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """The resident payload, or the resident weights."""
+        return self.whole if self.whole is not None else self.payload
+
+    def put_away(self, decoded: bool = False) -> None:
+        """Partitions the parameter if it is available and not in use; where it must be ``decoded``, only such a one."""
+        param = self.param
+        if (
+            (self.decoded or not decoded)
+            and param.ds_status == ZeroParamStatus.AVAILABLE
+            and not param.ds_active_sub_modules
+        ):
+            param.partition()
+
+    def release(self) -> None:
+        """Gives the parameter DeepSpeed's functions back."""
+        self.put_away(decoded=True)
+        for name, function in self.own.items():
+            if getattr(self.param, name) == function:  # else someone has replaced ours
+                setattr(self.param, name, self.stock[name])
+
     def copy(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """The resident copy in the weights' own type, where it lies, ``[rows, chunk]``: all shards, or those of a payload."""
         if self.whole is not None:

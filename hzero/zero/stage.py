@@ -102,7 +102,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._cross_boundary()
         self.hzero.weights.before_change()
         self._settle_on_processors()
-        self.hzero.before_step()
+        self.hzero.before_step(self._gradient_of)
         self._stepping = True
         try:
             with blaming():  # the norm's all-reduce is no hop
@@ -129,10 +129,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
         if has_overflow:
-            self.hzero.guard.discarded(
-                self.loss_scaler, lambda param: self._get_fp32_grad_state_partition(param, True)[0]
-            )
+            self.hzero.guard.discarded(self.loss_scaler, self._gradient_of)
         super()._update_scale(has_overflow)
+
+    def _gradient_of(self, param: ZeroParameter) -> torch.Tensor:
+        shard: torch.Tensor = self._get_fp32_grad_state_partition(param, True)[0]
+        return shard
 
     def _settle_on_processors(self) -> None:
         if get_accelerator().is_synchronized_device():

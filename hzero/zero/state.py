@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
+from hzero.zero.audit import Audit
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
-from hzero.zero.refusals import check_group
+from hzero.zero.refusals import ZeroParameter, check_group
 from hzero.zero.streams import device_streams
 from hzero.zero.weights import Weights
 
@@ -73,10 +74,11 @@ class StageState:
         if config.exact_evaluation:
             self.weights.follow_mode()
         self.gradients = Gradients(collectives, bucket_numel)
-        self.guard = Guard(module, self.plan, config.guard)
+        self.guard = Guard(module, self.plan, config.guard.discarded_steps)
         if self.plan.rank == 0:
             self._announce()
         self._steps = 0
+        self._audit, self._audit_due = Audit(module, self.weights, collectives), True
         device = torch.device(get_accelerator().current_device_name())
         self._canary = Canary(collectives, config.canary.bytes, device)
         if config.canary.every_steps:
@@ -99,6 +101,7 @@ class StageState:
         """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""
         self.weights.mark_stale()
         self.gradients.clear()
+        self._audit_due = True
         if self._feedback is not None:
             self._feedback.clear()
 
@@ -122,12 +125,25 @@ class StageState:
         """On a device: waits until the checksums of all hops so far are compared. Raises `HopError` for a difference."""
         self._collectives.verify()
 
-    def before_step(self) -> None:
-        """Counts an optimizer step that is about to begin, and sends the canary where it is due. Collective."""
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Signal-to-noise ratios that the last audit found, in dB; see `Audit`."""
+        return self._audit.ratios
+
+    def before_step(self, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> None:
+        """Counts an optimizer step that is about to begin, and sends the canary and audits where they are due. Collective.
+
+        Args:
+            gradient_of: Gives this rank's shard of a parameter's gradient.
+        """
         self._steps += 1
         every = self.config.canary.every_steps
         if every and self._steps % every == 0:
             self._canary.send()
+        every = self.config.guard.every
+        if every and (self._audit_due or self._steps % every == 0):
+            self._audit_due = False
+            self._audit.run(self._steps, gradient_of)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:

@@ -13,20 +13,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
 from hzero.config import LOSSLESS, PLAIN
 from hzero.sharding.memory import IN_FLIGHT
-from hzero.sharding.records import chunk_numel
+from hzero.sharding.plan import plain
 from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle
+from hzero.zero.primary import PrimaryShards
 from hzero.zero.refusals import ZeroParameter, check_types
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
@@ -57,12 +56,11 @@ class Weights:
         self._version = 0
         self._managed: dict[int, Managed] = {}
         self._stale: set[int] = set()
-        self._changed: Any = None
-        self._encoder: Chain[Any] | None = None
+        self._primary = PrimaryShards(self._plan)
         self._ahead: list[Chain[None]] = []  # refreshes that no gather has come to yet, in order
         for param in module.parameters():
             self._manage(param)
-        self._note_change()
+        self._primary.note_change()
 
     # ---- attaching to DeepSpeed's parameters ------------------------------------------------------------------------
 
@@ -90,13 +88,9 @@ class Weights:
             self._release(managed)
 
     def _release(self, managed: Managed) -> None:
-        param = managed.param
-        self._put_away_decoded(managed)
-        for name, function in managed.own.items():
-            if getattr(param, name) == function:  # else someone has replaced ours
-                setattr(param, name, managed.stock[name])
-        del self._managed[param.ds_id]
-        self._stale.discard(param.ds_id)
+        managed.release()
+        del self._managed[managed.param.ds_id]
+        self._stale.discard(managed.param.ds_id)
 
     @staticmethod
     def release_all(module: torch.nn.Module) -> None:
@@ -163,7 +157,7 @@ class Weights:
                 own.decoded = False
                 if has_been_updated:
                     self._mark(own)
-                    self._note_change()
+                    self._primary.note_change()
 
     # ---- staleness --------------------------------------------------------------------------------------------------
 
@@ -179,28 +173,16 @@ class Weights:
         self._ahead = [chain for chain in self._ahead if chain not in replaced]
         for managed in marked:
             self._mark(managed, stepped=params is not None)
-        self._note_change()
+        self._primary.note_change()
 
     def _mark(self, managed: Managed, stepped: bool = False) -> None:
         self._stale.add(managed.param.ds_id)
         if not stepped:
             managed.age = None
 
-    def _note_change(self) -> None:
-        """The primary shards change on this stream; what encodes them, on another one, waits for this point."""
-        if not get_accelerator().is_synchronized_device():
-            self._changed = get_accelerator().Event()
-            self._changed.record(get_accelerator().current_stream())
-
-    def _await_change(self) -> None:
-        """Makes the current stream, which is about to read primary shards, wait for their last change."""
-        if self._changed is not None:
-            get_accelerator().current_stream().wait_event(self._changed)
-
     def before_change(self) -> None:
         """Makes the current stream, which is about to write primary shards, wait until they have been encoded."""
-        if self._encoder is not None:
-            self._encoder.wait_read()
+        self._primary.before_change()
 
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
@@ -211,19 +193,18 @@ class Weights:
 
     def resident_bytes(self) -> int:
         """Memory of the resident payloads, or of the resident weights, on this rank, in bytes."""
-        kept = [tensor for m in self._managed.values() for tensor in (m.payload, m.whole) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        return sum(m.kept.nbytes for m in self._managed.values() if m.kept is not None)
 
     def primary_bytes(self) -> int:
         """Memory of the primary shards on this rank, in bytes."""
-        return sum(m.param.ds_tensor.numel() * m.param.ds_tensor.element_size() for m in self._managed.values())
+        return sum(m.param.ds_tensor.nbytes for m in self._managed.values())
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
         before, self._exact = self._exact, True
         for managed in self._managed.values():
-            self._put_away_decoded(managed)
+            managed.put_away(decoded=True)
         try:
             yield
         finally:
@@ -246,15 +227,9 @@ class Weights:
             self._evaluating = not module.training
             self._put_away_all()
 
-    def _put_away_decoded(self, managed: Managed) -> None:
-        param = managed.param
-        if managed.decoded and param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules:
-            param.partition()
-
     def _put_away_all(self) -> None:
         for managed in self._managed.values():
-            if managed.param.ds_status == ZeroParamStatus.AVAILABLE and not managed.param.ds_active_sub_modules:
-                managed.param.partition()
+            managed.put_away()
 
     # ---- gather -----------------------------------------------------------------------------------------------------
 
@@ -278,7 +253,7 @@ class Weights:
         if not params:
             return Handles([])
         if self._exact or self._evaluating or self._plan.grid.world_size == 1:
-            self._await_change()
+            self._primary.await_change()
             stock = self._managed[params[0].ds_id].stock["all_gather_coalesced"]
             return stock(params, safe_mode=safe_mode, quantize=quantize)
         for param in params:
@@ -306,28 +281,25 @@ class Weights:
         self.gather(param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
 
     def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
-        bucket = self._bucket(params)
+        chain = self._gathered(params, self.collectives)
+        if not self._refresh_hops and self.collectives.pipeline.streams is not None:
+            self._primary.read_by(chain)
+        return GatherHandle(params, chain)
+
+    def _gathered(self, params: Sequence[ZeroParameter], collectives: TieredCollectives) -> Chain[list[torch.Tensor]]:
+        bucket = self._primary.bucket(params)
         if self._refresh_hops:
             codec, rows = self._resident_codec, self._plan.resident_rows
             payload: Callable[[], torch.Tensor] = partial(self._payloads, params)
         else:
             codec, rows = self._first_codec, 1
-            payload = self._encoding(params, bucket, codec)
-        decode = partial(self.collectives.decode_gathered, bucket)
+            payload = partial(self._primary.encode, params, bucket, codec, self._version)
+        decode = partial(collectives.decode_gathered, bucket)
         refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
-        chain = self.collectives.gather(
-            self._fetch_hops,
-            bucket,
-            payload,
-            codec,
-            decode,
-            rows=rows,
-            seed=self._version,
-            after=[one for one in refreshes if one is not None],
+        after = [one for one in refreshes if one is not None]
+        return collectives.gather(
+            self._fetch_hops, bucket, payload, codec, decode, rows=rows, seed=self._version, after=after
         )
-        if not self._refresh_hops and self.collectives.pipeline.streams is not None:
-            self._encoder = chain
-        return GatherHandle(params, chain)
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
@@ -348,6 +320,49 @@ class Weights:
                 return joined
             end += payload.numel()
         return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
+
+    # ---- audit ------------------------------------------------------------------------------------------------------
+
+    def resident(self) -> list[tuple[Managed, torch.Tensor]]:
+        """Parameters whose resident copies are up to date, with these; the same parameters on all ranks."""
+        fresh = [own for key, own in self._managed.items() if key not in self._stale]
+        return [(own, own.kept) for own in fresh if own.kept is not None]
+
+    def primary_shard(self, param: ZeroParameter) -> torch.Tensor:
+        """This rank's shard of a parameter, flat, without padding."""
+        return self._primary.of([param], self._primary.bucket([param]))[0]
+
+    def own_shard(self, own: Managed) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This rank's shard as its resident copy has it, and as a refresh would make it now; no collective.
+
+        None where that depends on more than the shard: differences on the steps before, stochastic rounding on the message.
+        """
+        if self._plan.differences or any(hop.codec.rounding == "stochastic" for hop in self._refresh_hops):
+            return None
+        bucket, codec = self._primary.bucket([own.param]), self._first_codec
+        message = self._primary.encode([own.param], bucket, codec, self._version)
+        for hop in self._refresh_hops:
+            message, codec = self.collectives.transcode(
+                bucket, message, codec, hop.codec, outer=1, rows=1, seed=self._version
+            )
+        if own.whole is not None:
+            (fresh,) = codec.decode(message, bucket.chunks, dtype=bucket.dtype)
+            return own.whole.view(-1, own.chunk)[self._plan.rank], fresh
+        message, _ = self.collectives.transcode(
+            bucket, message, codec, self._plan.resident_codec, outer=1, rows=1, seed=self._version
+        )
+        assert own.payload is not None, "it is resident"
+        return own.payload.view(self._plan.resident_rows, -1)[self._plan.own_row], message
+
+    def gathered_both_ways(
+        self, param: ZeroParameter, collectives: TieredCollectives
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole parameter as forward reads it, and exactly. Collective; its resident copy must be up to date."""
+        own, bucket, codec = self._managed[param.ds_id], self._primary.bucket([param]), Codec.from_config(PLAIN)
+        payload = partial(self._primary.encode, [param], bucket, codec, self._version)
+        decode = partial(collectives.decode_gathered, bucket)
+        exact = collectives.gather(plain(self._plan.gather_hops()), bucket, payload, codec, decode).wait()[0]
+        return own.whole if own.whole is not None else self._gathered([param], collectives).wait()[0], exact
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 
@@ -395,7 +410,7 @@ class Weights:
     def _start_refresh(self, managed: Sequence[Managed]) -> Chain[None]:
         """Starts the refresh of parameters that are alike, see `_differs`."""
         params, differs = [m.param for m in managed], self._differs(managed[0])
-        bucket, codec, hops = self._bucket(params), self._first_codec, self._refresh_hops
+        bucket, codec, hops = self._primary.bucket(params), self._first_codec, self._refresh_hops
         keep: Callable[..., None] = partial(self._keep, managed, bucket, self._version)
         after: Sequence[Chain[Any]] = ()
         if differs:
@@ -406,10 +421,10 @@ class Weights:
             after = [one for one in dict.fromkeys(own.refresh for own in managed) if one is not None]
         else:
             if self._plan.differences:
-                codec, hops = Codec.from_config(PLAIN), tuple(replace(hop, codec=PLAIN) for hop in hops)
-            payload = self._encoding(params, bucket, codec)
+                codec, hops = Codec.from_config(PLAIN), plain(hops)
+            payload = partial(self._primary.encode, params, bucket, codec, self._version)
         chain = self.collectives.gather(hops, bucket, payload, codec, keep, seed=self._version, after=after)
-        self._encoder = chain
+        self._primary.read_by(chain)
         for own, chunk in zip(managed, bucket.chunks):
             own.refresh, own.chunk = chain, chunk
             own.age = (own.age or 0) + 1 if differs else 0
@@ -419,7 +434,7 @@ class Weights:
         """What is new in this rank's shards, against the copy that all ranks hold."""
         row = self._plan.rank if self._plan.decoded else self._plan.own_row
         sources = []
-        for own, weights in zip(managed, self._own_shards([own.param for own in managed], bucket)):
+        for own, weights in zip(managed, self._primary.of([own.param for own in managed], bucket)):
             copy = own.copy(self._plan.resident_rows, bucket.dtype)[row, : weights.numel()]
             difference = weights.to(torch.float32) - copy
             sources.append(difference.to(bucket.dtype) if codec.name == "none" else difference)
@@ -469,27 +484,3 @@ class Weights:
     @functools.cached_property
     def _resident_codec(self) -> Codec:
         return Codec.from_config(self._plan.resident_codec)
-
-    def _encoding(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec) -> Callable[[], torch.Tensor]:
-        """What encodes the primary shards."""
-        return partial(self._encode_primary, params, bucket, codec, self._version)
-
-    def _encode_primary(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
-        return codec.encode(self._own_shards(params, bucket), bucket.chunks, seed=seed)
-
-    def _own_shards(self, params: Sequence[ZeroParameter], bucket: Bucket) -> list[torch.Tensor]:
-        """The primary shards, without padding: that of the last ones holds no element, and DeepSpeed does not set it."""
-        self._await_change()
-        shards = []
-        for param, chunk in zip(params, bucket.chunks):
-            valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
-            shards.append(param.ds_tensor.detach().view(-1)[:valid].to(params[0].device))
-        return shards
-
-    def _bucket(self, params: Sequence[ZeroParameter]) -> Bucket:
-        return Bucket(
-            keys=tuple(param.ds_id for param in params),
-            chunks=tuple(chunk_numel(param.ds_numel, self._plan.grid.world_size) for param in params),
-            dtype=params[0].ds_tensor.dtype,
-            role="weights",
-        )

@@ -147,6 +147,7 @@ def test_a_bad_node_is_excluded_and_a_job_that_is_not_finished_starts_again(
     capsys.readouterr()
     assert main(["slurm", "logs", str(run)]) == 0
     assert "train-0-" in (said := capsys.readouterr().out) and "training on 127." in said and "finished" in said
+    _until(lambda: status_of(run)["jobs"][-1]["result"] == "finished", slurm, "Slurm knows that the job has ended")
     assert main(["slurm", "status", str(run)]) == 0
     assert "finished" in capsys.readouterr().out
 

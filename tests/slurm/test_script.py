@@ -131,6 +131,11 @@ def test_a_failure_is_tried_again_once_and_again_after_every_checkpoint(job: Job
     assert job.calls("scancel") == ["scancel 8 9"]  # of a chain too
 
 
+def test_ranks_that_the_signal_finds_starting_are_no_failure(job: Job) -> None:
+    assert job.start(TRAIN="kill -USR1 $$") == 75
+    assert job.results() == ["told to stop before it trained; started again"]
+
+
 def test_a_job_that_slurm_does_not_start_again_says_so(job: Job) -> None:
     assert job.start(TRAIN="exit 75", REQUEUE="1") == 75
     assert job.results() == ["saved, to go on; started again", "saved, to go on; Slurm does not start it again"]

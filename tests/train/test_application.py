@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Callable
@@ -171,5 +172,18 @@ def test_a_signal_that_comes_late_does_not_change_the_status(monkeypatch: pytest
     try:
         assert cli.main(["train", "a"]) == 1 and signal.getsignal(TIME_SIGNAL) is before
         assert cli.main() == 1 and signal.getsignal(TIME_SIGNAL) is signal.SIG_IGN
+    finally:
+        signal.signal(TIME_SIGNAL, before)
+
+
+def test_a_signal_while_modules_are_imported_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found under Slurm: on busy cores imports take longer than what is left of the job, and ranks died of the signal."""
+    monkeypatch.setattr(sys, "argv", ["hzero", "train"])
+    before = signal.getsignal(TIME_SIGNAL)
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda _: lambda _: signal.raise_signal(TIME_SIGNAL))
+    try:
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert left.value.code == 75
     finally:
         signal.signal(TIME_SIGNAL, before)

@@ -61,10 +61,10 @@ def _steps(preset: str, accumulation: int = 2, **block: Any) -> Any:
 
 
 def _node_gathers_by_doubling() -> Any:
-    """With checksums, and a canary at every step."""
+    """With checksums, and a canary and an audit at every step."""
     setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
     topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
-    checked = {"checksum": True, "canary": {"every_steps": 1, "bytes": 1000}}
+    checked = {"checksum": True, "canary": {"every_steps": 1, "bytes": 1000}, "guard": {"every": 1}}
     return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
 
 
@@ -205,12 +205,11 @@ def check_no_races() -> None:
 #: Functions that make a stream or the host wait, or keep memory for a stream, and those that call nothing else.
 WAITS = {
     *("wait", "wait_event", "wait_stream", "wait_read", "synchronize", "record_stream", "used"),
-    *("before_change", "_await_change", "_note_change"),
+    *("before_change", "await_change", "note_change"),
 }
 
 #: Calls that order nothing on a device, and why they are there.
 NOT_SEEN = {
-    "collectives/canary.py send: chain.wait()": "numpy reads it, behind a copy to the host",
     "collectives/communicator.py hops: self._tiered.used(tensor)": "of a tensor without elements, or of one rank",
     "collectives/ddp.py _future: chain.wait()": "in a callback, on processors",
     "collectives/ddp.py _future: chain.wait() #2": "on a GPU, where a future of torch waits for the stream",

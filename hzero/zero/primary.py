@@ -1,0 +1,70 @@
+"""Primary shards: what DeepSpeed's optimizer writes on this rank, and what the stage encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from hzero.codecs import Codec
+from hzero.collectives import Bucket, Chain
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel
+from hzero.zero.refusals import ZeroParameter
+
+
+class PrimaryShards:
+    """Reads this rank's shards of parameters, in order with those who write them.
+
+    Args:
+        plan: The shard plan of this rank.
+    """
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan = plan
+        self._changed: Any = None
+        self._reader: Chain[Any] | None = None
+
+    def note_change(self) -> None:
+        """The shards change on this stream; what encodes them, on another one, waits for this point."""
+        if not get_accelerator().is_synchronized_device():
+            self._changed = get_accelerator().Event()
+            self._changed.record(get_accelerator().current_stream())
+
+    def await_change(self) -> None:
+        """Makes the current stream, which is about to read shards, wait for their last change."""
+        if self._changed is not None:
+            get_accelerator().current_stream().wait_event(self._changed)
+
+    def read_by(self, chain: Chain[Any]) -> None:
+        """Notes the chain that encodes shards last."""
+        self._reader = chain
+
+    def before_change(self) -> None:
+        """Makes the current stream, which is about to write shards, wait until they have been encoded."""
+        if self._reader is not None:
+            self._reader.wait_read()
+
+    def bucket(self, params: Sequence[ZeroParameter]) -> Bucket:
+        """Parameters of one type as the tensors of one message."""
+        return Bucket(
+            keys=tuple(param.ds_id for param in params),
+            chunks=tuple(chunk_numel(param.ds_numel, self._plan.grid.world_size) for param in params),
+            dtype=params[0].ds_tensor.dtype,
+            role="weights",
+        )
+
+    def of(self, params: Sequence[ZeroParameter], bucket: Bucket) -> list[torch.Tensor]:
+        """The shards, without padding: that of the last ones holds no element, and DeepSpeed does not set it."""
+        self.await_change()
+        shards = []
+        for param, chunk in zip(params, bucket.chunks):
+            valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
+            shards.append(param.ds_tensor.detach().view(-1)[:valid].to(params[0].device))
+        return shards
+
+    def encode(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
+        """Their payload, uint8 ``[tensor][1][record]``; ``seed`` is that of stochastic rounding."""
+        return codec.encode(self.of(params, bucket), bucket.chunks, seed=seed)

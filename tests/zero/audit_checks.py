@@ -1,0 +1,139 @@
+"""The audit of resident weights and codecs. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+
+import hzero
+from hzero.zero.weights import Weights
+from tests.zero.training import AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
+
+AUDITED = {"every": 1}
+
+
+def _engine(preset: str, **block: Any) -> Any:
+    return engine_of(ds_config(block_of(preset, **{"guard": AUDITED, **block}), 2))
+
+
+def check_an_audit_changes_nothing_and_has_no_complaint() -> None:
+    """Losses keep every bit and the wire log every byte, with all forms of resident weights."""
+    blocks: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("replica", {"error_feedback": ["node"]}),
+        ("replica", {"resident": "payload", "checksum": True, "refresh_differences": True}),
+        ("mild", {"codecs": {"weights": {"node": {"codec": "int8", "rounding": "stochastic"}}}}),
+        (
+            "topo",
+            {"codecs": {"weights": {"node": "int4", "gpu": "int8", "gcd": "none"}}, "shard": {"weights": "package"}},
+        ),
+        ("zeropp", {}),
+    )
+    for preset, block in blocks:
+        found = []
+        for every in (0, 1):
+            engine = _engine(preset, **block, guard={"every": every})
+            losses, own = train(engine, 2, 2), hzero.state(engine)
+            own.settle()
+            log = [{key: row[key] for key in row if "seconds" not in key} for row in own.wire_log.as_dicts()]
+            found.append((losses, log))
+            lossy = {hop.tier for hop in own.plan.gather_hops() if hop.codec.codec != "none"}
+            expected = {f"weights/{tier}" for tier in lossy} if every else set()
+            assert {name for name in own.ratios if name.startswith("weights/")} == expected, own.ratios
+            engine.destroy()
+        assert found[0] == found[1], (preset, block)
+
+
+def check_ratios_are_those_of_what_forward_reads() -> None:
+    """A weight's ratio is that of what a forward reads against the exact weight; those of gradients are in line."""
+    model = AwkwardNet()
+    engine = engine_of(ds_config(block_of("topo", guard=AUDITED), 1), model)
+    train(engine, 1)
+    # The first audit takes the first of the larger weights, the embedding.
+    ratio, tiers = hzero.state(engine).ratios["weights"], hzero.state(engine).ratios
+    engine.destroy()
+    model = AwkwardNet()
+    engine = engine_of(ds_config(block_of("topo"), 1), model)
+    seen: list[torch.Tensor] = []
+    model.embed.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+    engine(batch(0, 0))
+    with deepspeed.zero.GatheredParameters(model.embed.weight):
+        exact = model.embed.weight.detach().clone()
+    noise = (seen[0] - exact).double().square().sum()
+    assert math.isclose(ratio, float(10 * torch.log10(exact.double().square().sum() / noise)), abs_tol=1e-6)
+    assert 40 < ratio < 60 and all(abs(tiers[f"weights/{tier}"] - ratio) < 6 for tier in ("gcd", "gpu", "node")), tiers
+    # Three tiers of int4, each with an error of its own.
+    assert tiers["gradients/node"] - 9 < tiers["gradients"] < tiers["gradients/node"] + 3, tiers
+    engine.destroy()
+
+
+def check_a_stale_weight_ends_training_by_its_name() -> None:
+    """A weight that somebody changes behind the stage, on one rank; the same change is fine once the stage is told."""
+    for preset in ("topo", "replica"):
+        model = AwkwardNet()
+        engine = engine_of(ds_config(block_of(preset, guard=AUDITED), 1), model)
+        train(engine, 1)
+        loss = engine(batch(1, 0))
+        engine.backward(loss)
+        if dist.get_rank() == 3:
+            model.up.weight.ds_tensor.data[0] += 0.5
+        with pytest.raises(hzero.StaleWeightsError) as caught:
+            engine.step()
+        message = str(caught.value)
+        assert "guard before step 2 of this engine: the resident copies of 1 of 10 weights are not what" in message, (
+            message
+        )
+        assert "owners hold: up.weight. Something" in message, message
+        assert caught.value.elsewhere == (dist.get_rank() != 0)
+        engine.destroy()
+        engine = engine_of(ds_config(block_of(preset, guard=AUDITED), 1), model := AwkwardNet())
+        train(engine, 1)
+        if dist.get_rank() == 3:
+            model.up.weight.ds_tensor.data[0] += 0.5
+        hzero.state(engine).weights.mark_stale()
+        train(engine, 1, first=1)
+        engine.destroy()
+
+
+def check_a_copy_that_differs_ends_training_by_its_name() -> None:
+    """One bit of another rank's shard, in one of the copies; also where copies are updated by differences."""
+    for block in ({}, {"refresh_differences": True}):
+        model = AwkwardNet()
+        engine = engine_of(ds_config(block_of("topo", guard=AUDITED, **block), 1), model)
+        train(engine, 1)
+        engine.backward(engine(batch(1, 0)))
+        if dist.get_rank() == 6:
+            own = Weights.of(model.down.weight)
+            assert own is not None
+            (kept,) = (kept for managed, kept in own.resident() if managed.param is model.down.weight)
+            rows = kept.view(own.collectives.plan.resident_rows, -1).view(torch.uint8)
+            rows[own.collectives.plan.own_row - 1, 0] ^= 1
+        with pytest.raises(hzero.StaleWeightsError) as caught:
+            engine.step()
+        message = str(caught.value)
+        assert "ranks that hold the same copies of 1 of 10 weights have different ones: down.weight. " in message, (
+            message
+        )
+        assert "not what their owners hold" not in message
+        engine.destroy()
+
+
+def check_an_audit_comes_first_then_every_so_many_steps_and_after_a_load() -> None:
+    engine = _engine("topo", guard={"every": 3})
+    own, found = hzero.state(engine), []
+    for step in range(4):
+        before = own.ratios
+        train(engine, 1, 2, first=step)
+        found.append(own.ratios is not before)
+    assert found == [True, False, True, False]
+    folder = str(shared_folder())
+    engine.save_checkpoint(folder, tag="four")
+    engine.load_checkpoint(folder, tag="four")
+    before = own.ratios
+    train(engine, 1, 2, first=4)
+    assert own.ratios is not before
+    engine.destroy()
