@@ -43,8 +43,8 @@ _LEFT_ALONE = (ast.Raise, ast.JoinedStr, ast.Assert)
 def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
     """Every possible change below a node: where, and what makes it."""
     for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list"):
-            continue
+        if field in ("annotation", "returns", "decorator_list", "defaults", "kw_defaults"):
+            continue  # what takes effect before a call; defaults are no part of the code
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, _LEFT_ALONE):
                 continue
@@ -97,8 +97,24 @@ def all_changes(tree: ast.Module) -> list[tuple[ast.AST, Callable[[], None]]]:
     return [change for function in functions(tree.body) for change in _changes(function)]
 
 
-def mutated(mutant: Mutant) -> tuple[ast.Module, int, str]:
-    """The changed tree, the line, and the statement as it reads after the change."""
+class Change(NamedTuple):
+    """A mutant in full.
+
+    Attributes:
+        tree: The changed file.
+        line: Where it is changed.
+        lines: Those of the statement that is changed, of a compound one its head.
+        text: The statement as it reads before and after.
+    """
+
+    tree: ast.Module
+    line: int
+    lines: range
+    text: str
+
+
+def mutated(mutant: Mutant) -> Change:
+    """Makes the change."""
     tree = ast.parse((ROOT / mutant.path).read_text())
     where, change = all_changes(tree)[mutant.place]
     line = where.lineno  # type: ignore[attr-defined]
@@ -106,19 +122,24 @@ def mutated(mutant: Mutant) -> tuple[ast.Module, int, str]:
         (n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)),
         key=lambda n: ((n.end_lineno or 0) - n.lineno, -n.lineno),
     )
+    body = getattr(statement, "body", None)
+    last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno or statement.lineno
+    lines = range(statement.lineno, max(last, statement.lineno) + 1)
     before = ast.unparse(statement).splitlines()[0]
     change()
     ast.fix_missing_locations(tree)
     if statement is where:  # was replaced
-        return tree, line, f"`{before}` → `{'return None' if isinstance(where, ast.Return) else 'pass'}`"
-    after = ast.unparse(statement).splitlines()[0]
-    return tree, line, f"`{before}` → `{after}`" if before != after else f"`{before}` (below its first line)"
+        after = "return None" if isinstance(where, ast.Return) else "pass"
+    else:
+        after = ast.unparse(statement).splitlines()[0]
+    text = f"`{before}` → `{after}`" if before != after else f"`{before}` (below its first line)"
+    return Change(tree, line, lines, text)
 
 
 def apply(text: str) -> None:
     """Replaces the code of one function in this process, as the variable `VARIABLE` says."""
     mutant = Mutant(*json.loads(text))
-    tree, _, _ = mutated(mutant)
+    tree = mutated(mutant).tree
     module = importlib.import_module(mutant.path.removesuffix(".py").replace("/", "."))
     codes = dict(_codes(compile(tree, str(ROOT / mutant.path), "exec"), ""))
     for found in gc.get_objects():

@@ -2,8 +2,9 @@
 
     python -m tests.mutate [hzero/zero/gradients.py ...] [--count 10] [--seed 0] [--jobs 2] [-o FILE]     or: make mutants
 
-A module has a list of tests (`TESTS`), run until one fails. Processes that `tests.forks` starts change the code in memory, so
-that nothing is imported anew. Read each survivor, and add a test, or say why it makes no difference.
+First all tests are run with coverage, for some minutes. Then a change is tried on those that run its lines, the nearest and
+quickest first, until one fails. Processes that `tests.forks` starts change the code in memory, so that nothing is imported
+anew. Read each survivor, and add a test, or say why it makes no difference.
 """
 
 from __future__ import annotations
@@ -14,116 +15,208 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.covered import COVERAGE, covered, lines_by_test
 from tests.forks import fork, join
 from tests.mutants import ROOT, VARIABLE, Mutant, all_changes, mutated
-from tests.ranks import collect, launch
+from tests.ranks import Outcome, collect, launch
 
-#: Of a collective of a mutant's ranks, and of all of its tests, in seconds.
-HOP_TIMEOUT_S, TESTS_TIMEOUT_S = 20, 240
+#: Of a collective of a mutant's ranks, of all tests that share ranks, and of these with coverage, in seconds.
+HOP_TIMEOUT_S, TESTS_TIMEOUT_S, COVERAGE_TIMEOUT_S = 20, 120, 1800
+#: Up to so many seconds with coverage a test is quick: a file of tests, a check on ranks.
+QUICK_FILE_S, QUICK_CHECK_S = 15.0, 4.0
+#: Checks of the first launch.
+FIRST_CHECKS = 3
 
 
 class OnRanks(NamedTuple):
-    """Checks on ranks, as `tests.ranks.launch` takes them; all of the modules where no names are given."""
+    """Checks that share ranks, as `tests.ranks.launch` takes them; ``of`` as for `InProcess`."""
 
     world_size: int
     modules: tuple[str, ...]
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
+    of: str = "no module"
 
 
 class InProcess(NamedTuple):
-    """Arguments of pytest."""
+    """Arguments of pytest; ``of`` begins the paths of modules that run where no coverage sees it: other processes, old threads."""
 
     arguments: tuple[str, ...]
+    of: str = "no module"
 
 
-_TIERED = ("tests.collectives.tiered_checks", "tests.collectives.fault_checks")
-#: Those that let no rank wait until the timeout come first.
-_QUICK = tuple(name for name in collect(*_TIERED) if name != "check_everyone_ends_in_time_when_one_rank_stops")
-_TRANSFERS: list[OnRanks | InProcess] = [
-    OnRanks(8, _TIERED, _QUICK),
-    InProcess(
-        tuple(
-            f"tests/collectives/test_{name}.py"
-            for name in ("bucket", "feedback", "gather", "order", "trace", "checksum")
-        )
+class Covered(NamedTuple):
+    """What one test runs.
+
+    Attributes:
+        seconds: Its time.
+        lines: Lines that it runs, by file.
+    """
+
+    seconds: float
+    lines: Mapping[str, Set[int]]
+
+
+def _world(world_size: int, *modules: str, of: str = "no module") -> OnRanks:
+    return OnRanks(world_size, modules, tuple(collect(*modules)), of)
+
+
+def _collectives(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests.collectives.{name}_checks" for name in names)
+
+
+LAUNCHES = [
+    _world(8, *_collectives("tiered", "fault", "communicator", "ddp")),
+    _world(6, *_collectives("tiered", "fault", "communicator", "ddp")),
+    _world(4, *_collectives("recorder"), of="hzero/collectives/record"),
+    _world(6, "tests.zero.equality_checks"),
+    _world(
+        8,
+        *(
+            f"tests.zero.{name}_checks"
+            for name in ("equality", "stage", "gradient", "difference", "exponent", "audit", "race", "delay", "trace")
+        ),
+        "tests.train.saver_checks",
     ),
-    OnRanks(6, _TIERED),
-    OnRanks(8, _TIERED, ("check_everyone_ends_in_time_when_one_rank_stops",)),
+    *(OnRanks(1, ("tests.zero.single_checks",), (name,)) for name in collect("tests.zero.single_checks")),
 ]
-_EQUALITY = OnRanks(8, ("tests.zero.equality_checks", "tests.zero.gradient_checks"))
-_FEATURES = OnRanks(8, ("tests.zero.stage_checks", "tests.zero.trace_checks"))
-_RACES = OnRanks(8, ("tests.zero.race_checks", "tests.zero.delay_checks"))
-_DIFFERENCES = OnRanks(8, ("tests.zero.difference_checks",))
-#: Tests of a module, quickest first.
-TESTS: dict[str, list[OnRanks | InProcess]] = {
-    "hzero/collectives/pipeline.py": [*_TRANSFERS, _EQUALITY, _RACES],
-    "hzero/collectives/trace.py": [
-        InProcess(("tests/collectives/test_trace.py",)),
-        OnRanks(8, ("tests.zero.trace_checks",)),
-    ],
-    "hzero/collectives/record": [
-        InProcess(("tests/collectives/test_recorder.py", "-k", "not test_on_ranks")),
-        OnRanks(4, ("tests.collectives.recorder_checks",)),
-        OnRanks(8, ("tests.zero.delay_checks",)),
-    ],
-    "hzero/collectives/": [*_TRANSFERS, _EQUALITY],
-    "hzero/zero/guard.py": [
-        InProcess(("tests/zero/test_guard.py",)),
-        OnRanks(8, ("tests.zero.gradient_checks",), ("check_the_guard_ends_training_that_diverges",)),
-    ],
-    "hzero/zero/streams.py": [_RACES],
-    "hzero/zero/refusals.py": [_FEATURES],
-    "hzero/zero/": [_EQUALITY, _FEATURES, _DIFFERENCES, _RACES],
-    "hzero/train/checkpoint": [
-        InProcess(("tests/train/test_checkpoint.py",)),
-        OnRanks(8, ("tests.train.saver_checks",)),
-        InProcess(("tests/train/test_main_job.py", "-k", "killed")),
-    ],
-}
+FILES = [
+    *(
+        InProcess((f"tests/collectives/test_{name}.py",))
+        for name in ("bucket", "feedback", "gather", "order", "trace", "checksum", "moves")
+    ),
+    InProcess(("tests/collectives/test_recorder.py", "-k", "not test_on_ranks"), "hzero/collectives/record"),
+    InProcess(("tests/zero/test_guard.py",)),
+    InProcess(("tests/zero/test_adoption.py",), "hzero/zero/install.py"),
+    *(InProcess((f"tests/train/test_{name}.py",)) for name in ("checkpoint", "reshard", "loop")),
+    InProcess(("tests/train/test_main_job.py", "-k", "killed"), "hzero/train/checkpoint"),
+]
+_Test = tuple[OnRanks | InProcess, str]
 
 
-def _pytest(arguments: Sequence[str]) -> None:
+def _pytest(arguments: Sequence[str], record: str = "") -> None:
     import pytest
 
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments]))
+    with covered(record, arguments[0]):
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments])
+    sys.exit(status)
 
 
-def _seen_by(tests: OnRanks | InProcess, mutant: Mutant) -> str:
-    """The check that fails, or an empty text."""
-    environment = {VARIABLE: json.dumps(mutant), "HZERO_CHECKS_HOP_TIMEOUT_S": str(HOP_TIMEOUT_S)}
+def _run(
+    tests: OnRanks | InProcess, names: Sequence[str], timeout: float, environment: dict[str, str]
+) -> dict[str, Outcome]:
     if isinstance(tests, OnRanks):
-        names = tests.names or collect(*tests.modules)
-        outcomes = launch(tests.modules, tests.world_size, names, timeout=TESTS_TIMEOUT_S, **environment)
-        return next((name for name, outcome in outcomes.items() if outcome.status == "failed"), "")
+        return launch(tests.modules, tests.world_size, names, timeout=timeout, **environment)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        process = fork(_pytest, tests.arguments, folder=ROOT, env=environment, out=out, err=out)
-        join(process, TESTS_TIMEOUT_S)
-        return "" if process.exitcode == 0 else tests.arguments[0]
+        record = environment.get(COVERAGE, "")
+        process = fork(_pytest, tests.arguments, record, folder=ROOT, env=environment, out=out, err=out)
+        join(process, timeout)
+        status, why = ("passed", "") if process.exitcode == 0 else ("failed", out.read_text())
+    return {tests.arguments[0]: Outcome(status, why, time.monotonic() - started)}
 
 
-def _tests_of(path: str) -> list[OnRanks | InProcess]:
-    return next(tests for start, tests in TESTS.items() if path.startswith(start))
+def _measure(known: Path | None) -> dict[_Test, Covered]:
+    """What every test runs, without a change of the code. What the file ``known`` has is not run again; it keeps the rest."""
+    everything: list[OnRanks | InProcess] = [*FILES, *LAUNCHES]
+    rows = [json.loads(row) for row in known.read_text().splitlines()] if known and known.exists() else []
+    for number, tests in enumerate(everything):
+        if any(row["of"] == number for row in rows):
+            continue
+        print(f"what tests run: {number + 1}/{len(everything)}", flush=True)
+        names = tests.names if isinstance(tests, OnRanks) else tests.arguments[:1]
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = _run(tests, names, COVERAGE_TIMEOUT_S, {COVERAGE: f"{folder}/data"})
+            lines = lines_by_test(Path(folder))
+        for name, outcome in outcomes.items():
+            if outcome.status == "failed":
+                sys.exit(f"mutate: {name} fails without a change:\n{outcome.why}")
+            rows.append({"of": number, "name": name, "seconds": outcome.seconds, "lines": lines.get(name, {})})
+        if known:
+            known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        (everything[row["of"]], row["name"]): Covered(
+            row["seconds"], {file: set(lines) for file, lines in row["lines"].items()}
+        )
+        for row in rows
+    }
 
 
-def _try(mutant: Mutant) -> dict[str, Any]:
+def _rounds(
+    mutant: Mutant, lines: range, tests: Mapping[_Test, Covered], limit_s: float
+) -> Iterator[tuple[OnRanks | InProcess, list[str]]]:
+    """Tests that run one of the lines, in the order in which they are worth their time.
+
+    Those that run little beside the changed file come before those that run much, up to ``limit_s`` seconds in all; of these
+    first the quick ones.
+    """
+    path = str(ROOT / mutant.path)
+
+    def focus(test: _Test) -> float:
+        of_all = tests[test].lines
+        return len(of_all.get(path, ())) / max(sum(map(len, of_all.values())), 1)
+
+    near = [
+        test
+        for test, one in tests.items()
+        if not one.lines.get(path, set()).isdisjoint(lines) or mutant.path.startswith(test[0].of)
+    ]
+    near.sort(key=focus, reverse=True)
+    near = [
+        test for test, end in zip(near, itertools.accumulate(tests[test].seconds for test in near)) if end <= limit_s
+    ]
+    for quick in (True, False):
+        files, checks = [], []
+        for test in near:
+            where, name = test
+            if (tests[test].seconds <= (QUICK_CHECK_S if isinstance(where, OnRanks) else QUICK_FILE_S)) == quick:
+                (checks if isinstance(where, OnRanks) else files).append(test)
+        if quick and files:
+            yield InProcess((*(name for _, name in files), "-k", "not test_on_ranks")), [name for _, name in files]
+        else:
+            yield from ((where, [name]) for where, name in files)
+        first = [test for test in checks if test[0] == checks[0][0]][:FIRST_CHECKS] if quick else []
+        by_world: dict[OnRanks | InProcess, list[str]] = {}
+        for where, name in checks:
+            if (where, name) not in first:
+                by_world.setdefault(where, []).append(name)
+        if first:
+            yield first[0][0], [name for _, name in first]
+        yield from by_world.items()
+
+
+def _seen_by(mutant: Mutant, lines: range, tests: Mapping[_Test, Covered], limit_s: float) -> tuple[str, str]:
+    """The test that fails and how, or empty texts. Those that run none of the lines cannot see the change, and are not run."""
+    environment = {VARIABLE: json.dumps(mutant), "HZERO_CHECKS_HOP_TIMEOUT_S": str(HOP_TIMEOUT_S)}
+    for where, names in _rounds(mutant, lines, tests, limit_s):
+        for name, outcome in _run(where, names, TESTS_TIMEOUT_S, environment).items():
+            if outcome.status == "failed":
+                why = outcome.why.strip()
+                failed = re.search(r"^FAILED (\S+)", why, re.M)
+                return failed[1] if failed else name, why.rpartition("\n")[2]
+    return "", ""
+
+
+def _try(mutant: Mutant, tests: Mapping[_Test, Covered], limit_s: float) -> dict[str, Any]:
     started = time.monotonic()
-    _, line, text = mutated(mutant)
-    by = next(filter(None, (_seen_by(tests, mutant) for tests in _tests_of(mutant.path))), "")
+    change = mutated(mutant)
+    by, how = _seen_by(mutant, change.lines, tests, limit_s)
     return {
         "path": mutant.path,
         "place": mutant.place,
-        "line": line,
-        "change": text,
+        "line": change.line,
+        "change": change.text,
         "seen_by": by,
+        "how": how[:300],
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -138,19 +231,30 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="chooses them (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="changes tried at once (default: %(default)s)")
     parser.add_argument(
-        "-o", "--out", type=Path, help="file of rows, one JSON object per change; those in it are not tried again"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="of tests that a change is tried on, those nearest to it (default: %(default)g); inf tries all that run its lines",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        help="FILE.jsonl of rows, one JSON object per change; those in it are not tried again, and FILE.tests.jsonl "
+        "beside it keeps what tests run: for one commit alone",
     )
     parsed = parser.parse_args()
     os.chdir(ROOT)
-    for path in parsed.paths:
-        if not Path(path).is_file() or not any(path.startswith(start) for start in TESTS):
-            parser.error(f"found {path!r}, possible: files of {', '.join(TESTS)}")
-    paths = parsed.paths or [
+    possible = [
         str(path.relative_to(ROOT))
         for pattern in ("collectives/*.py", "zero/*.py", "train/checkpoint*.py")
         for path in sorted((ROOT / "hzero").glob(pattern))
         if path.name != "__init__.py"
     ]
+    for path in parsed.paths:
+        if path not in possible:
+            parser.error(f"found {path!r}, possible: {', '.join(possible)}")
+    paths = parsed.paths or possible
     done: list[dict[str, Any]] = []
     if parsed.out and parsed.out.exists():
         done = [json.loads(line) for line in parsed.out.read_text().splitlines()]
@@ -161,8 +265,10 @@ def main() -> int:
         mutants += [Mutant(path, index) for index in sorted(chosen)]
     tried = {(row["path"], row["place"]) for row in done}
     left = [mutant for mutant in mutants if mutant not in tried]
+    tests = _measure(parsed.out and parsed.out.with_suffix(".tests.jsonl"))
     with ThreadPoolExecutor(parsed.jobs) as pool:
-        for number, row in enumerate(pool.map(_try, left), len(mutants) - len(left) + 1):
+        rows = pool.map(lambda mutant: _try(mutant, tests, parsed.seconds), left)
+        for number, row in enumerate(rows, len(mutants) - len(left) + 1):
             done.append(row)
             said = f"seen by {row['seen_by']}" if row["seen_by"] else "SURVIVES"
             print(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.launcher import die_with_parent, renew_thread_pool
+from tests.covered import COVERAGE, covered
 
 #: Maximum wait of one collective in a check: a hang must fail, and soon.
 HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
@@ -37,7 +38,8 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
         for module, name in (check.split(":") for check in checks):
             started, status, why = time.monotonic(), "passed", ""
             try:
-                why = getattr(sys.modules[module], name)() or ""
+                with covered(os.environ.get(COVERAGE, ""), name):
+                    why = getattr(sys.modules[module], name)() or ""
             except pytest.skip.Exception as skipped:
                 status, why = "skipped", str(skipped)
             dist.barrier()

@@ -323,3 +323,18 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
             chain.wait()
             if other is not None:
                 other.wait()
+
+
+def check_the_wire_log_counts_rows_that_change_places() -> None:
+    """Of an all-to-all every tier carries all rows once, less those that stay."""
+    group = _communicator(SOME[0], codecs={"node": "int8"}, gather={"node": "int8"})
+    group.wire_log.reset()
+    group.all_to_all(torch.ones(WORLD, 40))
+    entries = {entry.tier: entry for entry in group.wire_log.entries()}
+    hops = [hop for hop in group.plan.gather_hops() if hop.size > 1]
+    assert len(entries) == len(hops)
+    for hop in hops:
+        entry, payload = entries[hop.tier], Codec.from_config(hop.codec).message_bytes([40], WORLD, 4)
+        assert (entry.elements, entry.payload_bytes) == (WORLD * 40, payload)
+        assert entry.wire_bytes == payload - payload // hop.size
+        assert 0 <= entry.raw_bytes - WORLD * 40 * 4 * (hop.size - 1) // hop.size <= 1  # a part of a byte counts whole

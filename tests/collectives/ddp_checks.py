@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import hzero
-from hzero.collectives import DdpState, communicator, ddp_hook
+from hzero.collectives import Communicator, DdpState, HopError, communicator, ddp_hook
 from hzero.topology.grid import Grid
 from tests.collectives.tiered_checks import GRIDS, WORLD, _same_everywhere
 from tests.ranks import ROOT
@@ -152,7 +152,7 @@ def check_examples_of_the_page_run() -> None:
 
 
 def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
-    """Last: its groups have timed out."""
+    """Its groups time out."""
     if WORLD != 8:
         pytest.skip("waits for seconds; 8 ranks do")
     with mock.patch.object(communicator, "resolve_grid", return_value=GRIDS[WORLD][0]):
@@ -168,3 +168,14 @@ def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"all_reduce of float32 .*waited for rank 1 .*ddp_checks.py"):
         loss.backward()
     store.set(f"away {dist.get_rank()}", "")
+
+
+def check_a_message_that_is_not_sent_is_an_error_in_time() -> None:
+    """In a group of its own, which gloo takes down with the wait."""
+    if WORLD != 8:
+        pytest.skip("waits for seconds; 8 ranks do")
+    with mock.patch.object(communicator, "resolve_grid", return_value=GRIDS[WORLD][0]):
+        group = Communicator({}, dist.new_group(), timeout=timedelta(seconds=1))
+    if dist.get_rank() == 2:
+        with pytest.raises(HopError, match=r"recv of .*waited for rank 5"):
+            group.recv(torch.ones(3), 5)

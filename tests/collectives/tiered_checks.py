@@ -295,6 +295,15 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
                 assert torch.equal(got, expected * factor), (turn, kind, factor)
 
 
+def check_draining_waits_for_every_chain() -> None:
+    collectives = _collectives(GRIDS[WORLD][0])
+    plan, bucket = collectives.plan, _bucket("gradients", torch.float32)
+    tensors = _everyones(torch.float32)[0]
+    chains = [collectives.reduce(plan.reduce_hops(), bucket, tensors, rows=WORLD, shard_order=True) for _ in range(3)]
+    collectives.pipeline.drain()
+    assert all(chain.done for chain in chains)
+
+
 def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
     """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
     rank, lane = dist.get_rank(), ("weights", "node")
