@@ -47,7 +47,7 @@ class OnRanks(NamedTuple):
 
 
 class InProcess(NamedTuple):
-    """Arguments of pytest; ``of`` begins the paths of modules that run where no coverage sees it: other processes, old threads."""
+    """Arguments of pytest; ``of`` begins the paths of modules run where no coverage sees them: other processes, old threads."""
 
     arguments: tuple[str, ...]
     of: str = "no module"

@@ -42,6 +42,10 @@ from hzero.train.summary import build_summary, print_summary
 from hzero.validation import seconds_of
 from hzero.zero.guard import scaling_can_help
 
+# A C++ extension that DeepSpeed would build and stage 3 never uses. The first look at this dictionary makes DeepSpeed try
+# compilers, for a second: at import, so that ranks that are forked afterwards need not.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 #: Figures of a step that the monitor writes.
 MONITORED = ("loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_rank", "step_s")
 
@@ -396,14 +400,13 @@ class Loop:
 
 
 def start_process_group(timeout_s: float) -> None:
-    """Joins the run's world, quietly, and without the C++ extension that DeepSpeed would build and stage 3 never uses.
+    """Joins the run's world, quietly.
 
     Ends the process if that takes longer than its two waits together may: for the store, and for the other ranks. torch
     waits without a timeout where the process that serves the store, rank 0, is frozen.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
     started = time.monotonic()
     patience = threading.Timer(2 * timeout_s + 5, _give_up, [2 * timeout_s + 5])

@@ -18,8 +18,11 @@ from hzero.train.folder import CONFIG, LOGS
 from hzero.train.stop import TIME_SIGNAL, Stop
 
 JOB = "job.json"
-#: Modules that take a rank long to import; the first engine imports torch's compiler.
-RANK_IMPORTS = ("deepspeed", "torch._inductor.compile_fx", "hzero.zero", "hzero.train.loop")
+#: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
+RANK_IMPORTS = (
+    *("deepspeed", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("hzero.zero", "hzero.train.loop"),
+)
 
 
 def write_job(run_dir: Path, cache: Path, source: str, resume_from: Path | None, ends_at: float | None) -> None:
