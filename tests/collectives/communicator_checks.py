@@ -271,6 +271,7 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
         (lambda: group.send(fine, own), rf"send: dst: found {own}, this rank itself"),
         (lambda: Communicator({"codec": "int8"}), "communicator: unknown key 'codec'; did you mean 'codecs'"),
         (lambda: Communicator({"codecs": {"node": "int3"}}), r"communicator.codecs.node.codec: unknown value 'int3'"),
+        (lambda: Communicator({"codecs": 3}), "communicator.codecs: found 3"),
         (
             lambda: Communicator({"error_feedback": "node"}),
             "communicator.error_feedback: found 'node', expected a list",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hzero.collectives import recorder
+from hzero.collectives import record, recorder
 from hzero.collectives.record import Record
 from hzero.collectives.recorder import Recorder
 from tests.ranks import Outcome, collect, conclude, launch, selected
@@ -55,9 +55,9 @@ class _World:
 
     def _live(self) -> None:
         while not self._ended.wait(0.02):
-            for record in list(self.alive):
-                record.beat += 1
-                self._write(record)
+            for one in list(self.alive):
+                one.beat += 1
+                self._write(one)
 
     def close(self) -> None:
         self._ended.set()
@@ -126,3 +126,25 @@ def test_a_store_that_does_not_answer_is_rank_0s_fault(worlds: Any) -> None:
     found = world.recorder.missing(("weights", "node"), 1)
     assert found.ranks == (0,) and "waited for rank 0: the store that it serves, at x, has not answered" in found.text
     answer.set()
+
+
+STANDARD, TORCH = f"{record._STANDARD}threading.py", f"{record._TORCH}nn/x.py"
+HOPS, REDUCE = f"{record._HOPS}pipeline.py", f"{record._COLLECTIVES[0]}c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["/home/u/train.py"], ("code", "/home/u/train.py:1 f")),
+        ([STANDARD, TORCH, "/home/u/train.py", "/home/u/main.py"], ("code", "/home/u/train.py:1 f")),
+        ([STANDARD, REDUCE, "/home/u/train.py"], ("collective", "/home/u/train.py:1 f")),
+        ([REDUCE, HOPS, REDUCE, TORCH, "/home/u/train.py"], ("hop", "/home/u/train.py:1 f")),
+        ([f"{record._STANDARD}site-packages/client/trainer.py", "/home/u/train.py"], None),
+        ([STANDARD, TORCH], ("code", f"{STANDARD}:1 f")),
+        ([], ("code", "")),
+    ],
+)
+def test_the_place_of_a_thread_is_the_innermost_that_its_user_wrote(paths: list[str], found: Any) -> None:
+    frames = [(path, line, "f") for line, path in enumerate(paths, 1)]
+    got = record.where((path, 1, name) for path, _, name in frames)
+    assert got == (found or ("code", f"{paths[0]}:1 f"))

@@ -267,6 +267,8 @@ def check_training_goes_on_while_a_save_is_written() -> None:
         go.set()
         assert saver.settle() == []
     assert [row["step"] for row in saver.rows] == [1] * (dist.get_rank() == 0)
+    for row in saver.rows:
+        assert 0 < row["copy_s"] <= row["blocked_s"] <= row["write_s"]
     dist.barrier()
     found = checkpoint.newest(folder)
     assert found is not None and found.step == 1 and found.good, "the step that came meanwhile was finite"

@@ -292,6 +292,14 @@ def check_checkpoints_are_stock() -> None:
             assert torch.equal(master, masters[name])
         assert_losses(train(other, 2, 2, first=2), want, tolerance)
         other.destroy()
+    without_optimizer = []
+    for block in (None, block_of("lossless")):
+        other = engine_of(ds_config(block, 2), AwkwardNet(seed=9))
+        train(other, 1, 2)
+        other.load_checkpoint(str(folder), tag="here", load_optimizer_states=False)
+        without_optimizer.append(train(other, 2, 2, first=2))
+        other.destroy()
+    assert_losses(without_optimizer[1], without_optimizer[0])
     lossy = engine_of(ds_config(block_of("topo"), 2))
     train(lossy, 2, 2)
     lossy.save_checkpoint(str(folder), tag="lossy")
