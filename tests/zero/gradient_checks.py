@@ -379,3 +379,16 @@ def check_without_a_guard_training_goes_on_as_in_stock() -> None:
     train(engine, 4)
     assert engine.optimizer.overflow
     engine.destroy()
+
+
+def check_a_step_before_the_boundary_takes_what_has_come() -> None:
+    """The optimizer's own ``step``, after the first of two micro-steps: as in stock, where shards have been delivered."""
+    masters = []
+    for block in (None, block_of("lossless")):
+        engine = engine_of(ds_config(block, 2))
+        engine.backward(engine(batch(0, 0)))
+        engine.optimizer.step()
+        masters.append(masters_of(engine))
+        engine.destroy()
+    for name, want in masters[0].items():
+        torch.testing.assert_close(masters[1][name], want, rtol=1e-5, atol=1e-6)

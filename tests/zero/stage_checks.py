@@ -428,36 +428,42 @@ def check_memory_is_what_the_plan_says() -> None:
 
 def check_unsupported_features_are_refused_by_name() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
-        ({"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "reduce_scatter"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
-        ({"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}}, "stage3_allgather_sequential"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 3, found 2"),
+        ({"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "reduce_scatter: found False"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size: found 2"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights: found True"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients: found True"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device: found cpu"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}},
+            "stage3_allgather_sequential: found True",
+        ),
         (
             {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}},
-            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_use_all_reduce_for_fetch_params: found True",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-            "super_offload",
+            "super_offload: found True",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-            "offload_optimizer.device",
+            "offload_optimizer.device: found nvme",
         ),
-        ({"compile": {"deepcompile": True}}, "deepcompile"),
-        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "nontrainable"),
+        ({"compile": {"deepcompile": True}}, "deepcompile: found True"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled: found True"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+            "nontrainable_weights: found True",
+        ),
         (
             {"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1, "select_strategy": "auto"}}},
-            "zenflow",
+            "zenflow: found a block",
         ),
-        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel (AutoEP): found enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled: found True"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type: found muon"),
     ]
     for changes, name in cases:
         config = copy.deepcopy(ds_config(block_of("topo")))
