@@ -81,13 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(parsed.rest)  # what a user's script raises is not of this command
     if arguments is None and parsed.command == "train":
         # A batch system's signal may come while modules are imported, for seconds on a busy machine: not finished, no failure.
-        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(UNFINISHED))
+        # At once, since an exception could come inside a destructor, which swallows it. Nothing has been written yet.
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     try:
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")
         # Checkpoints, logs and tokens are this user's alone. What other commands write is to be shown, and not changed.
         with narrow(0o077 if parsed.command == "train" else 0o022):
-            status = int(pkgutil.resolve_name(COMMANDS[parsed.command][0])(parsed.rest))
+            command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
+            if arguments is None and parsed.command == "train":
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the command has its own handler, and afterwards
+            status = int(command(parsed.rest))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does

@@ -323,6 +323,11 @@ class _Block(Frozen):
     @field_validator("guard", mode="before")
     @classmethod
     def _number_alone(cls, value: Any) -> Any:
+        if not isinstance(value, (int, Mapping, GuardConfig)):
+            raise ValueError(
+                f"found {reprlib.repr(value)}, expected a number of steps or a block with keys "
+                f"{', '.join(GuardConfig.model_fields)}"
+            )
         return {"discarded_steps": value} if isinstance(value, int) else value
 
     @field_validator("topology", mode="before")

@@ -82,7 +82,18 @@ LAUNCHES = [
         8,
         *(
             f"tests.zero.{name}_checks"
-            for name in ("equality", "stage", "gradient", "difference", "exponent", "audit", "race", "delay", "trace")
+            for name in (
+                "equality",
+                "stage",
+                "refusal",
+                "gradient",
+                "difference",
+                "exponent",
+                "audit",
+                "race",
+                "delay",
+                "trace",
+            )
         ),
         "tests.train.saver_checks",
     ),
@@ -171,12 +182,14 @@ def _rounds(
         if not one.lines.get(path, set()).isdisjoint(lines) or mutant.path.startswith(test[0].of)
     ]
     near.sort(key=focus, reverse=True)
-    near = [
-        test for test, end in zip(near, itertools.accumulate(tests[test].seconds for test in near)) if end <= limit_s
-    ]
+    kept, total = [], 0.0
+    for test in near:
+        if not kept or total + tests[test].seconds <= limit_s:
+            kept.append(test)
+            total += tests[test].seconds
     for quick in (True, False):
         files, checks = [], []
-        for test in near:
+        for test in kept:
             where, name = test
             if (tests[test].seconds <= (QUICK_CHECK_S if isinstance(where, OnRanks) else QUICK_FILE_S)) == quick:
                 (checks if isinstance(where, OnRanks) else files).append(test)

@@ -118,6 +118,11 @@ BAD: list[tuple[Any, str]] = [
     ({"canary": {"every": 100}}, "hzero.canary: unknown key 'every'; did you mean 'every_steps'"),
     ({"canary": {"every_steps": -1}}, "hzero.canary.every_steps: found -1"),
     ({"canary": {"bytes": 8}}, "hzero.canary.bytes: found 8"),
+    ({"guard": 5.5}, "hzero.guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
+    ({"guard": None}, "hzero.guard: found None, expected a number"),
+    ({"guard": -1}, "hzero.guard.discarded_steps: found -1"),
+    ({"guard": {"ever": 3}}, "hzero.guard: unknown key 'ever'; did you mean 'every'"),
+    ({"guard": {"every": -3}}, "hzero.guard.every: found -3"),
     ({"topology": 8}, "hzero.topology: found 8"),
     ({"topology": {"nodes": 2}}, "hzero.topology.gpus_per_node: missing"),
     ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "hzero.topology.nodes: found '2'"),
@@ -221,3 +226,8 @@ def test_order_is_a_permutation() -> None:
     grid = resolve_grid(parse_topology("t", {"nodes": 2, "gpus_per_node": 3, "order": ["gpu", "gcd", "node"]}), 6)
     assert grid.stride("node") == 1
     assert list(grid.tier_group(0, "gpu")) == [0, 2, 4]
+
+
+def test_a_number_is_the_guards_limit_of_discarded_steps() -> None:
+    found = [parse_config(block).guard for block in ({}, {"guard": 3}, {"guard": {"every": 7}}, {"guard": 0})]
+    assert [(guard.discarded_steps, guard.every) for guard in found] == [(10, 100), (3, 100), (10, 7), (0, 100)]

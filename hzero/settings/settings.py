@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hzero.config import TopologyConfig, parse_config, parse_topology
@@ -151,7 +152,9 @@ class Settings:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
-        zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **(zero.get("guard") or {})}}
+        guard = zero.get("guard", {})
+        if isinstance(guard, Mapping):
+            zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **guard}}
         if isinstance(declared, str):
             return {**zero, "topology": declared}
         return {**zero, "topology": self.grid.declaration()}

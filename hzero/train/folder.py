@@ -297,7 +297,7 @@ def _remove(path: Path) -> None:
 
 
 #: A key that a row has to have, by kind.
-_KEY_OF = {"step": "loss", "eval": "loss_exact", "trace": "tiers", "save": "write_s"}
+_KEY_OF = {"step": "loss", "eval": "loss_exact", "trace": "tiers", "save": "write_s", "audit": "signal_to_noise_db"}
 
 
 def read_metrics(path: Path, last: int | None = None) -> tuple[list[dict[str, Any]], int]:

@@ -195,7 +195,7 @@ class Loop:
                 if metrics is not None:
                     metrics.add(row)
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
-                    if own is not None and own.ratios is not ratios:
+                    if own is not None and own.ratios and own.ratios is not ratios:
                         ratios = own.ratios
                         metrics.add({"kind": "audit", "step": step, "signal_to_noise_db": ratios})
                         monitor.write(step, {f"signal_to_noise_db/{name}": one for name, one in ratios.items()})

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from hzero.collectives import Bucket, Chain, TieredCollectives, WireLog, blaming
 from hzero.collectives.checksum import checksums
+from hzero.config import Role
 from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan, plain
 from hzero.validation import some
@@ -23,9 +25,9 @@ logger = logging.getLogger("hzero")
 
 #: Names that a message gives of a set of parameters.
 _NAMED = 8
-#: Elements of the weights, and of the gradients, that are gathered and summed with and without codecs, on all ranks together;
-#: a rank gives at least `_LEAST`, some blocks of a codec.
-_SAMPLE, _LEAST = 1 << 20, 512
+#: Elements of gradients that are summed with and without codecs, on all ranks together; a chunk has at least `_CHUNK`, since
+#: blocks that are shorter than a codec's lose less.
+_SAMPLE, _CHUNK = 1 << 20, 256
 
 
 class StaleWeightsError(PlainError):
@@ -42,7 +44,9 @@ class Audit:
 
     Attributes:
         ratios: Signal-to-noise ratios of the last audit in dB: of a role (``weights``, ``gradients``) all the way through
-            the tiers, and of one tier's codec (``weights/node``). Those without loss, or without a finite signal, are left out.
+            the tiers, and of one tier's codec (``weights/node``). Those without loss, or without a finite signal, are left
+            out. Those of gradients are of stand-ins: a rank does not keep its whole gradients, so its shards of their sums
+            take their place.
     """
 
     def __init__(self, module: torch.nn.Module, weights: Weights, collectives: TieredCollectives) -> None:
@@ -53,12 +57,15 @@ class Audit:
         self.ratios: dict[str, float] = {}
 
     @torch.no_grad()
-    def run(self, step: int, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> None:
-        """Audits before an optimizer step, when no hop is under way. Collective; waits for the device.
+    def run(
+        self, step: int, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
+    ) -> None:
+        """Audits before an optimizer step. Collective; waits for the device.
 
         Args:
             step: The number of the step, for messages.
-            gradient_of: Gives this rank's shard of a parameter's gradient.
+            params: Those that the optimizer steps.
+            gradient_of: Gives this rank's shard of the gradient of one of them.
 
         Raises:
             StaleWeightsError: On all ranks, if one has found a difference.
@@ -66,7 +73,7 @@ class Audit:
         self._collectives.pipeline.drain()
         with blaming():
             self._compare(step)
-            self.ratios = self._measure(gradient_of)
+            self.ratios = self._measure(params, gradient_of)
             self._collectives.verify()
         self._count += 1
         if self.ratios and self._plan.rank == 0:
@@ -79,36 +86,26 @@ class Audit:
         resident = self._weights.resident()
         if not resident:
             return
-        stale = torch.stack([self._is_stale(own, kept) for own, kept in resident])
+        stale = torch.stack([self._is_stale(managed, kept) for managed, kept in resident])
         sums = torch.cat([checksums(kept.view(-1).view(torch.uint8), 1) for _, kept in resident])
-        differs = torch.zeros_like(stale)
-        for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
-            lane = ("weights", hop.tier)
-            chain = self._collectives.send(lane, sums.view(torch.uint8).view(-1), "weights of an audit", "library")
-            differs |= (chain.wait().view(torch.int64).view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
-        found = torch.stack([stale, differs]).to(torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        names = {id(param): name for name, param in self._module.named_parameters()}
-        stale_names, different_names = (
-            [
-                names.get(id(own.param), f"parameter {own.param.ds_id}")
-                for (own, _), mark in zip(resident, marks)
-                if mark
-            ]
-            for marks in found.tolist()
-        )
+        # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
+        both = torch.cat([stale, self._differing(checksums(sums.view(torch.uint8).view(-1), 1))]).to(torch.uint8)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
         parts = []
-        if stale_names:
+        if names := self._names(resident, both[:-1]):
             parts.append(
-                f"the resident copies of {len(stale_names)} of {len(resident)} weights are not what their owners hold: "
-                f"{some(stale_names, _NAMED)}. Something has changed them behind the stage: change weights inside "
+                f"the resident copies of {len(names)} of {len(resident)} weights are not what their owners hold: "
+                f"{some(names, _NAMED)}. Something has changed them behind the stage: change weights inside "
                 "deepspeed.zero.GatheredParameters with a modifier_rank, or call "
                 "hzero.state(engine).weights.mark_stale() on all ranks afterwards"
             )
-        if different_names:
+        if bool(both[-1]):
+            differing = self._differing(sums).to(torch.uint8)
+            dist.all_reduce(differing, dist.ReduceOp.MAX)
+            names = self._names(resident, differing)
             parts.append(
-                f"ranks that hold the same copies of {len(different_names)} of {len(resident)} weights have different ones: "
-                f"{some(different_names, _NAMED)}. Go back to a checkpoint from before, and look at the links between nodes "
+                f"ranks that hold the same copies of {len(names)} of {len(resident)} weights have different ones: "
+                f"{some(names, _NAMED)}. Go back to a checkpoint from before, and look at the links between nodes "
                 '("checksum": true finds the message)'
             )
         if parts:
@@ -116,65 +113,82 @@ class Audit:
             error.elsewhere = self._plan.rank != 0
             raise error
 
-    def _is_stale(self, own: Managed, kept: torch.Tensor) -> torch.Tensor:
+    def _is_stale(self, managed: Managed, kept: torch.Tensor) -> torch.Tensor:
         """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``."""
-        compared = self._weights.own_shard(own)
+        compared = self._weights.own_shard(managed)
         if compared is None:
             return torch.zeros((), dtype=torch.bool, device=kept.device)
         copy, fresh = (tensor.reshape(-1).view(torch.uint8) for tensor in compared)
         return (copy != fresh).any()
 
+    def _differing(self, sums: torch.Tensor) -> torch.Tensor:
+        """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
+        differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
+        for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
+            lane = ("weights", hop.tier)
+            chain = self._collectives.send(lane, sums.view(torch.uint8).view(-1), "weights of an audit", "library")
+            differs |= (chain.wait().view(torch.int64).view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
+        return differs
+
+    def _names(self, resident: Sequence[tuple[Managed, torch.Tensor]], marks: torch.Tensor) -> list[str]:
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        marked = [managed.param for (managed, _), mark in zip(resident, marks.tolist()) if mark]
+        return [names.get(id(param), f"parameter {param.ds_id}") for param in marked]
+
     # ---- codecs -----------------------------------------------------------------------------------------------------
 
-    def _measure(self, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> dict[str, float]:
-        """Ratios of a sample, gathered and summed with and without codecs."""
+    def _measure(
+        self, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
+    ) -> dict[str, float]:
+        """Ratios of a weight and of a sample of gradients, with codecs against without."""
         tiers = noise.lossy_tiers(self._plan)
-        if not tiers:
+        gatherable = self._weights.gatherable()
+        gradients = self._sample(params, gradient_of)
+        if not tiers or not gatherable or not len(gradients):
             return {}
-        params: list[ZeroParameter] = [param for param in self._module.parameters() if param.requires_grad]
-        mean = sum(param.ds_numel for param in params) / len(params)
-        large = [param for param in params if param.ds_numel >= mean]
+        mean = sum(param.ds_numel for param in gatherable) / len(gatherable)
+        large = [param for param in gatherable if param.ds_numel >= mean]
         param = large[self._count % len(large)]
-        gradients = self._sample(gradient_of, params)
-        weights = self._weights.primary_shard(param)
-        device = gradients.device
-        powers = torch.stack([self._of_weights(param), self._of_gradients(gradients)])
-        powers[0] /= self._plan.grid.world_size  # all ranks hold the same
+        weights = self._weights.primary_shard(param).to(gradients.device)
+        powers = torch.stack([self._of_weights(param, weights), self._of_gradients(gradients)])
         dist.all_reduce(powers)
         found = dict(zip(("weights", "gradients"), powers.tolist()))
-        round_trips = noise.of_codecs(tiers, {"weights": [weights], "gradients": [gradients]}, device)
-        for (role, _), names, power in zip(tiers, tiers.values(), round_trips):
+        shards: dict[Role, list[torch.Tensor]] = {"weights": [weights], "gradients": [gradients]}
+        for (role, _), names, power in zip(tiers, tiers.values(), noise.of_codecs(tiers, shards, gradients.device)):
             found.update({f"{role}/{tier}": power for tier in names})
         ratios = {name: noise.decibels(*power) for name, power in found.items()}
         return {name: ratio for name, ratio in ratios.items() if ratio is not None and math.isfinite(ratio)}
 
-    def _of_weights(self, param: ZeroParameter) -> torch.Tensor:
-        """Powers of one parameter, as forward gathers it and from the primary shards."""
-        decoded, exact = self._weights.gathered_both_ways(param, self._collectives)
-        return noise.power(exact[: param.ds_numel], decoded[: param.ds_numel])
+    def _of_weights(self, param: ZeroParameter, exact: torch.Tensor) -> torch.Tensor:
+        """Powers of this rank's shard of a parameter as forward gathers it."""
+        whole = self._weights.whole(param, self._collectives)
+        return noise.power(exact, whole.view(self._plan.grid.world_size, -1)[self._plan.rank, : len(exact)])
 
     def _sample(
-        self, gradient_of: Callable[[ZeroParameter], torch.Tensor], params: Sequence[ZeroParameter]
+        self, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
     ) -> torch.Tensor:
-        """This rank's shards of gradients, one after the other, in float32: as many values as on the other ranks."""
-        wanted, shards = max(_SAMPLE // self._plan.grid.world_size, _LEAST), []
+        """Float32 values as large as gradients are, as many on every rank: its shards, again from the first if they are few."""
+        device = torch.device(get_accelerator().current_device_name())
+        world = self._plan.grid.world_size
+        wanted = left = max(_SAMPLE // world**2, _CHUNK) * world
+        shards = [torch.empty(0, device=device)]
         for place in range(len(params)):
-            shard = gradient_of(params[(place + self._count) % len(params)]).detach().flatten()[:wanted]
-            shards.append(shard.float())
-            wanted -= shard.numel()
-            if not wanted:
+            shard = gradient_of(params[(place + self._count) % len(params)]).detach().flatten()[:left]
+            shards.append(shard.to(device, torch.float32))
+            left -= shard.numel()
+            if not left:
                 break
-        return torch.cat(shards)
+        found = torch.cat(shards)
+        return found.repeat(-(-wanted // max(len(found), 1)))[:wanted]
 
     def _of_gradients(self, sample: torch.Tensor) -> torch.Tensor:
         """Powers of this rank's part of the sum of all ranks' samples."""
-        chunk = -(-sample.numel() // self._plan.grid.world_size)
-        hops = self._plan.reduce_hops()
-        bucket = Bucket((0,), (chunk,), torch.float32, "gradients", name="gradients of an audit")
+        world, hops = self._plan.grid.world_size, self._plan.reduce_hops()
+        bucket = Bucket((0,), (len(sample) // world,), torch.float32, "gradients", name="gradients of an audit")
         sums: list[torch.Tensor] = []
         for way in (plain(hops), hops):
             chain: Chain[list[torch.Tensor]] = self._collectives.reduce(
-                way, bucket, [sample], rows=self._plan.grid.world_size, shard_order=True, seed=self._plan.rank
+                way, bucket, [sample], rows=world, shard_order=True, seed=self._plan.rank
             )
             sums += chain.wait()
         return noise.power(*sums)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan
@@ -95,7 +96,7 @@ class Guard:
         ]
         weights = [self._own_weights(param) for _, param in named]
         gradients = [gradient_of(param).detach().flatten() for _, param in named]
-        device = gradients[0].device
+        device = torch.device(get_accelerator().current_device_name())  # offloaded gradients are on the host
         spoilt = torch.tensor(
             [[not bool(shard.isfinite().all()) for shard in shards] for shards in (gradients, weights)],
             dtype=torch.uint8,

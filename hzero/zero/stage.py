@@ -102,7 +102,11 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._cross_boundary()
         self.hzero.weights.before_change()
         self._settle_on_processors()
-        self.hzero.before_step(self._gradient_of)
+        try:
+            self.hzero.before_step([param for group in self.fp16_groups for param in group], self._gradient_of)
+        except Exception:  # whoever catches it goes on with a new window
+            self.hzero.gradients.clear()
+            raise
         self._stepping = True
         try:
             with blaming():  # the norm's all-reduce is no hop

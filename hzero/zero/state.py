@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,11 +130,18 @@ class StageState:
         """Signal-to-noise ratios that the last audit found, in dB; see `Audit`."""
         return self._audit.ratios
 
-    def before_step(self, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> None:
+    def before_step(
+        self, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
+    ) -> None:
         """Counts an optimizer step that is about to begin, and sends the canary and audits where they are due. Collective.
 
         Args:
-            gradient_of: Gives this rank's shard of a parameter's gradient.
+            params: Those that the optimizer steps.
+            gradient_of: Gives this rank's shard of the gradient of one of them.
+
+        Raises:
+            HopError: The canary arrived changed.
+            StaleWeightsError: Resident weights are wrong.
         """
         self._steps += 1
         every = self.config.canary.every_steps
@@ -142,8 +149,8 @@ class StageState:
             self._canary.send()
         every = self.config.guard.every
         if every and (self._audit_due or self._steps % every == 0):
+            self._audit.run(self._steps, params, gradient_of)
             self._audit_due = False
-            self._audit.run(self._steps, gradient_of)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:

@@ -325,44 +325,50 @@ class Weights:
 
     def resident(self) -> list[tuple[Managed, torch.Tensor]]:
         """Parameters whose resident copies are up to date, with these; the same parameters on all ranks."""
-        fresh = [own for key, own in self._managed.items() if key not in self._stale]
-        return [(own, own.kept) for own in fresh if own.kept is not None]
+        found = []
+        for key, managed in self._managed.items():
+            if key not in self._stale and managed.refresh is not None and managed.param.ds_numel:
+                managed.refresh.wait()
+                if managed.kept is not None:
+                    found.append((managed, managed.kept))
+        return found
+
+    def gatherable(self) -> list[ZeroParameter]:
+        """Parameters that can be gathered without a refresh, the same on all ranks."""
+        if self._refresh_hops:
+            return [managed.param for managed, _ in self.resident()]
+        return [managed.param for managed in self._managed.values() if managed.param.ds_numel]
 
     def primary_shard(self, param: ZeroParameter) -> torch.Tensor:
         """This rank's shard of a parameter, flat, without padding."""
         return self._primary.of([param], self._primary.bucket([param]))[0]
 
-    def own_shard(self, own: Managed) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def own_shard(self, managed: Managed) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This rank's shard as its resident copy has it, and as a refresh would make it now; no collective.
 
         None where that depends on more than the shard: differences on the steps before, stochastic rounding on the message.
         """
-        if self._plan.differences or any(hop.codec.rounding == "stochastic" for hop in self._refresh_hops):
+        codecs = [hop.codec for hop in self._refresh_hops]
+        if not self._plan.decoded:
+            codecs.append(self._plan.resident_codec)
+        if self._plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return None
-        bucket, codec = self._primary.bucket([own.param]), self._first_codec
-        message = self._primary.encode([own.param], bucket, codec, self._version)
-        for hop in self._refresh_hops:
+        bucket, codec = self._primary.bucket([managed.param]), self._first_codec
+        message = self._primary.encode([managed.param], bucket, codec, self._version)
+        for target in codecs:
             message, codec = self.collectives.transcode(
-                bucket, message, codec, hop.codec, outer=1, rows=1, seed=self._version
+                bucket, message, codec, target, outer=1, rows=1, seed=self._version
             )
-        if own.whole is not None:
+        if managed.whole is not None:
             (fresh,) = codec.decode(message, bucket.chunks, dtype=bucket.dtype)
-            return own.whole.view(-1, own.chunk)[self._plan.rank], fresh
-        message, _ = self.collectives.transcode(
-            bucket, message, codec, self._plan.resident_codec, outer=1, rows=1, seed=self._version
-        )
-        assert own.payload is not None, "it is resident"
-        return own.payload.view(self._plan.resident_rows, -1)[self._plan.own_row], message
+            return managed.whole.view(-1, managed.chunk)[self._plan.rank], fresh
+        assert managed.payload is not None, "it is resident"
+        return managed.payload.view(self._plan.resident_rows, -1)[self._plan.own_row], message
 
-    def gathered_both_ways(
-        self, param: ZeroParameter, collectives: TieredCollectives
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole parameter as forward reads it, and exactly. Collective; its resident copy must be up to date."""
-        own, bucket, codec = self._managed[param.ds_id], self._primary.bucket([param]), Codec.from_config(PLAIN)
-        payload = partial(self._primary.encode, [param], bucket, codec, self._version)
-        decode = partial(collectives.decode_gathered, bucket)
-        exact = collectives.gather(plain(self._plan.gather_hops()), bucket, payload, codec, decode).wait()[0]
-        return own.whole if own.whole is not None else self._gathered([param], collectives).wait()[0], exact
+    def whole(self, param: ZeroParameter, collectives: TieredCollectives) -> torch.Tensor:
+        """A parameter as forward reads it, ``[world * chunk]``. Collective; it must be `gatherable`."""
+        whole = self._managed[param.ds_id].whole
+        return whole if whole is not None else self._gathered([param], collectives).wait()[0]
 
     # ---- refresh ----------------------------------------------------------------------------------------------------
 

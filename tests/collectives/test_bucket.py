@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.collectives import Canary, in_buckets
+from hzero.collectives import Canary, HopError, in_buckets
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 40))
@@ -54,3 +54,25 @@ def test_a_canary_sends_what_its_size_leaves_each_peer(size: int, words: int) ->
     canary.send()
     lengths = {call.args[0][0]: call.args[1].numel() for call in collectives.send.call_args_list}
     assert lengths == {"weights": 8 * words, "gradients": 4 * 8 * words}
+
+
+def test_a_canary_tries_every_algorithm_of_a_lane() -> None:
+    plan = mock.Mock(rank=0, tier_group=lambda tier: range(2), **{"node_all_gather.algorithm": "doubling"})
+    plan.grid = mock.Mock(size=lambda tier: 2 if tier in ("node", "gcd") else 1)
+    collectives = mock.Mock(plan=plan)
+    tried = []
+
+    def send(lane: tuple[str, str], message: torch.Tensor, name: str, algorithm: str) -> mock.Mock:
+        tried.append((*lane, algorithm))
+        return mock.Mock(**{"wait.side_effect": HopError})
+
+    collectives.send.side_effect = send
+    with pytest.raises(HopError):
+        Canary(collectives, 64, torch.device("cpu")).send()
+    assert sorted(tried) == [
+        ("gradients", "gcd", "library"),
+        ("gradients", "node", "library"),
+        ("weights", "gcd", "library"),
+        ("weights", "node", "doubling"),
+        ("weights", "node", "library"),
+    ]

@@ -374,7 +374,8 @@ def test_metrics_wait_while_the_disk_is_full(tmp_path: Path) -> None:
         close = disk.close
 
     metrics._file = full = Filling()  # type: ignore[assignment]
-    rows = [{"kind": "step", "step": step, "loss": 1.0} for step in range(4)]
+    rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "loss": 1.0} for step in range(4)]
+    rows[1] = {"kind": "audit", "step": 0, "signal_to_noise_db": {"weights": 44.0}}
     for row in rows[:3]:
         metrics.add(row)
     assert len(set(said)) == 1 and "metrics.jsonl': No space left on device" in said[0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hzero.cli import main
+from hzero.config import parse_config
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.validation import ConfigError
@@ -117,6 +118,22 @@ def test_settings_name_the_key(key: str, value: Any, message: str, defaults: dic
     with pytest.raises(ConfigError) as refused:
         Settings(config)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [({}, (7, 100)), ({"every": 0}, (7, 0)), (3, (3, 100)), (0, (0, 100)), ("x", None)]
+)
+def test_the_guard_of_the_trainer_and_that_of_the_block(
+    written: Any, expected: tuple[int, int] | None, defaults: dict[str, Any]
+) -> None:
+    config = copy.deepcopy(defaults)
+    config["train"]["guard"], config["zero"]["guard"] = 7, written
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"guard: found 'x', expected a number of steps"):
+            Settings(config)
+        return
+    guard = parse_config(Settings(config).block).guard
+    assert (guard.discarded_steps, guard.every) == expected
 
 
 def test_a_group_that_is_gone_is_missed(defaults: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from tests.ranks import Outcome, collect, conclude, launch, selected
 EQUALITY = ("tests.zero.equality_checks",)
 STAGE = (
     "tests.zero.stage_checks",
+    "tests.zero.refusal_checks",
     "tests.zero.gradient_checks",
     "tests.zero.difference_checks",
     "tests.zero.exponent_checks",
