@@ -290,8 +290,6 @@ def check_checkpoints_are_stock() -> None:
         other.destroy()
     without_optimizer = []
     for block in (None, block_of("lossless")):
-            "load_from_fp32_weights": False
-        }  # else from the checkpoint's masters, which differ in no bit here
         other = engine_of(ds_config(block, 2), AwkwardNet(seed=9))
         train(other, 1, 2)
         other.load_checkpoint(str(folder), tag="here", load_optimizer_states=False)
