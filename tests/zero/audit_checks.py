@@ -34,7 +34,6 @@ def check_an_audit_changes_nothing_and_has_no_complaint() -> None:
             "topo",
             {"codecs": {"weights": {"node": "int4", "gpu": "int8", "gcd": "none"}}, "shard": {"weights": "package"}},
         ),
-        ("zeropp", {}),
         ("topo", {"codecs": {"weights": {"gcd": {"codec": "int4", "rounding": "stochastic"}}}}),
     )
     for preset, block in blocks:
