@@ -77,6 +77,7 @@ def check_trainer_checkpoints_activations_by_hooks() -> None:
     _checkpointing(False)
 
 
+@slow
 def check_trainer_checkpoints_activations_reentrant() -> None:
     """Re-entrant: backward runs forward anew, several backwards in one."""
     _checkpointing(True)
@@ -98,6 +99,7 @@ BEST = {
 }
 
 
+@slow
 def check_trainer_evaluates_and_loads_the_best_model() -> None:
     """The best is asked to be the worst, which is not the last."""
     best = {**BEST, "greater_is_better": True}
@@ -162,6 +164,7 @@ def check_trainer_resumes() -> None:
     assert_trains(trained("topo", resume=str(written / checkpoint)), stock())
 
 
+@slow
 def check_trainer_exports_16_bit_weights() -> None:
     """What ``from_pretrained`` loads are the masters, rounded to bfloat16, and not decoded weights."""
     gathered = {"stage3_gather_16bit_weights_on_model_save": True}
