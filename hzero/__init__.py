@@ -42,24 +42,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing DeepSpeed takes seconds, and torch imports this package with every `import torch`.
-    if name in (
-        "DivergenceError",
-        "StaleWeightsError",
-        "enable",
-        "exact_evaluation",
-        "exact_weights",
-        "initialize",
-        "state",
-    ):
-        from hzero import zero
-
-        return getattr(zero, name)
     if name == "collectives":
         return importlib.import_module("hzero.collectives")
     if name == "ConfigError":
         from hzero.validation import ConfigError
 
         return ConfigError
+    if name in __all__:
+        from hzero import zero
+
+        return getattr(zero, name)
     raise AttributeError(f"module 'hzero' has no attribute {name!r}")
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.files import narrow
-from hzero.launcher import UNFINISHED
 from hzero.validation import ConfigError, one_of
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
@@ -79,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hzero.run import run_script
 
         return run_script(parsed.rest)  # what a user's script raises is not of this command
-    if arguments is None and parsed.command == "train":
+    signalled = arguments is None and parsed.command == "train"
+    if signalled:
+        from hzero.launcher import UNFINISHED
+
         # A batch system's signal may come while modules are imported, for seconds on a busy machine: not finished, no failure.
         # At once, since an exception could come inside a destructor, which swallows it. Nothing has been written yet.
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Checkpoints, logs and tokens are this user's alone. What other commands write is to be shown, and not changed.
         with narrow(0o077 if parsed.command == "train" else 0o022):
             command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
-            if arguments is None and parsed.command == "train":
+            if signalled:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the command has its own handler, and afterwards
             status = int(command(parsed.rest))
         sys.stdout.flush()

@@ -46,6 +46,11 @@ def chunk_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
+def owned_numel(numel: int, chunk: int, rank: int) -> int:
+    """Elements of a rank's shard, without the padding of the last ones, which have fewer than ``chunk`` or none."""
+    return min(max(numel - rank * chunk, 0), chunk)
+
+
 class RecordFormat(NamedTuple):
     """The settings that fix the layout of a record.
 

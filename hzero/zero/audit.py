@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class Audit:
 
     @torch.no_grad()
     def run(
-        self, step: int, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
+        self, step: int, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
     ) -> None:
         """Audits before an optimizer step. Collective; waits for the device.
 
@@ -138,13 +138,14 @@ class Audit:
     # ---- codecs -----------------------------------------------------------------------------------------------------
 
     def _measure(
-        self, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
+        self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
     ) -> dict[str, float]:
         """Ratios of a weight and of a sample of gradients, with codecs against without."""
         tiers = noise.lossy_tiers(self._plan)
-        gatherable = self._weights.gatherable()
-        gradients = self._sample(params, gradient_of)
-        if not tiers or not gatherable or not len(gradients):
+        if not tiers or not (gatherable := self._weights.gatherable()):
+            return {}
+        gradients = self._sample(list(params), gradient_of)
+        if not len(gradients):
             return {}
         mean = sum(param.ds_numel for param in gatherable) / len(gatherable)
         large = [param for param in gatherable if param.ds_numel >= mean]

@@ -12,7 +12,7 @@ import torch
 
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
 from hzero.sharding.memory import IN_FLIGHT
-from hzero.sharding.records import chunk_numel
+from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.refusals import ZeroParameter
 
 #: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
@@ -270,11 +270,8 @@ class Gradients:
         """This rank's shards of the average, without the padding beyond the parameters' ends, as DeepSpeed expects them."""
         if not self._divides_first(dtype):
             torch._foreach_div_(list(shards), self._plan.grid.world_size)
-        cut = []
-        for param, shard in zip(params, shards):
-            start = self._plan.rank * shard.numel()
-            cut.append(shard[: min(max(param.ds_numel - start, 0), shard.numel())])
-        return cut
+        rank = self._plan.rank
+        return [shard[: owned_numel(param.ds_numel, shard.numel(), rank)] for param, shard in zip(params, shards)]
 
     def clear(self) -> None:
         """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import owned_numel
 from hzero.validation import some
 from hzero.zero import noise
 from hzero.zero.refusals import ZeroParameter
@@ -120,4 +121,4 @@ class Guard:
     def _own_weights(self, param: ZeroParameter) -> torch.Tensor:
         """This rank's shard without the padding behind the last element, which DeepSpeed never writes."""
         shard = param.ds_tensor.detach().flatten()
-        return shard[: max(param.ds_numel - self._plan.rank * shard.numel(), 0)]
+        return shard[: owned_numel(param.ds_numel, shard.numel(), self._plan.rank)]

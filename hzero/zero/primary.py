@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.records import chunk_numel
+from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.refusals import ZeroParameter
 
 
@@ -61,8 +61,8 @@ class PrimaryShards:
         self.await_change()
         shards = []
         for param, chunk in zip(params, bucket.chunks):
-            valid = min(max(param.ds_numel - self._plan.rank * chunk, 0), chunk)
-            shards.append(param.ds_tensor.detach().view(-1)[:valid].to(params[0].device))
+            owned = owned_numel(param.ds_numel, chunk, self._plan.rank)
+            shards.append(param.ds_tensor.detach().view(-1)[:owned].to(params[0].device))
         return shards
 
     def encode(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:

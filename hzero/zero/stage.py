@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,7 +104,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.weights.before_change()
         self._settle_on_processors()
         try:
-            self.hzero.before_step([param for group in self.fp16_groups for param in group], self._gradient_of)
+            self.hzero.before_step(itertools.chain.from_iterable(self.fp16_groups), self._gradient_of)
         except Exception:  # whoever catches it goes on with a new window
             self.hzero.gradients.clear()
             raise

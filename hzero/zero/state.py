@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ class StageState:
         return self._audit.ratios
 
     def before_step(
-        self, params: Sequence[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
+        self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
     ) -> None:
         """Counts an optimizer step that is about to begin, and sends the canary and audits where they are due. Collective.
 
