@@ -28,8 +28,8 @@ LAYERS = [
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
     "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report", "benchmarks.paper_region",
     "benchmarks.tune_report", "benchmarks.ddp_hooks",
-    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.memory", "benchmarks.saves",
-    "benchmarks.soak", "benchmarks.step_time",
+    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.memory", "benchmarks.safeguards",
+    "benchmarks.saves", "benchmarks.faults", "benchmarks.soak", "benchmarks.step_time",
     "examples", "tests",
 ]  # fmt: skip
 

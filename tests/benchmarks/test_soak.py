@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.soak import ON_FILES, ON_PROCESSES, WHENS, schedule
+from benchmarks.faults import ON_FILES, ON_PROCESSES, WHENS, schedule
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import small_disk
+from benchmarks.faults import small_disk
 from hzero.cli import main
 from hzero.slurm.command import status_of
 from hzero.train.folder import NOTE
