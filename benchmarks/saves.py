@@ -1,6 +1,6 @@
 """What a save costs the steps around it: ``python -m benchmarks.saves [KEY=VALUE ...]``, keys of ``hzero train``.
 
-Trains a model on two ranks, saves every sixth step, and compares the time between the ends of steps: of the step behind a save,
+Trains a model on two ranks, saves every twelfth step, and compares the time between the ends of steps: of the step behind a save,
 of those during which its files are written, and of the others.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from hzero.formatting import size_text
 from hzero.train.folder import read_metrics
 
-EVERY, STEPS = 6, 60
+EVERY, STEPS = 12, 96
 JOB = (
     "model=gpt_neox_10m",
     "model.seq_length=128",
@@ -41,12 +41,14 @@ def measure(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``other_s``, of steps without a save around them; ``behind_s``, of the step that follows a save, whose time holds it;
-        ``during_s``, of the later ones during which files were written; and of the rows of saves, if there are some,
-        ``copy_s``, ``blocked_s`` (how long the loop stood still), ``write_s`` and ``bytes``.
+        ``during_s``, of the later ones during which files were written; ``all_s``, what steps from one save to the next take
+        beyond as many others; and of the rows of saves, if there are some, ``copy_s``, ``blocked_s`` (how long the loop stood
+        still), ``write_s`` and ``bytes``.
     """
     steps = [row for row in rows if row["kind"] == "step"]
     saves = {row["step"]: row for row in rows if row["kind"] == "save"}
     gaps: dict[str, list[float]] = {"other_s": [], "behind_s": [], "during_s": []}
+    between: dict[int, list[float]] = {}
     busy_until = 0.0
     for before, row in itertools.pairwise(steps[2:]):  # the first ones are slower
         kind = "other_s" if before["time"] > busy_until else "during_s"
@@ -54,7 +56,11 @@ def measure(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             kind = "behind_s"
             busy_until = before["time"] + saves.get(before["step"], {}).get("write_s", 0.0)
         gaps[kind].append(row["time"] - before["time"])
+        between.setdefault(before["step"] // EVERY, []).append(gaps[kind][-1])
     found: dict[str, Any] = {name: statistics.median(values) for name, values in gaps.items() if values}
+    whole = [sum(times) - EVERY * found["other_s"] for save, times in between.items() if save and len(times) == EVERY]
+    if whole and "behind_s" in found:
+        found["all_s"] = statistics.median(whole)
     for name in ("copy_s", "blocked_s", "write_s", "bytes"):
         if saves:
             found[name] = statistics.median(row[name] for row in saves.values())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import mmap
 import os
 import stat
 import threading
@@ -21,10 +24,15 @@ from hzero.progress import Progress
 HASHES, SEAL = "xxh3_128", "seal"
 #: Bytes that are read at once, and threads that read: hashing takes 0.1 s per GB, so what is read from matters.
 _CHUNK, _THREADS = 1 << 22, 8
+#: Bytes that are written at once, of which direct writes take whole blocks only; and the flag for those, where there is one.
+_PIECE, _BLOCK, _DIRECT = 1 << 20, 4096, getattr(os, "O_DIRECT", 0)
 
 
 class HashedFile:
     """A new file that hashes what is written to it, for ``torch.save``, which writes from the first byte to the last.
+
+    It goes past the kernel's page cache where the file system can (``O_DIRECT``): filling the cache takes more of a core than
+    all the rest of a save, and memory that training may want.
 
     An error of the disk is kept and what follows it is dropped: where ``write`` raises, torch reports a position in its
     archive in place of the reason.
@@ -40,18 +48,29 @@ class HashedFile:
         self.size = 0
         self._hash = xxhash.xxh3_128()
         self._error: OSError | None = None
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by `close`
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._file = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._file = os.open(path, flags, 0o666)
+        self._piece = mmap.mmap(-1, _PIECE)  # starts at a page, as direct writes must
+        self._filled = 0
 
     def write(self, data: Any) -> int:
         """Writes and hashes bytes."""
-        length = memoryview(data).nbytes
-        if self._error is None:
-            try:
-                self._file.write(data)
-                self._hash.update(data)
-                self.size += length
-            except OSError as error:
-                self._error = error
+        rest = memoryview(data).cast("B")
+        length = len(rest)
+        self._hash.update(rest)
+        self.size += length
+        while rest and self._error is None:
+            part = rest[: _PIECE - self._filled]
+            self._piece[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == _PIECE:
+                self._flush()
         return length
 
     def flush(self) -> None:
@@ -67,15 +86,38 @@ class HashedFile:
             OSError: Now, or while it was written.
         """
         try:
-            with self._file:
+            try:
                 if self._error is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
+                    self._buffered()  # the end of a file is no whole number of blocks
+                    self._flush()
+                if self._error is None:
+                    os.fsync(self._file)
+            finally:
+                os.close(self._file)
         except OSError as error:
             self._error = self._error or error
         if self._error is not None:
             raise self._error
         return self._hash.hexdigest()
+
+    def _flush(self) -> None:
+        with memoryview(self._piece) as piece:
+            done = 0
+            while done < self._filled and self._error is None:
+                try:
+                    done += os.write(self._file, piece[done : self._filled])
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self._buffered():
+                        self._error = error
+                if done % _BLOCK:  # a disk that is nearly full took a part; the next write says why
+                    self._buffered()
+        self._filled = 0
+
+    def _buffered(self) -> bool:
+        """Writes what follows through the page cache. Returns whether it went past it before."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)
+        return bool(flags & _DIRECT)
 
 
 def of_file(path: Path, seen: Any = lambda count: None) -> str:

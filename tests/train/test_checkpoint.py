@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from hzero.cli import main
 from hzero.train import checkpoint, data, digests, folder, safe_load
 from hzero.train.checkpoint import Identity
-from hzero.train.writer import HostCopy, Writer
 from hzero.validation import ConfigError
 
 IDENTITY = Identity("shape", "text", 0, 2, "fp32")
@@ -248,30 +246,6 @@ def test_a_note_that_is_damaged_cannot_be_judged(tmp_path: Path) -> None:
         assert (target / checkpoint.NOTE).read_text() == text
 
 
-def test_a_copy_of_states_is_apart_from_them() -> None:
-    """A view of a large tensor takes no more than itself, and containers keep their kind."""
-    large = torch.arange(1000.0)
-    state: dict[str, Any] = OrderedDict(
-        view=large[10:20], group=[{"lr": 1.0, "at": (torch.ones(2), 3)}], size=torch.Size([2])
-    )
-    state._metadata = {"version": 1}  # type: ignore[attr-defined]
-    copies = HostCopy()
-    made = copies.of(state)
-    large.zero_()
-    state["group"][0]["lr"] = 2.0
-    state["group"][0]["at"][0].zero_()
-    assert torch.equal(made["view"], torch.arange(10.0, 20.0)) and made["view"].untyped_storage().nbytes() == 40
-    assert made["group"][0]["lr"] == 1.0 and made["group"][0]["at"][0].sum() == 2 and copies.bytes == 48
-    assert type(made) is OrderedDict and made._metadata == {"version": 1} and type(made["size"]) is torch.Size
-
-
-def test_a_task_that_fails_ends_no_writer() -> None:
-    writer, order = Writer(), list[int]()
-    tasks = [writer.submit(lambda number=number: order.append(1 // number)) for number in (1, 0, 1)]  # type: ignore[misc]
-    assert tasks[-1].result(60) is None and order == [1, 1]
-    assert isinstance(tasks[1].exception(60), ZeroDivisionError)
-
-
 class _Command:
     """Runs a command where a pickle of it is loaded."""
 
@@ -332,28 +306,6 @@ def test_the_loss_scalers_of_deepspeed_load(tmp_path: Path) -> None:
         found = safe_load.load(str(tmp_path / "state.pt"), "cpu", trust=False)
         assert type(found["loss_scaler"]) is type(scaler) and vars(found["loss_scaler"]) == vars(scaler)
         assert found["zero_stage"] is ZeroStageEnum.weights
-
-
-def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, left = digests.HashedFile(tmp_path / "whole.pt"), digests.HashedFile(tmp_path / "cut.pt")
-    state = {"a": torch.arange(100_000), "b": [torch.ones(3)]}
-    torch.save(state, whole)
-    assert whole.close() == digests.of_file(tmp_path / "whole.pt")  # torch writes from the first byte to the last
-    assert whole.size == (tmp_path / "whole.pt").stat().st_size
-
-    class Full:
-        def write(self, piece: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        flush = close = __enter__ = lambda self: None
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-    monkeypatch.setattr(left, "_file", Full())
-    torch.save(state, left)  # torch's own error would not say why
-    with pytest.raises(OSError, match="No space left on device"):
-        left.close()
 
 
 def test_metrics_wait_while_the_disk_is_full(tmp_path: Path) -> None:
