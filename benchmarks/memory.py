@@ -225,7 +225,7 @@ def _states(engine: Any) -> dict[str, list[torch.Tensor]]:
         "primary weights": [one.param.ds_tensor for one in managed],
         "resident weights": [tensor for one in managed for tensor in (one.payload, one.whole) if tensor is not None],
         "gradient shard": [optimizer.grad_partitions_flat_buffer],
-        "gradient accumulators": list(own.gradients._accumulators.values()),
+        "gradient accumulators": own.gradients.accumulators(),
         "optimizer": [*optimizer.fp32_partitioned_groups_flat, *(x for x in adam if isinstance(x, torch.Tensor))],
         "gradient buffer": [one.buffer for one in optimizer.ipg_buckets.values() if one.buffer is not None],
         "transient parameters": [one.param.data for one in managed if one.param.ds_status.name == "AVAILABLE"],

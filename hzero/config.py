@@ -305,6 +305,7 @@ class _Block(Frozen):
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
     resident: Literal["decoded", "payload"] | None = None
     error_feedback: tuple[Tier, ...] = ()
+    accumulators: Literal["fp32", "bf16"] = "fp32"
     refresh_message_bytes: int = Field(0, ge=0)
     refresh_differences: bool = False
     full_refresh_every: int = Field(DEFAULT_FULL_REFRESH, ge=1)
@@ -353,8 +354,10 @@ class HZeroConfig(_Block):
             as `payload`, in the codec's bytes, which forward and backward decode at every use. Weights over a wider scope
             are always kept as payload. Forward reads decoded weights where they are kept, so no module may write to its
             weights in forward, as ``torch.nn.Embedding`` with ``max_norm`` does.
-        error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at zero
-            after a resume.
+        error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Saved
+            in checkpoints; starts at zero on other ranks or with another plan.
+        accumulators: Type in which sums of gradients wait for the next micro-step. `bf16` takes half the memory; sums are made
+            in float32 and rounded stochastically, all but the last of a step.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
             `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
             `hzero bench links` prints the size from which latency takes less than a tenth of a hop.

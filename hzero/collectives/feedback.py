@@ -14,8 +14,7 @@ class ErrorFeedback:
     """Residuals in float32, one per tier and parameter (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847).
 
     The residuals of an accumulation window are pending until its step is done: a skipped step discards its gradients,
-    and their residuals with them. Residuals start at zero, also after a resume: checkpoints are stock DeepSpeed's and
-    do not hold them.
+    and their residuals with them. Residuals start at zero, or with those of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -66,6 +65,17 @@ class ErrorFeedback:
     def peak_bytes(self) -> int:
         """Peak memory of residuals at a step on this rank, in bytes: twice their size from the second step on."""
         return self._peak_bytes
+
+    def saved(self) -> dict[Tier, dict[int, tuple[torch.Tensor, float]]]:
+        """The residuals of steps that are done, by tier and key, each with the loss scale that it is kept at."""
+        found: dict[Tier, dict[int, tuple[torch.Tensor, float]]] = {}
+        for (tier, key), kept in self._residuals.items():
+            found.setdefault(tier, {})[key] = kept
+        return found
+
+    def restore(self, tier: Tier, key: int, residual: torch.Tensor, scale: float) -> None:
+        """Starts from a residual that `saved` has given."""
+        self._residuals[tier, key] = residual, scale
 
     def clear(self) -> None:
         """Forgets all residuals: their weights have been replaced."""

@@ -68,8 +68,8 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, numels: Sequence[int], job
     else:
         states = [StateMemory("model states", _other_bytes(scheme, grid, numels, job), "with buckets")]
     states += activations(job.model, job, on_processors=not channels)
-    whole = isinstance(scheme, ShardPlan) and not scheme.micro_hops()
-    return _summed(states, sum(numels), job, whole=whole, slack=SLACK * bool(channels))
+    whole = scheme.accumulator_bytes if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
+    return _summed(states, sum(numels), job, freed=whole, slack=SLACK * bool(channels))
 
 
 def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[StateMemory]:
@@ -108,7 +108,7 @@ def activations(model: ModelShape, job: Job, *, on_processors: bool) -> list[Sta
     ]
 
 
-def _summed(states: list[StateMemory], total: int, job: Job, *, whole: bool, slack: float) -> Footprint:
+def _summed(states: list[StateMemory], total: int, job: Job, *, freed: int, slack: float) -> Footprint:
     """The moments of a step.
 
     While the first buckets of gradients are reduced, as many parameters and their activations are gone, and few buckets are on
@@ -125,8 +125,8 @@ def _summed(states: list[StateMemory], total: int, job: Job, *, whole: bool, sla
     live, gather = of("transient parameters"), of("transient gather")
     everything = live >= total * job.itemsize  # backward gathers nothing again
     bucket = job.buffers.reduce / max(total, 1)
-    # Gradients that accumulate whole go from their accumulators into the messages.
-    freed = 4 * min(job.buffers.reduce, total) if whole else 0
+    # Gradients that accumulate whole, in `freed` bytes each, go from their accumulators into the messages.
+    freed *= min(job.buffers.reduce, total)
 
     def reducing(count: int) -> int:
         left = max(1 - count * bucket, 0.0)

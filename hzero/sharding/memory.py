@@ -105,12 +105,16 @@ def plan_memory(
         refreshed = min(max(plan.refresh_numel(buffers.prefetch, itemsize), largest), total)
         refresh_bits *= 1 + 1 / plan.refresh_hops()[-1].size  # received, and sent
     bucket = min(max(buffers.reduce, largest), total)
-    reduce_bits = staged = 0.0
+    reduce_bits = staged = rounded = 0.0
     if hops := plan.reduce_hops():
         lossy = any(hop.codec.codec != "none" for hop in hops)
         # Sent and received: by an all-to-all as much as is sent, by a reduce-scatter a share of it.
         reduce_bits = max(element_bytes(hop.codec, itemsize) for hop in hops) * (2 if lossy else 1 + 1 / hops[0].size)
         staged = 4 / hops[0].size if lossy else 0
+    if (
+        accumulation > 1 and plan.accumulates and plan.accumulator_bytes < 4
+    ):  # float32 sums, and what rounding makes of one
+        rounded = (4 * bucket + 16 * largest) / plan.grid.scope_size(plan.gradients_scope)
     fetched = _fetched(numels, buffers)
     decoded_bits = itemsize if plan.decoded or plan.differences else 0
     gathered = sum(1 / hop.size for hop in plan.fetch_hops()[-1:]) + 1
@@ -146,6 +150,7 @@ def plan_memory(
             round(
                 bucket * ((IN_FLIGHT + 1) * reduce_bits + staged + (0 if buffers.contiguous else itemsize))
                 + largest * itemsize
+                + rounded
             ),
             f"{IN_FLIGHT + 1} buckets of {bucket:,} elements on their way, the largest gradient",
         ),
@@ -253,13 +258,15 @@ def _rows_before(plan: ShardPlan, tier: Tier) -> int:
 def _accumulator_bytes(plan: ShardPlan, numels: Sequence[int], shard: int) -> int:
     if not plan.accumulates:
         return 0
-    return 4 * (shard * plan.gradient_rows if plan.micro_hops() else sum(numels))  # no hop has padded them
+    # Without a hop nothing has padded them.
+    return plan.accumulator_bytes * (shard * plan.gradient_rows if plan.micro_hops() else sum(numels))
 
 
 def _accumulators_what(plan: ShardPlan, accumulation: int) -> str:
     if not plan.accumulates:
         return "none: gradients are over the world"
-    return f"float32 over the {plan.gradients_scope}" if accumulation > 1 else "none: a step has one micro-step"
+    dtype = "float32" if plan.accumulator_bytes == 4 else "bfloat16"
+    return f"{dtype} over the {plan.gradients_scope}" if accumulation > 1 else "none: a step has one micro-step"
 
 
 def _resident_what(plan: ShardPlan) -> str:

@@ -107,6 +107,7 @@ class ShardPlan:
         checksum: Whether every message carries a checksum.
         decoded: Whether resident weights are kept decoded: whole, in their own type.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
+        accumulator_bytes: Bytes of an element of the gradient accumulators: 4 in float32, 2 in bfloat16.
         adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
         notes: Settings that have no effect here.
     """
@@ -124,6 +125,7 @@ class ShardPlan:
     checksum: bool = False
     decoded: bool = False
     differences: int = 0
+    accumulator_bytes: int = 4
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -167,6 +169,8 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none":
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
+        if config.accumulators != "fp32" and gradients == "world":
+            notes.append(f"accumulators {config.accumulators} has no effect: gradients over the world keep none")
         refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
         differs = config.refresh_differences and any(config.codecs.weights[tier].codec != "none" for tier in refreshed)
         if config.refresh_differences and not differs:
@@ -192,6 +196,7 @@ class ShardPlan:
             config.checksum,
             weights == "device" and config.resident != "payload",
             config.full_refresh_every if differs else 0,
+            2 if config.accumulators == "bf16" else 4,
         )
 
     def __str__(self) -> str:

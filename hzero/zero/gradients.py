@@ -13,6 +13,7 @@ import torch
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel, owned_numel
+from hzero.zero.accumulators import Accumulators
 from hzero.zero.refusals import ZeroParameter
 
 #: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
@@ -23,12 +24,11 @@ class Gradients:
     """Reduces gradients tier by tier and, where their scope is smaller than the world, accumulates partial sums.
 
     `micro` submits the reduction of a bucket and does not wait for it. Its partial sums are added to the gradient
-    accumulators, float32, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by the
-    size of the gradients' scope; the last hop adds them as it decodes them. Over a single device no hop is made, and whole
-    gradients are added up as they are. In the last micro-step of a window they go on
-    across the outer tiers at once, while backward runs; a window of one micro-step keeps no accumulator. `boundary`
-    sends what still waits, and delivers all shards together: after an error none is delivered, and the window is given
-    up.
+    accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size divided by the size of the
+    gradients' scope; into float32 accumulators the last hop adds them as it decodes them. Over a single device no hop is
+    made, and whole gradients are added up as they are. In the last micro-step of a window they go on across the outer tiers
+    at once, while backward runs; a window of one micro-step keeps no accumulator. `boundary` sends what still waits, and
+    delivers all shards together: after an error none is delivered, and the window is given up.
 
     Args:
         collectives: The stage's tiered collectives.
@@ -36,6 +36,7 @@ class Gradients:
 
     Attributes:
         bucket_numel: The same; may be set later.
+        reductions: Seeds of stochastic rounding that were made so far; the next ones count on.
     """
 
     def __init__(self, collectives: TieredCollectives, bucket_numel: int) -> None:
@@ -45,13 +46,18 @@ class Gradients:
         self._boundary_hops = self._plan.boundary_hops()
         self._sums_travel = any(hop.codec.codec == "none" for hop in self._plan.reduce_hops())
         self.bucket_numel = bucket_numel
-        self._accumulators: dict[int, torch.Tensor] = {}
+        dtype = torch.bfloat16 if self._plan.accumulator_bytes == 2 else torch.float32
+        self._accumulators = Accumulators(dtype, collectives.used)
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
         self._crossing: list[tuple[list[ZeroParameter], torch.dtype, Chain[list[torch.Tensor]]]] = []
-        self._reductions = 0
-        self._held_bytes = self._peak_bytes = 0
+        self.reductions = 0
+        self._peak_bytes = 0
+
+    def accumulators(self) -> list[torch.Tensor]:
+        """The sums that wait now, as they are kept."""
+        return self._accumulators.tensors()
 
     @property
     def waiting(self) -> bool:
@@ -104,8 +110,8 @@ class Gradients:
         if self._plan.accumulates:
             self._waiting.update((param.ds_id, param) for param in params)
             # Taken here: when sums arrive depends on the wires, and two runs must round alike.
-            crossing_seed = self._next_seed() if last else None
-            then: Callable[[list[torch.Tensor]], Any] = partial(self._reduced, params, dtype, scale, crossing_seed)
+            seed = self._next_seed() if last or self._accumulators.dtype != torch.float32 else 0
+            then: Callable[[list[torch.Tensor]], Any] = partial(self._reduced, params, dtype, scale, last, seed)
         else:
             then = partial(self._cut, params, dtype)
         with self._all_or_nothing():
@@ -117,7 +123,7 @@ class Gradients:
                 shard_order=True,
                 seed=self._next_seed(),
                 scale=scale,
-                into=partial(self._existing_accumulators, params),
+                into=partial(self._accumulators.to_add_to, [param.ds_id for param in params]),
                 then=then,
             )
             chain.wait_read()
@@ -142,20 +148,14 @@ class Gradients:
                 self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
                 self._limit_crossings()
                 return
-            for param, grad in zip(params, flat):
-                kept = self._accumulators.get(param.ds_id)
-                if kept is not None:
-                    kept.add_(grad)
-                else:
-                    self._keep(param.ds_id, grad.to(torch.float32, copy=True))
-            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+            # The first of a window is kept, so it must be a copy.
+            parts = [
+                grad if param.ds_id in self._accumulators else grad.to(torch.float32, copy=True)
+                for param, grad in zip(params, flat)
+            ]
+            self._reduced(params, dtype, scale, last, self._next_seed(), parts)
             if last:
-                self._cross(params, dtype, scale, self._next_seed())
                 self._limit_crossings()
-
-    def _keep(self, key: int, accumulator: torch.Tensor) -> None:
-        self._accumulators[key] = accumulator
-        self._held_bytes += accumulator.numel() * accumulator.element_size()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -185,39 +185,25 @@ class Gradients:
         """
         return self._sums_travel and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
 
-    def _existing_accumulators(self, params: list[ZeroParameter]) -> list[torch.Tensor] | None:
-        """The accumulators of all of ``params``; None where one has none yet."""
-        found = [self._accumulators.get(param.ds_id) for param in params]
-        return None if any(one is None for one in found) else found  # type: ignore[return-value]
-
     def _reduced(
         self,
         params: list[ZeroParameter],
         dtype: torch.dtype,
         scale: float,
-        crossing_seed: int | None,
+        last: bool,
+        seed: int,
         sums: list[torch.Tensor],
     ) -> None:
         """Adds partial sums to the accumulators, unless the last hop has; in the last micro-step they cross at once.
 
         The first of a window becomes the accumulator: nobody else may keep it.
         """
-        for param, partial_sum in zip(params, sums):
-            kept = self._accumulators.get(param.ds_id)
-            if kept is not None and kept is not partial_sum:
-                kept.add_(partial_sum)
-            elif kept is None:
-                self._keep(param.ds_id, partial_sum.to(torch.float32))
-        if crossing_seed is not None:
-            self._cross(params, dtype, scale, crossing_seed)
+        keys = [param.ds_id for param in params]
+        if last:  # accumulators are freed as soon as they are encoded
+            self._submit_crossing(params, dtype, scale, seed, self._accumulators.take(keys, sums))
         else:
-            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
-
-    def _cross(self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, seed: int) -> None:
-        """Submits accumulated sums to the outer tiers; their accumulators are freed as soon as they are encoded."""
-        sums = [self._accumulators.pop(param.ds_id) for param in params]
-        self._held_bytes -= sum(tensor.numel() * tensor.element_size() for tensor in sums)
-        self._submit_crossing(params, dtype, scale, seed, sums)
+            self._accumulators.add(keys, sums, seed)
+            self._peak_bytes = max(self._peak_bytes, self._accumulators.bytes)
 
     def _submit_crossing(
         self,
@@ -254,9 +240,10 @@ class Gradients:
         """
         with self._all_or_nothing():
             self.settle()
-            rest = [self._waiting[key] for key in sorted(self._accumulators)]
+            rest = [self._waiting[key] for key in self._accumulators.in_order()]
             for params in in_buckets(((param, param.ds_numel) for param in rest), self.bucket_numel):
-                self._cross(params, dtype, scale, self._next_seed())
+                sums = self._accumulators.take([param.ds_id for param in params])
+                self._submit_crossing(params, dtype, scale, self._next_seed(), sums)
                 self._limit_crossings()
             crossed = [(params, kind, chain.wait()) for params, kind, chain in self._crossing]
             self._crossing.clear()
@@ -285,7 +272,6 @@ class Gradients:
         self._waiting.clear()
         self._arrived.clear()
         self._accumulators.clear()
-        self._held_bytes = 0
         if self._collectives.feedback is not None:
             self._collectives.feedback.discard()
 
@@ -301,8 +287,8 @@ class Gradients:
 
     def _next_seed(self) -> int:
         # Ranks round with different seeds, so that the errors of a sum do not add up.
-        self._reductions += 1
-        return (self._reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
+        self.reductions += 1
+        return (self.reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
 
     def _bucket(self, params: Sequence[ZeroParameter], dtype: torch.dtype) -> Bucket:
         return Bucket(

@@ -45,6 +45,7 @@ EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "_overflow_clean_up", ("self", "prev_scale")),
     (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (DeepSpeedZeroOptimizer_Stage3, "_restore_from_bit16_weights", ("self",)),
+    (DeepSpeedZeroOptimizer_Stage3, "state_dict", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "load_state_dict", ("self", "state_dict_list")),
     (DeepSpeedZeroOptimizer_Stage3, "offload_states", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "get_fp32_grad_partitions", ("self",)),

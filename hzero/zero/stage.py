@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import find
 from hzero.collectives import blaming, shared_recorder
+from hzero.zero import saved
 from hzero.zero.guard import DivergenceError
 from hzero.zero.refusals import ZeroParameter, check_group
 from hzero.zero.state import StageState
@@ -247,12 +248,20 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         super()._restore_from_bit16_weights()
         self.hzero.replaced()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Stock, and the stage's own state where it has some; see `SavedState`."""
+        state: dict[str, Any] = super().state_dict()
+        own = self.hzero.saved.of_now()
+        return state if own is None else {**state, saved.KEY: own}
+
+    def load_state_dict(self, state_dict_list: list[dict[str, Any]] | None, *args: Any, **kwargs: Any) -> None:
         """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
+        own = state_dict_list[self.hzero.plan.rank].get(saved.KEY) if state_dict_list else None
         self._partition_all_parameters()
         self.hzero.weights.before_change()
-        super().load_state_dict(*args, **kwargs)
+        super().load_state_dict(state_dict_list, *args, **kwargs)
         self.hzero.replaced()
+        self.hzero.saved.restore(own)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""

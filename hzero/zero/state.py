@@ -23,6 +23,7 @@ from hzero.zero.audit import Audit
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
 from hzero.zero.refusals import ZeroParameter, check_group
+from hzero.zero.saved import SavedState
 from hzero.zero.streams import device_streams
 from hzero.zero.weights import Weights
 
@@ -38,6 +39,7 @@ class StageState:
         wire_log: Bytes and time of every hop that has ended; see `settle`.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
+        saved: What of all this a checkpoint holds.
         guard: Ends a training that diverges.
 
     Args:
@@ -78,6 +80,7 @@ class StageState:
         if self.plan.rank == 0:
             self._announce()
         self._steps = 0
+        self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback)
         self._audit, self._audit_due = Audit(module, self.weights, collectives), True
         device = torch.device(get_accelerator().current_device_name())
         self._canary = Canary(collectives, config.canary.bytes, device)

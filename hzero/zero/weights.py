@@ -39,6 +39,9 @@ class Weights:
         module: The model, its parameters partitioned by DeepSpeed over the world.
         collectives: The stage's tiered collectives.
         bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
+
+    Attributes:
+        version: Changes of the weights so far; the seed with which they are rounded stochastically.
     """
 
     def __init__(self, module: torch.nn.Module, collectives: TieredCollectives, bucket_numel: int) -> None:
@@ -53,7 +56,7 @@ class Weights:
         self._exact = False
         self._evaluating = False  # see `follow_mode`
         self._mode_hook: Any = None
-        self._version = 0
+        self.version = 0
         self._managed: dict[int, Managed] = {}
         self._stale: set[int] = set()
         self._primary = PrimaryShards(self._plan)
@@ -166,7 +169,7 @@ class Weights:
 
         All ranks must call it alike: rebuilding is a collective.
         """
-        self._version += 1
+        self.version += 1
         every = self._managed.values()
         marked = list(every) if params is None else [self._managed[param.ds_id] for param in params]
         replaced = {managed.refresh for managed in marked}
@@ -293,12 +296,12 @@ class Weights:
             payload: Callable[[], torch.Tensor] = partial(self._payloads, params)
         else:
             codec, rows = self._first_codec, 1
-            payload = partial(self._primary.encode, params, bucket, codec, self._version)
+            payload = partial(self._primary.encode, params, bucket, codec, self.version)
         decode = partial(collectives.decode_gathered, bucket)
         refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
         after = [one for one in refreshes if one is not None]
         return collectives.gather(
-            self._fetch_hops, bucket, payload, codec, decode, rows=rows, seed=self._version, after=after
+            self._fetch_hops, bucket, payload, codec, decode, rows=rows, seed=self.version, after=after
         )
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
@@ -354,10 +357,10 @@ class Weights:
         if self._plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return None
         bucket, codec = self._primary.bucket([managed.param]), self._first_codec
-        message = self._primary.encode([managed.param], bucket, codec, self._version)
+        message = self._primary.encode([managed.param], bucket, codec, self.version)
         for target in codecs:
             message, codec = self.collectives.transcode(
-                bucket, message, codec, target, outer=1, rows=1, seed=self._version
+                bucket, message, codec, target, outer=1, rows=1, seed=self.version
             )
         if managed.whole is not None:
             (fresh,) = codec.decode(message, bucket.chunks, dtype=bucket.dtype)
@@ -417,19 +420,17 @@ class Weights:
         """Starts the refresh of parameters that are alike, see `_differs`."""
         params, differs = [m.param for m in managed], self._differs(managed[0])
         bucket, codec, hops = self._primary.bucket(params), self._first_codec, self._refresh_hops
-        keep: Callable[..., None] = partial(self._keep, managed, bucket, self._version)
+        keep: Callable[..., None] = partial(self._keep, managed, bucket, self.version)
         after: Sequence[Chain[Any]] = ()
         if differs:
-            payload: Callable[[], torch.Tensor] = partial(
-                self._encode_difference, managed, bucket, codec, self._version
-            )
+            payload: Callable[[], torch.Tensor] = partial(self._encode_difference, managed, bucket, codec, self.version)
             keep = partial(self._add_difference, managed, bucket)
             after = [one for one in dict.fromkeys(own.refresh for own in managed) if one is not None]
         else:
             if self._plan.differences:
                 codec, hops = Codec.from_config(PLAIN), plain(hops)
-            payload = partial(self._primary.encode, params, bucket, codec, self._version)
-        chain = self.collectives.gather(hops, bucket, payload, codec, keep, seed=self._version, after=after)
+            payload = partial(self._primary.encode, params, bucket, codec, self.version)
+        chain = self.collectives.gather(hops, bucket, payload, codec, keep, seed=self.version, after=after)
         self._primary.read_by(chain)
         for own, chunk in zip(managed, bucket.chunks):
             own.refresh, own.chunk = chain, chunk

@@ -27,6 +27,7 @@ from hzero.train.folder import WriteError
 from hzero.train.saver import Saver
 from hzero.train.stragglers import EVERY, Stragglers
 from hzero.train.writer import HostCopy
+from hzero.zero import saved
 from tests.zero.training import (
     LR,
     AwkwardNet,
@@ -66,6 +67,55 @@ def _saved(saver: Saver, step: int, *, last: bool = False) -> str | None:
     failures = [*saver.save(step, last=last), *saver.settle(last=last)]
     assert len(failures) <= 1 and not saver.busy
     return failures[0] if failures else None
+
+
+def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
+    """Residuals and seeds are saved: same bits. Stock takes such files, and what they lack is a warning and starts anew."""
+    folder = shared_folder()
+    rounding = {"codec": "int4", "rounding": "stochastic"}
+    codecs = {"gradients": {"node": rounding}, "weights": {"node": {**rounding, "codec": "int8"}}}
+    block = block_of("topo", codecs=codecs, error_feedback=["gpu", "node"], accumulators="bf16")
+
+    def model(seed: int = 5) -> AwkwardNet:
+        made = AwkwardNet(seed)
+        made.frozen.weight.requires_grad_(True)  # what no step changes is rounded anew after a load
+        return made
+
+    engine = engine_of(ds_config(block, 2), model(0))
+    train(engine, 2, 2)
+    engine.save_checkpoint(str(folder), tag="two")
+    train(engine, 2, 2, first=2)
+    want = masters_of(engine)
+    engine.load_checkpoint(str(folder), tag="two")
+    train(engine, 2, 2, first=2)
+    again = masters_of(engine)
+    engine.destroy()
+    others = {"two": block, "other plan": block_of("mild", error_feedback=["node"]), "stock": None}
+    resumed = {}
+    with mock.patch.object(saved.logger, "warning") as warning:
+        for name, other in others.items():
+            engine = engine_of(ds_config(other, 2), model())
+            engine.load_checkpoint(str(folder), tag="two")
+            if other is None:
+                engine.save_checkpoint(str(folder), tag="stock")
+            train(engine, 2, 2, first=2)
+            resumed[name] = masters_of(engine)
+            engine.destroy()
+        engine = engine_of(ds_config(block, 2), model())
+        engine.load_checkpoint(str(folder), tag="stock")
+        assert not hzero.state(engine)._feedback.saved()
+        engine.destroy()
+    for found in (again, resumed["two"]):
+        for name, master in want.items():
+            assert torch.equal(master, found[name]), name
+    for name in ("other plan", "stock"):
+        assert any(not torch.equal(master, resumed[name][key]) for key, master in want.items())
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert len(said) == (2 if dist.get_rank() == 0 else 0), said
+    if said:
+        assert "was written with another plan (2 nodes" in said[0] and said[1].endswith(
+            "the checkpoint has none for this plan"
+        )
 
 
 def check_a_save_that_fails_leaves_the_one_before() -> None:

@@ -124,7 +124,6 @@ def _cycle(
     """This rank's losses and masters after each step of a training that is saved and loaded after the first step."""
     engine.load_checkpoint(str(folder), tag="start")
     own = hzero.state(engine)
-    own.weights._version = own.gradients._reductions = 0  # seeds of stochastic rounding, which no checkpoint keeps
     steps = []
     for step, delay in enumerate(delays):
         with delay:

@@ -45,19 +45,52 @@ def check_unmanaged_accumulation() -> None:
     want = train(managed, 3, 2, norms=want_norms)
     managed.destroy()
     engine = engine_of(ds_config(block_of("lossless"), 2, managed_gradient_accumulation=False))
-    got, norms = [], []
-    for step in range(3):
-        total = 0.0
-        for micro in range(2):
-            loss = engine(batch(step, micro))
-            total += mean_over_ranks(loss) / 2
-            engine.backward(loss)
-        engine.step()
-        got.append(total)
-        norms.append(float(engine.get_global_grad_norm()))
+    norms: list[float] = []
+    got = _unmanaged(engine, 3, 2, norms)
     assert_losses(got, want)
     assert_losses(norms, want_norms, 1e-4, "gradient norms")
     engine.destroy()
+
+
+def check_accumulators_in_bf16() -> None:
+    """Half the memory; losses and norms stay near, the same bits again, and a window of one micro-step loses nothing."""
+    for preset, changes in (("lossless", {}), ("zero1", {"managed_gradient_accumulation": False})):
+        found: dict[str, list[Any]] = {}
+        for kind in ("fp32", "bf16", "bf16 again"):
+            engine = engine_of(ds_config(block_of(preset, accumulators=kind[:4]), 3, **changes))
+            norms: list[float] = []
+            losses = train(engine, 3, 3, norms=norms) if not changes else _unmanaged(engine, 3, 3, norms)
+            held = hzero.state(engine).memory()["gradient accumulators"]
+            found[kind] = [losses, norms, held, masters_of(engine)]
+            engine.destroy()
+        assert_losses(found["bf16"][0], found["fp32"][0], 1e-3)
+        assert_losses(found["bf16"][1], found["fp32"][1], 1e-2, "gradient norms")
+        assert found["bf16"][1] != found["fp32"][1] and 2 * found["bf16"][2] == found["fp32"][2] > 0
+        for name, master in found["bf16"][3].items():
+            assert torch.equal(master, found["bf16 again"][3][name]), name
+    exact = [masters_of(_trained_once(block_of("lossless", accumulators=kind))) for kind in ("fp32", "bf16")]
+    assert all(torch.equal(master, exact[1][name]) for name, master in exact[0].items())
+
+
+def _trained_once(block: dict[str, Any]) -> Any:
+    engine = engine_of(ds_config(block))
+    train(engine, 2)
+    return engine
+
+
+def _unmanaged(engine: Any, steps: int, accumulation: int, norms: list[float]) -> list[float]:
+    """`train` with the boundary at ``step()`` alone."""
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            loss = engine(batch(step, micro))
+            total += mean_over_ranks(loss) / accumulation
+            engine.backward(loss)
+        engine.step()
+        losses.append(total)
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses
 
 
 def check_coalesced_reduction_and_leaf_modules() -> None:

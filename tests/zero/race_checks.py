@@ -79,7 +79,8 @@ def _weights_in_exp() -> Any:
 def _scopes_of_one_device() -> Any:
     """No hop fetches weights or reduces the gradients of a micro-step."""
     topology = {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}
-    return _steps("topo", topology=topology, shard={"weights": "package", "gradients": "package"})
+    scopes = {"weights": "package", "gradients": "package"}
+    return _steps("topo", topology=topology, shard=scopes, accumulators="bf16")
 
 
 def _load_and_offload() -> Any:
@@ -120,7 +121,10 @@ def _kept_whole_in_bf16() -> Any:
     """
     zero = {"stage3_param_persistence_threshold": 10**6, "contiguous_gradients": False}
     unmanaged = {"managed_gradient_accumulation": False}
-    engine = _engine("topo", zero=zero, bf16={"enabled": True}, communication_data_type="fp32", **unmanaged)
+    block = {"accumulators": "bf16"}
+    engine = _engine(
+        "topo", zero=zero, block=block, bf16={"enabled": True}, communication_data_type="fp32", **unmanaged
+    )
     for step in range(2):
         for micro in range(2):
             engine.backward(engine(batch(step, micro)))

@@ -13,8 +13,10 @@ one trace answers for the removal of each.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
+import types
 import typing
 import weakref
 from collections import defaultdict
@@ -401,16 +403,10 @@ def _site() -> str:
     found: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < 3:
-        code = frame.f_code
-        if (
-            "/hzero/" in code.co_filename and not code.co_filename.endswith("install.py")
-        ) or "/deepspeed/runtime/zero/" in code.co_filename:
-            found.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_name}")
+        if (file := _file_of(frame.f_code)[0]) is not None:
+            found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or "elsewhere"
-
-
-_sources = f"{SOURCES}/"
 
 
 def _calls() -> tuple[Call, ...]:
@@ -418,11 +414,19 @@ def _calls() -> tuple[Call, ...]:
     found = []
     callee = sys._getframe(1)
     while (frame := callee.f_back) is not None:
-        if frame.f_code.co_filename.startswith(_sources):
-            file = frame.f_code.co_filename[len(_sources) :]
+        if (file := _file_of(frame.f_code)[1]) is not None:
             found.append(Call(file, frame.f_lineno, callee.f_code.co_name))
         callee = frame
     return tuple(found)
+
+
+@functools.cache
+def _file_of(code: types.CodeType) -> tuple[str | None, str | None]:
+    """The file of a function's code as sites name it, if they do, and as calls do. Every operator asks for all its frames."""
+    path = code.co_filename
+    named = ("/hzero/" in path and not path.endswith("install.py")) or "/deepspeed/runtime/zero/" in path
+    ours = path.startswith(f"{SOURCES}/")
+    return "/".join(path.split("/")[-3:]) if named else None, str(Path(path).relative_to(SOURCES)) if ours else None
 
 
 @contextlib.contextmanager
