@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -145,10 +145,18 @@ class TierCodecs(Frozen):
 
 
 class CodecsConfig(Frozen):
-    """One codec for each role and tier."""
+    """One codec for each role and tier.
+
+    Attributes:
+        exceptions: Written `except`: codecs of parameters by their names, with `*` for any part, as in `{"*norm*": "none"}`. The
+            first pattern that a name matches gives the codec of both roles on all tiers.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
 
     weights: TierCodecs
     gradients: TierCodecs
+    exceptions: dict[str, CodecConfig] = Field(default_factory=dict, alias="except")
 
     def __getitem__(self, role: Role) -> TierCodecs:
         return getattr(self, role)
@@ -406,7 +414,6 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     if preset not in tuple(PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS, "preset")
     start = PRESETS[preset]
-    codecs: dict[str, CodecName] = {"weights": start.weights_codec, "gradients": start.gradients_codec}
     written = block.get("shard", {})
     size = block.get("block_size", DEFAULT_BLOCK_SIZE)
     values = {
@@ -414,21 +421,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
         "preset": preset,
         "block_size": size,
         "shard": _over({"weights": start.weights, "gradients": start.gradients}, written),
-        "codecs": _over(
-            {role: {} for role in ROLES},
-            block.get("codecs", {}),
-            lambda role, tiers: _over(
-                dict.fromkeys(
-                    (*BASE_TIERS, *(tier for tier in _LIKE if isinstance(tiers, Mapping) and tier in tiers)),
-                    codecs[role],
-                ),
-                tiers,
-                lambda _, leaf: _over(
-                    {"codec": codecs[role], "block_size": size},
-                    leaf if isinstance(leaf, Mapping) else {"codec": leaf},
-                ),
-            ),
-        ),
+        "codecs": _codecs(start, block.get("codecs", {}), size),
     }
     if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
         values["topology"] = parse_topology(f"{path}.topology", block["topology"])
@@ -452,26 +445,46 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
-    for tier in parsed.codecs.gradients.written:
-        if parsed.codecs.gradients[tier].codec == "exp":
+    summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
+    summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
+    for key, codec in summed.items():
+        if codec.codec not in SUMMED:
             raise ConfigError(
-                f"{path}.codecs.gradients.{tier}: found 'exp', which holds bfloat16 numbers, and sums are float32; "
-                f"possible: {', '.join(SUMMED)}"
+                f"{path}.codecs.{key}: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: "
+                f"{', '.join(SUMMED)}"
             )
     refreshed = [tier for tier in tiers_outside(shard.weights) if tier in parsed.codecs.weights.written]
-    if parsed.refresh_differences and any(parsed.codecs.weights[tier].codec == "exp" for tier in refreshed):
+    found = {parsed.codecs.weights[tier].codec for tier in refreshed}
+    wrong = ""
+    if "exp" in found:
+        wrong = "exp, which holds bfloat16 numbers, and differences are float32"
+    elif found <= {"none"}:
+        wrong = "none, where a difference has no fewer bytes and is rounded"
+    if parsed.refresh_differences and wrong:
         raise ConfigError(
-            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec exp, which holds bfloat16 "
-            f"numbers, and differences are float32; possible with {', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
-        )
-    if parsed.refresh_differences and all(parsed.codecs.weights[tier].codec == "none" for tier in refreshed):
-        raise ConfigError(
-            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec none, where a difference "
-            f"has no fewer bytes and is rounded; possible with {', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
+            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec {wrong}; possible with "
+            f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
         )
     return HZeroConfig(
         **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written
     )
+
+
+def _codecs(start: Preset, written: Any, size: Any) -> Any:
+    """Codecs as written over those of the preset, leaf by leaf."""
+    of = {"weights": start.weights_codec, "gradients": start.gradients_codec}
+
+    def leaf(written: Any, **default: Any) -> Any:  # its name alone, or some of its settings
+        return _over(default, written if isinstance(written, Mapping) else {"codec": written})
+
+    def each(role: str, tiers: Any) -> Any:
+        if role == "except":
+            return _over({}, tiers, lambda _, one: leaf(one, block_size=size))
+        optional = [tier for tier in _LIKE if isinstance(tiers, Mapping) and tier in tiers]
+        default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), of[role])
+        return _over(default, tiers, lambda _, one: leaf(one, codec=of[role], block_size=size))
+
+    return _over({role: {} for role in (*ROLES, "except")}, written, each)
 
 
 def parse_topology(path: str, value: Any) -> TopologyConfig:
@@ -480,8 +493,8 @@ def parse_topology(path: str, value: Any) -> TopologyConfig:
 
 
 def _over(default: dict[str, Any], written: Any, each: Callable[[str, Any], Any] | None = None) -> Any:
-    """``default`` overridden by ``written``, known keys passed through ``each``. A non-mapping stays, to be refused."""
+    """``default``, if it has keys, overridden by ``written``, those passed through ``each``. What is no mapping stays."""
     if not isinstance(written, Mapping):
         return written
     merged = {**default, **written}
-    return merged if each is None else {k: each(k, v) if k in default else v for k, v in merged.items()}
+    return merged if each is None else {k: each(k, v) if k in default or not default else v for k, v in merged.items()}

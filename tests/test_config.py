@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import CODECS, PRESETS, TIERS, parse_config, parse_topology
+from hzero.config import CODECS, PRESETS, TIERS, CodecConfig, parse_config, parse_topology
+from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.topology.resolve import resolve_grid
 from hzero.validation import ConfigError
@@ -63,6 +64,20 @@ def test_short_messages_between_nodes_take_the_algorithm_of_the_block() -> None:
     assert parse_config({}).node_all_gather.of(0) == "library"
 
 
+def test_exceptions_take_the_defaults_of_the_block() -> None:
+    found = parse_config(
+        {"block_size": 64, "codecs": {"except": {"*norm*": "none", "e*": {"codec": "int8", "scale": "fp32"}}}}
+    )
+    assert list(found.codecs.exceptions) == ["*norm*", "e*"]
+    assert found.codecs.exceptions["e*"] == CodecConfig(codec="int8", block_size=64, scale="fp32")
+    plan = ShardPlan.from_config(found, Grid(2, 2, 2), 0)
+    assert [plan.exception_of(name) for name in ("h.norm.weight", "embed", "enorm", "head")] == [0, 1, 0, None]
+    assert {hop.codec.codec for hop in (*plan.of_exception(0).gather_hops(), *plan.of_exception(0).reduce_hops())} == {
+        "none"
+    }
+    assert str(plan).endswith("none for *norm*; int8 for e*") and not plan.of_exception(1).exceptions
+
+
 BAD: list[tuple[Any, str]] = [
     ({"preset": "tpoo"}, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"preset": 3}, "hzero.preset"),
@@ -110,6 +125,18 @@ BAD: list[tuple[Any, str]] = [
         "weights are refreshed on gpu, node with codec none, where a difference has no fewer bytes and is rounded; possible "
         "with int4, int8, bf16 in hzero.codecs.weights",
     ),
+    (
+        {"codecs": {"except": {"*norm*": "nine"}}},
+        "hzero.codecs.except.*norm*.codec: unknown value 'nine'; did you mean 'none'",
+    ),
+    ({"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}}, "hzero.codecs.except.*: unknown key 'size'"),
+    ({"codecs": {"except": ["*norm*"]}}, "hzero.codecs.except: found ['*norm*']"),
+    ({"codecs": {"excepts": {"*": "none"}}}, "hzero.codecs: unknown key 'excepts'; did you mean 'except'"),
+    (
+        {"codecs": {"except": {"*": "exp"}}},
+        "hzero.codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, int",
+    ),
+    ({"accumulators": "fp16"}, "hzero.accumulators: unknown value 'fp16'; did you mean 'bf16'"),
     ({"full_refresh_every": 0}, "hzero.full_refresh_every: found 0"),
     ({"resident": "decoded"}, "hzero.resident: found 'decoded' with weights over the package"),
     ({"resident": "whole"}, "hzero.resident: unknown value 'whole'. Possible: decoded, payload"),

@@ -250,7 +250,13 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
-        "notes": [*plan.adaptations, *plan.notes, *_padding_note(plan, numels), *_checksum_note(traffic)],
+        "notes": [
+            *plan.adaptations,
+            *plan.notes,
+            *_padding_note(plan, numels),
+            *_checksum_note(traffic),
+            *_exceptions_note(plan),
+        ],
         **_memory(settings, own, profile, itemsize),
         "traffic": traffic_plan.as_dicts(traffic),
         "zero3_traffic": traffic_plan.as_dicts(stock),
@@ -317,6 +323,10 @@ def _measured(path: Path, grid: Grid) -> dict[str, Any]:
         "device": links.device,
         "tiers": {tier: links.tiers[tier].model_dump() for tier in grid.tiers if grid.size(tier) > 1},
     }
+
+
+def _exceptions_note(plan: ShardPlan) -> list[str]:
+    return ["codecs.except: bytes and memory are those without exceptions"] if plan.exceptions else []
 
 
 def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:

@@ -238,7 +238,7 @@ def known_keys() -> list[str]:
 
 
 def _dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name, field in ((field.alias or name, field) for name, field in model.model_fields.items()):
         yield f"{prefix}{name}"
         for inner in (field.annotation, *typing.get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):

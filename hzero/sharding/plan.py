@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from hzero.config import (
     Role,
     Scope,
     Tier,
+    TierCodecs,
     tiers_inside,
     tiers_outside,
 )
@@ -108,6 +110,7 @@ class ShardPlan:
         decoded: Whether resident weights are kept decoded: whole, in their own type.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
         accumulator_bytes: Bytes of an element of the gradient accumulators: 4 in float32, 2 in bfloat16.
+        exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
         adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
         notes: Settings that have no effect here.
     """
@@ -126,6 +129,7 @@ class ShardPlan:
     decoded: bool = False
     differences: int = 0
     accumulator_bytes: int = 4
+    exceptions: tuple[tuple[str, CodecConfig], ...] = ()
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -197,14 +201,31 @@ class ShardPlan:
             weights == "device" and config.resident != "payload",
             config.full_refresh_every if differs else 0,
             2 if config.accumulators == "bf16" else 4,
+            tuple(config.codecs.exceptions.items()),
+        )
+
+    def exception_of(self, name: str) -> int | None:
+        """The first of `exceptions` whose pattern a parameter's name matches; None if none does."""
+        matching = (at for at, (pattern, _) in enumerate(self.exceptions) if fnmatch.fnmatchcase(name, pattern))
+        return next(matching, None)
+
+    def of_exception(self, number: int) -> ShardPlan:
+        """The plan of the parameters of one of `exceptions`: its codec on every tier, for both roles."""
+        codec = self.exceptions[number][1]
+        codecs = TierCodecs(gcd=codec, gpu=codec, node=codec)
+        return replace(
+            self,
+            codecs=CodecsConfig(weights=codecs, gradients=codecs),
+            differences=self.differences if codec.codec != "none" else 0,
+            exceptions=(),
         )
 
     def __str__(self) -> str:
         """Grid, scopes and codecs, on one line without the preset's name."""
         codecs = " / ".join(self._codecs_text(role) for role in ROLES)
-        return (
-            f"{self.grid}; weights over the {self.weights_scope}, gradients over the {self.gradients_scope}; {codecs}"
-        )
+        scopes = f"weights over the {self.weights_scope}, gradients over the {self.gradients_scope}"
+        excepted = "".join(f"; {codec.codec} for {pattern}" for pattern, codec in self.exceptions)
+        return f"{self.grid}; {scopes}; {codecs}{excepted}"
 
     def _codecs_text(self, role: Role) -> str:
         """The codec of a role, or those of its tiers, outermost first, where they differ."""

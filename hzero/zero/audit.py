@@ -142,7 +142,8 @@ class Audit:
     ) -> dict[str, float]:
         """Ratios of a weight and of a sample of gradients, with codecs against without."""
         tiers = noise.lossy_tiers(self._plan)
-        if not tiers or not (gatherable := self._weights.gatherable()):
+        gatherable = [param for param in self._weights.gatherable() if self._weights.is_usual(param)]
+        if not tiers or not gatherable:
             return {}
         gradients = self._sample(list(params), gradient_of)
         if not len(gradients):

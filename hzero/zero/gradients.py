@@ -15,6 +15,7 @@ from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.accumulators import Accumulators
 from hzero.zero.refusals import ZeroParameter
+from hzero.zero.routes import Route, Routes
 
 #: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
 Deliver: TypeAlias = Callable[[list[ZeroParameter], list[torch.Tensor]], None]
@@ -32,6 +33,7 @@ class Gradients:
 
     Args:
         collectives: The stage's tiered collectives.
+        routes: How each parameter travels.
         bucket_numel: Max elements of the parameters that share one boundary message.
 
     Attributes:
@@ -39,12 +41,10 @@ class Gradients:
         reductions: Seeds of stochastic rounding that were made so far; the next ones count on.
     """
 
-    def __init__(self, collectives: TieredCollectives, bucket_numel: int) -> None:
+    def __init__(self, collectives: TieredCollectives, routes: Routes, bucket_numel: int) -> None:
         self._collectives = collectives
         self._plan = collectives.plan
-        self._micro_hops = self._plan.micro_hops()
-        self._boundary_hops = self._plan.boundary_hops()
-        self._sums_travel = any(hop.codec.codec == "none" for hop in self._plan.reduce_hops())
+        self._routes = routes
         self.bucket_numel = bucket_numel
         dtype = torch.bfloat16 if self._plan.accumulator_bytes == 2 else torch.float32
         self._accumulators = Accumulators(dtype, collectives.used)
@@ -95,17 +95,30 @@ class Gradients:
             last: Whether no other micro-step of this window follows.
             deliver: Takes this rank's shards where gradients are sharded over the world.
         """
-        params = list(params)
-        if not self._micro_hops and self._plan.accumulates:
-            self._accumulate_whole(params, dtype, scale, last)
+        for route, alike in self._routes.alike(params):
+            self._micro(route, alike, dtype, scale, last=last, deliver=deliver)
+
+    def _micro(
+        self,
+        route: Route,
+        params: list[ZeroParameter],
+        dtype: torch.dtype,
+        scale: float,
+        *,
+        last: bool,
+        deliver: Deliver,
+    ) -> None:
+        """`micro` of parameters of one route."""
+        if not route.micro and self._plan.accumulates:
+            self._accumulate_whole(route, params, dtype, scale, last)
             return
         flat = []
         for param in params:
             # Without a hop nothing else copies it from DeepSpeed's bucket, which the next gradients overwrite.
-            grad = self._collectives.used(param.grad).to(dtype, copy=not self._micro_hops)
+            grad = self._collectives.used(param.grad).to(dtype, copy=not route.micro)
             flat.append(grad.reshape(-1))
             param.grad = None
-        if self._divides_first(dtype):
+        if self._divides_first(route, dtype):
             torch._foreach_div_(flat, self._plan.grid.world_size)
         if self._plan.accumulates:
             self._waiting.update((param.ds_id, param) for param in params)
@@ -116,7 +129,7 @@ class Gradients:
             then = partial(self._cut, params, dtype)
         with self._all_or_nothing():
             chain = self._collectives.reduce(
-                self._micro_hops,
+                route.micro,
                 self._bucket(params, dtype),
                 flat,
                 rows=self._plan.grid.world_size,
@@ -131,7 +144,9 @@ class Gradients:
             while len(self._reducing) > IN_FLIGHT:  # each holds its message twice
                 self._finish_first()
 
-    def _accumulate_whole(self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, last: bool) -> None:
+    def _accumulate_whole(
+        self, route: Route, params: list[ZeroParameter], dtype: torch.dtype, scale: float, last: bool
+    ) -> None:
         """`micro` where the gradients' scope is one device: no hop, and whole gradients are added where they lie.
 
         Those of a window's only micro-step cross as they are.
@@ -139,12 +154,12 @@ class Gradients:
         flat = [self._collectives.used(param.grad).to(dtype).reshape(-1) for param in params]
         for param in params:
             param.grad = None
-        if self._divides_first(dtype):
+        if self._divides_first(route, dtype):
             torch._foreach_div_(flat, self._plan.grid.world_size)
         self._waiting.update((param.ds_id, param) for param in params)
         with self._all_or_nothing():
             # Without a hop nothing copies them from DeepSpeed's bucket, which the next gradients overwrite.
-            if last and self._boundary_hops and not any(param.ds_id in self._accumulators for param in params):
+            if last and route.boundary and not any(param.ds_id in self._accumulators for param in params):
                 self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
                 self._limit_crossings()
                 return
@@ -177,13 +192,13 @@ class Gradients:
         if deliver is not None:  # here and not by the chain, which may be moved on at any time
             deliver(shards)
 
-    def _divides_first(self, dtype: torch.dtype) -> bool:
+    def _divides_first(self, route: Route, dtype: torch.dtype) -> bool:
         """Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
 
         Shards are fewer. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3 if it is
         divided afterwards by what is no power of two. Sums of decoded messages are float32.
         """
-        return self._sums_travel and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
+        return route.sums_travel and (dtype == torch.float16 or self._plan.grid.world_size.bit_count() > 1)
 
     def _reduced(
         self,
@@ -213,12 +228,13 @@ class Gradients:
         seed: int,
         sums: list[torch.Tensor],
     ) -> Chain[list[torch.Tensor]]:
+        route = self._routes.of(params[0])
         chain: Chain[list[torch.Tensor]] = self._collectives.reduce(
-            self._boundary_hops,
+            route.boundary,
             self._bucket(params, dtype),
             sums,
             rows=self._plan.gradient_rows,
-            shard_order=not self._micro_hops,
+            shard_order=not route.micro,
             seed=seed,
             scale=scale,
         )
@@ -241,10 +257,11 @@ class Gradients:
         with self._all_or_nothing():
             self.settle()
             rest = [self._waiting[key] for key in self._accumulators.in_order()]
-            for params in in_buckets(((param, param.ds_numel) for param in rest), self.bucket_numel):
-                sums = self._accumulators.take([param.ds_id for param in params])
-                self._submit_crossing(params, dtype, scale, self._next_seed(), sums)
-                self._limit_crossings()
+            for _, alike in self._routes.alike(rest):
+                for params in in_buckets(((param, param.ds_numel) for param in alike), self.bucket_numel):
+                    sums = self._accumulators.take([param.ds_id for param in params])
+                    self._submit_crossing(params, dtype, scale, self._next_seed(), sums)
+                    self._limit_crossings()
             crossed = [(params, kind, chain.wait()) for params, kind, chain in self._crossing]
             self._crossing.clear()
             self._waiting.clear()
@@ -255,7 +272,7 @@ class Gradients:
         self, params: Sequence[ZeroParameter], dtype: torch.dtype, shards: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """This rank's shards of the average, without the padding beyond the parameters' ends, as DeepSpeed expects them."""
-        if not self._divides_first(dtype):
+        if not self._divides_first(self._routes.of(params[0]), dtype):
             torch._foreach_div_(list(shards), self._plan.grid.world_size)
         rank = self._plan.rank
         return [shard[: owned_numel(param.ds_numel, shard.numel(), rank)] for param, shard in zip(params, shards)]

@@ -45,9 +45,9 @@ class SavedState:
     ) -> None:
         self._module, self._plan, self._feedback = module, plan, feedback
         self._weights, self._gradients = weights, gradients
-        self._by_chance = plan.accumulator_bytes < 4 or any(
-            plan.codecs[role][tier].rounding == "stochastic" for role in ROLES for tier in plan.codecs[role].written
-        )
+        codecs = [plan.codecs[role][tier] for role in ROLES for tier in plan.codecs[role].written]
+        codecs += [codec for _, codec in plan.exceptions]
+        self._by_chance = plan.accumulator_bytes < 4 or any(codec.rounding == "stochastic" for codec in codecs)
 
     def of_now(self) -> dict[str, Any] | None:
         """Of this rank, in plain types and tensors; None where there is nothing to save, so the files stay stock."""

@@ -23,6 +23,7 @@ from hzero.zero.audit import Audit
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
 from hzero.zero.refusals import ZeroParameter, check_group
+from hzero.zero.routes import Routes
 from hzero.zero.saved import SavedState
 from hzero.zero.streams import device_streams
 from hzero.zero.weights import Weights
@@ -66,16 +67,17 @@ class StageState:
         self._trace: Trace | None = None  # while one is recorded
         grid = resolve_grid(config.topology, dist.get_world_size())
         self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
+        routes = Routes(module, self.plan)
         self.wire_log = WireLog()
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = shared_pipeline(device_streams())
         self._pipeline.mend()
         collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
         self._collectives = collectives
-        self.weights = Weights(module, collectives, bucket_numel)
+        self.weights = Weights(module, collectives, routes, bucket_numel)
         if config.exact_evaluation:
             self.weights.follow_mode()
-        self.gradients = Gradients(collectives, bucket_numel)
+        self.gradients = Gradients(collectives, routes, bucket_numel)
         self.guard = Guard(module, self.plan, config.guard.discarded_steps)
         if self.plan.rank == 0:
             self._announce()

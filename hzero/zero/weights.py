@@ -11,7 +11,6 @@ parameters alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,12 +20,13 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_pa
 
 from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
-from hzero.config import LOSSLESS, PLAIN
+from hzero.config import PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.plan import plain
 from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle
 from hzero.zero.primary import PrimaryShards
 from hzero.zero.refusals import ZeroParameter, check_types
+from hzero.zero.routes import Routes
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")
@@ -38,20 +38,22 @@ class Weights:
     Args:
         module: The model, its parameters partitioned by DeepSpeed over the world.
         collectives: The stage's tiered collectives.
+        routes: How each parameter travels.
         bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
 
     Attributes:
         version: Changes of the weights so far; the seed with which they are rounded stochastically.
     """
 
-    def __init__(self, module: torch.nn.Module, collectives: TieredCollectives, bucket_numel: int) -> None:
+    def __init__(
+        self, module: torch.nn.Module, collectives: TieredCollectives, routes: Routes, bucket_numel: int
+    ) -> None:
         self.collectives = collectives
         self._module = module
         self._plan = collectives.plan
         self._bucket_numel = bucket_numel
-        self._refresh_hops = self._plan.refresh_hops()
-        self._fetch_hops = self._plan.fetch_hops() if self._refresh_hops else self._plan.gather_hops()
-        self._lossy = any(hop.codec.codec not in LOSSLESS for hop in self._plan.gather_hops())
+        self._routes = routes
+        self._lossy = any(route.lossy for route in routes.all)
         check_types(module, self._plan)
         self._exact = False
         self._evaluating = False  # see `follow_mode`
@@ -274,10 +276,10 @@ class Weights:
             self._managed[param.ds_id].decoded = self._lossy
         if self._plan.decoded:
             return ResidentHandle([self._managed[param.ds_id] for param in params])
-        by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
+        alike: dict[tuple[str, int], list[ZeroParameter]] = {}
         for param in params:
-            by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
-        return Handles([self._start_gather(same) for _, same in sorted(by_dtype.items(), key=lambda i: str(i[0]))])
+            alike.setdefault((str(param.ds_tensor.dtype), self._routes.of(param).number), []).append(param)
+        return Handles([self._start_gather(same) for _, same in sorted(alike.items())])
 
     def gather_available(self, params: Iterable[ZeroParameter]) -> None:
         """Gathers those of ``params`` that are not available, and waits: whoever reads them asks nobody."""
@@ -285,23 +287,23 @@ class Weights:
 
     def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
         chain = self._gathered(params, self.collectives)
-        if not self._refresh_hops and self.collectives.pipeline.streams is not None:
+        if not self._plan.resident and self.collectives.pipeline.streams is not None:
             self._primary.read_by(chain)
         return GatherHandle(params, chain)
 
     def _gathered(self, params: Sequence[ZeroParameter], collectives: TieredCollectives) -> Chain[list[torch.Tensor]]:
-        bucket = self._primary.bucket(params)
-        if self._refresh_hops:
-            codec, rows = self._resident_codec, self._plan.resident_rows
+        bucket, route = self._primary.bucket(params), self._routes.of(params[0])
+        if route.refresh:
+            codec, rows = route.resident_codec, self._plan.resident_rows
             payload: Callable[[], torch.Tensor] = partial(self._payloads, params)
         else:
-            codec, rows = self._first_codec, 1
+            codec, rows = route.first_codec, 1
             payload = partial(self._primary.encode, params, bucket, codec, self.version)
         decode = partial(collectives.decode_gathered, bucket)
         refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
         after = [one for one in refreshes if one is not None]
         return collectives.gather(
-            self._fetch_hops, bucket, payload, codec, decode, rows=rows, seed=self.version, after=after
+            route.fetch, bucket, payload, codec, decode, rows=rows, seed=self.version, after=after
         )
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
@@ -338,9 +340,13 @@ class Weights:
 
     def gatherable(self) -> list[ZeroParameter]:
         """Parameters that can be gathered without a refresh, the same on all ranks."""
-        if self._refresh_hops:
+        if self._plan.resident:
             return [managed.param for managed, _ in self.resident()]
         return [managed.param for managed in self._managed.values() if managed.param.ds_numel]
+
+    def is_usual(self, param: ZeroParameter) -> bool:
+        """Whether a parameter has the codecs of its tiers, and no exception."""
+        return self._routes.of(param) is self._routes.usual
 
     def primary_shard(self, param: ZeroParameter) -> torch.Tensor:
         """This rank's shard of a parameter, flat, without padding."""
@@ -351,12 +357,13 @@ class Weights:
 
         None where that depends on more than the shard: differences on the steps before, stochastic rounding on the message.
         """
-        codecs = [hop.codec for hop in self._refresh_hops]
+        route = self._routes.of(managed.param)
+        codecs = [hop.codec for hop in route.refresh]
         if not self._plan.decoded:
-            codecs.append(self._plan.resident_codec)
-        if self._plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
+            codecs.append(route.plan.resident_codec)
+        if route.plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return None
-        bucket, codec = self._primary.bucket([managed.param]), self._first_codec
+        bucket, codec = self._primary.bucket([managed.param]), route.first_codec
         message = self._primary.encode([managed.param], bucket, codec, self.version)
         for target in codecs:
             message, codec = self.collectives.transcode(
@@ -387,22 +394,21 @@ class Weights:
             needed: Parameters whose payloads are built in any case, before a few more; None: all.
             among: Parameters whose primary shards are up to date; None: all.
         """
-        if not self._refresh_hops or not self._stale:
+        if not self._plan.resident or not self._stale:
             return
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
             return
-        alike: dict[tuple[torch.dtype, bool], list[Managed]] = {}
+        alike: dict[tuple[str, bool, int], list[Managed]] = {}
         ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
         for managed in (self._managed[key] for key in sorted(ready)):
-            alike.setdefault((managed.param.ds_tensor.dtype, self._differs(managed)), []).append(managed)
-        buckets = [
-            bucket
-            for (dtype, _), same in sorted(alike.items(), key=lambda item: str(item[0]))
-            for bucket in in_buckets(
-                ((m, m.param.ds_numel) for m in same), self._plan.refresh_numel(self._bucket_numel, dtype.itemsize)
-            )
-        ]
+            number = self._routes.of(managed.param).number
+            alike.setdefault((str(managed.param.ds_tensor.dtype), self._differs(managed), number), []).append(managed)
+        buckets: list[list[Managed]] = []
+        for _, same in sorted(alike.items()):
+            itemsize = same[0].param.ds_tensor.dtype.itemsize
+            numel = self._routes.of(same[0].param).plan.refresh_numel(self._bucket_numel, itemsize)
+            buckets += in_buckets(((managed, managed.param.ds_numel) for managed in same), numel)
         now = [any(managed.param.ds_id in missing for managed in bucket) for bucket in buckets]
         for bucket, is_needed in sorted(zip(buckets, now), key=lambda item: not item[1]):
             if not is_needed and len(self._ahead) >= IN_FLIGHT:
@@ -414,12 +420,13 @@ class Weights:
 
     def _differs(self, managed: Managed) -> bool:
         """Whether the next refresh of a parameter sends a difference."""
-        return managed.age is not None and managed.age + 1 < self._plan.differences
+        return managed.age is not None and managed.age + 1 < self._routes.of(managed.param).plan.differences
 
     def _start_refresh(self, managed: Sequence[Managed]) -> Chain[None]:
         """Starts the refresh of parameters that are alike, see `_differs`."""
         params, differs = [m.param for m in managed], self._differs(managed[0])
-        bucket, codec, hops = self._primary.bucket(params), self._first_codec, self._refresh_hops
+        route = self._routes.of(params[0])
+        bucket, codec, hops = self._primary.bucket(params), route.first_codec, route.refresh
         keep: Callable[..., None] = partial(self._keep, managed, bucket, self.version)
         after: Sequence[Chain[Any]] = ()
         if differs:
@@ -427,7 +434,7 @@ class Weights:
             keep = partial(self._add_difference, managed, bucket)
             after = [one for one in dict.fromkeys(own.refresh for own in managed) if one is not None]
         else:
-            if self._plan.differences:
+            if route.plan.differences:
                 codec, hops = Codec.from_config(PLAIN), plain(hops)
             payload = partial(self._primary.encode, params, bucket, codec, self.version)
         chain = self.collectives.gather(hops, bucket, payload, codec, keep, seed=self.version, after=after)
@@ -473,21 +480,14 @@ class Weights:
             for own, whole in zip(managed, self.collectives.decode_gathered(bucket, message, codec, outer)):
                 own.whole = whole
             return
-        resident = self._resident_codec
+        route = self._routes.of(managed[0].param)
+        resident = route.resident_codec
         if resident.format != codec.format:
             message, _ = self.collectives.transcode(
-                bucket, message, codec, self._fetch_hops[0].codec, outer=outer, rows=1, seed=seed
+                bucket, message, codec, route.fetch[0].codec, outer=outer, rows=1, seed=seed
             )
         sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
         payloads = message.new_empty(message.numel()).split([outer * size for size in sizes])
         for own, payload, rows in zip(managed, payloads, message.view(outer, -1).split(sizes, dim=1)):
             payload.view(outer, -1).copy_(rows)
             own.payload = payload
-
-    @functools.cached_property
-    def _first_codec(self) -> Codec:
-        return Codec.from_config(self._plan.gather_hops()[0].codec)
-
-    @functools.cached_property
-    def _resident_codec(self) -> Codec:
-        return Codec.from_config(self._plan.resident_codec)

@@ -14,6 +14,7 @@ STAGE = (
     "tests.zero.refusal_checks",
     "tests.zero.gradient_checks",
     "tests.zero.difference_checks",
+    "tests.zero.exception_checks",
     "tests.zero.exponent_checks",
     "tests.zero.audit_checks",
     "tests.zero.race_checks",
