@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -124,6 +125,14 @@ class Command:
             printed += self._log.read_text(errors="replace").splitlines()
             return "\n".join([line for line in printed if "; transport gloo; " not in line][-lines:])
         return ""
+
+    def began_after(self) -> int:
+        """The step from which it says that it goes on; 0 where it says none."""
+        with contextlib.suppress(FileNotFoundError):
+            printed = self._log.with_suffix(".out").read_text(errors="replace")
+            found = re.search(r"going on after step (\d+)", printed)
+            return int(found.group(1)) if found is not None else 0
+        return 0
 
     def resumed(self) -> bool:
         """Whether it has said from where it goes on."""

@@ -138,6 +138,7 @@ class Soak:
             if exit_status and rank is not None and not re.search(rf"rank {rank}\b|ranks \[(\d, )*{rank}\b", message):
                 self.unnamed.append(f"{run.name}: {kind}, {when}: rank {rank} is not named in:\n{message}")
             self._no_rank_lives_on(run)
+            saved = max((int(path.parent.name[5:]) for path in (run / CHECKPOINTS).glob(f"step_*/{NOTE}")), default=0)
         else:
             command.process.kill()
             command.wait()
@@ -148,10 +149,9 @@ class Soak:
             command = self._start(run)  # which must notice
             while command.poll() is None and not command.resumed():
                 time.sleep(0.005)
-            seconds, message = time.monotonic() - struck, command.said()
+            seconds, message, saved = time.monotonic() - struck, command.said(), command.began_after()
             exit_status = command.wait() or None
             self._to_start_anew(message)
-        saved = max((int(path.parent.name[5:]) for path in (run / CHECKPOINTS).glob(f"step_*/{NOTE}")), default=0)
         outcome = Outcome(number, kind, when, step, exit_status, seconds, max(0, step - saved), message)
         self.outcomes.append(outcome)
         yield outcome

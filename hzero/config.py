@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -152,8 +152,6 @@ class CodecsConfig(Frozen):
             first pattern that a name matches gives the codec of both roles on all tiers.
     """
 
-    model_config = ConfigDict(populate_by_name=True)
-
     weights: TierCodecs
     gradients: TierCodecs
     exceptions: dict[str, CodecConfig] = Field(default_factory=dict, alias="except")
@@ -227,7 +225,7 @@ class GuardConfig(Frozen):
             a load. It compares resident weights with their owners' shards, unless they are refreshed by differences or
             rounded stochastically, and with those of other ranks that hold the same; one that differs ends training by an
             error on all ranks (`hzero.StaleWeightsError`) that names it. And it gathers and sums a sample with and without
-            codecs, and logs the signal-to-noise ratios (`hzero.state(engine).ratios`). 0 makes none.
+            codecs, and logs the signal-to-noise ratios (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
     """
 
     discarded_steps: int = Field(default=DEFAULT_GUARD, ge=0)
@@ -313,6 +311,7 @@ class _Block(Frozen):
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
     resident: Literal["decoded", "payload"] | None = None
     error_feedback: tuple[Tier, ...] = ()
+    save_residuals: bool = False
     accumulators: Literal["fp32", "bf16"] = "fp32"
     refresh_message_bytes: int = Field(0, ge=0)
     refresh_differences: bool = False
@@ -362,10 +361,11 @@ class HZeroConfig(_Block):
             as `payload`, in the codec's bytes, which forward and backward decode at every use. Weights over a wider scope
             are always kept as payload. Forward reads decoded weights where they are kept, so no module may write to its
             weights in forward, as ``torch.nn.Embedding`` with ``max_norm`` does.
-        error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Saved
-            in checkpoints; starts at zero on other ranks or with another plan.
+        error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at
+            zero after a resume, but for `save_residuals`.
+        save_residuals: Whether checkpoints hold what error feedback keeps: many times the rest. Other ranks or plans start at 0.
         accumulators: Type in which sums of gradients wait for the next micro-step. `bf16` takes half the memory; sums are made
-            in float32 and rounded stochastically, all but the last of a step.
+            in float32 and rounded stochastically.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
             `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
             `hzero bench links` prints the size from which latency takes less than a tenth of a hop.
@@ -453,13 +453,12 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
                 f"{path}.codecs.{key}: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: "
                 f"{', '.join(SUMMED)}"
             )
-    refreshed = [tier for tier in tiers_outside(shard.weights) if tier in parsed.codecs.weights.written]
+    every = tiers_outside(shard.weights)
+    refreshed = [tier for tier in every if tier in parsed.codecs.weights.written] or every
     found = {parsed.codecs.weights[tier].codec for tier in refreshed}
-    wrong = ""
+    wrong = "none, where a difference has no fewer bytes and is rounded" if found <= {"none"} else ""
     if "exp" in found:
         wrong = "exp, which holds bfloat16 numbers, and differences are float32"
-    elif found <= {"none"}:
-        wrong = "none, where a difference has no fewer bytes and is rounded"
     if parsed.refresh_differences and wrong:
         raise ConfigError(
             f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec {wrong}; possible with "

@@ -172,7 +172,8 @@ def _choices(expected: str) -> list[str]:
 def _fields(model: Any, path: list[int | str]) -> list[str]:
     """Keys of the model at ``path`` below ``model``."""
     for part in path:
-        field = getattr(model, "model_fields", {}).get(part)
+        fields = getattr(model, "model_fields", {})
+        field = fields.get(part) or next((one for one in fields.values() if one.alias == part), None)
         found = next(iter(_models(field.annotation)), None) if field is not None else None
         if found is None and not isinstance(part, int):  # a list's index, a dictionary's key, or a union's branch
             continue

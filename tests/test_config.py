@@ -129,7 +129,10 @@ BAD: list[tuple[Any, str]] = [
         {"codecs": {"except": {"*norm*": "nine"}}},
         "hzero.codecs.except.*norm*.codec: unknown value 'nine'; did you mean 'none'",
     ),
-    ({"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}}, "hzero.codecs.except.*: unknown key 'size'"),
+    (
+        {"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}},
+        "hzero.codecs.except.*: unknown key 'size'; did you mean 'block_size'",
+    ),
     ({"codecs": {"except": ["*norm*"]}}, "hzero.codecs.except: found ['*norm*']"),
     ({"codecs": {"excepts": {"*": "none"}}}, "hzero.codecs: unknown key 'excepts'; did you mean 'except'"),
     (

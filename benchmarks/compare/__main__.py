@@ -61,7 +61,11 @@ def main(overrides: list[str]) -> int:
         results, again = _same(configs, "results", str), _same(configs, "again", bool)
         return take(list({item.id: item for item in wanted}.values()), Store(Path(results)), again=again)
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"bench: error: {one_line(error)}", file=sys.stderr)
+        shown_by, known = (
+            'make bench ARGS="--cfg job"',
+            ("results", "again", "schemes", "rounds", "warmup", "timeout_s"),
+        )
+        print(f"bench: error: {one_line(error, shown_by, known)}", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"bench: error: {error}", file=sys.stderr)

@@ -97,8 +97,14 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def one_line(error: Exception) -> str:
-    """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
+def one_line(error: Exception, shown_by: str = "hzero train --cfg job", known: Sequence[str] | None = None) -> str:
+    """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one.
+
+    Args:
+        error: The error.
+        shown_by: The command that shows all keys.
+        known: Those keys; None: the trainer's.
+    """
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return str(one_of(group, option, sorted(error.options), "option"))
@@ -110,16 +116,15 @@ def one_line(error: Exception) -> str:
         )
     found = re.search(r"Could not override '([^']+)'", text)
     if found is not None:
-        return _unknown_key(found.group(1))
+        return _unknown_key(found.group(1), known_keys() if known is None else known, shown_by)
     message, _, rest = text.partition(" full_key: ")
     return f"{rest.split()[0]}: {message[0].lower()}{message[1:]}" if rest else text
 
 
-def _unknown_key(key: str) -> str:
-    known = known_keys()
+def _unknown_key(key: str, known: Sequence[str], shown_by: str) -> str:
     same_end = (name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
     near = next(same_end, None) or nearest(key, known)
     if key in known:
         return f"{key}: not set yet, so Hydra needs +{key}=VALUE"
     hint = f"; did you mean {near!r}?" if near else "."
-    return f"{key}: unknown key{hint} `hzero train --cfg job` shows all of them"
+    return f"{key}: unknown key{hint} `{shown_by}` shows all of them"

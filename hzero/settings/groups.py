@@ -174,6 +174,7 @@ class CheckpointBlock(Frozen):
     max_failures: Positive
     timeout_s: Timeout
     trust: bool
+    direct: bool
 
 
 class SampleBlock(Frozen):
@@ -240,6 +241,7 @@ def known_keys() -> list[str]:
 def _dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in ((field.alias or name, field) for name, field in model.model_fields.items()):
         yield f"{prefix}{name}"
-        for inner in (field.annotation, *typing.get_args(field.annotation)):
+        inside = () if typing.get_origin(field.annotation) is dict else typing.get_args(field.annotation)
+        for inner in (field.annotation, *inside):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from _dotted(inner, f"{prefix}{name}.")

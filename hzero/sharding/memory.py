@@ -111,9 +111,8 @@ def plan_memory(
         # Sent and received: by an all-to-all as much as is sent, by a reduce-scatter a share of it.
         reduce_bits = max(element_bytes(hop.codec, itemsize) for hop in hops) * (2 if lossy else 1 + 1 / hops[0].size)
         staged = 4 / hops[0].size if lossy else 0
-    if (
-        accumulation > 1 and plan.accumulates and plan.accumulator_bytes < 4
-    ):  # float32 sums, and what rounding makes of one
+    if accumulation > 1 and plan.accumulates and plan.accumulator_bytes < 4:
+        # Float32 sums, and what rounding makes of one.
         rounded = (4 * bucket + 16 * largest) / plan.grid.scope_size(plan.gradients_scope)
     fetched = _fetched(numels, buffers)
     decoded_bits = itemsize if plan.decoded or plan.differences else 0

@@ -41,6 +41,7 @@ class TrainerCheckpointEngine(CheckpointEngine):
     Args:
         engine: The engine, which saves and loads by this object from now on.
         trust: Whether files may hold more than tensors.
+        direct: Whether they are written past the page cache where the file system can.
 
     Attributes:
         copied_bytes: Host memory that the copies of the save take, until its files are written.
@@ -50,7 +51,7 @@ class TrainerCheckpointEngine(CheckpointEngine):
         ConfigError: DeepSpeed's configuration asks for another engine.
     """
 
-    def __init__(self, engine: Any, trust: bool) -> None:
+    def __init__(self, engine: Any, trust: bool, direct: bool = True) -> None:
         stock = engine.checkpoint_engine
         if type(stock) is not TorchCheckpointEngine:
             raise ConfigError(
@@ -68,7 +69,7 @@ class TrainerCheckpointEngine(CheckpointEngine):
         self._written: dict[str, tuple[int, str]] = {}
         self._engine = engine
         self._resharding: Resharding | None = None
-        self._trust, self._zipped = trust, stock.zipfile_serialization
+        self._trust, self._direct, self._zipped = trust, direct, stock.zipfile_serialization
         # The one file that DeepSpeed writes past its checkpoint engine, on rank 0.
         copy_scripts = engine._copy_recovery_script
         engine._copy_recovery_script = lambda save_path: self._later(save_path, lambda: copy_scripts(save_path))
@@ -143,7 +144,7 @@ class TrainerCheckpointEngine(CheckpointEngine):
 
     def _write(self, host: Any, path: str) -> None:
         try:
-            file = digests.HashedFile(path)
+            file = digests.HashedFile(path, self._direct)
             try:
                 torch.save(host, file, _use_new_zipfile_serialization=self._zipped)  # type: ignore[arg-type]
             finally:

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import xxhash
 
 from hzero.files import read_small
@@ -25,7 +26,7 @@ HASHES, SEAL = "xxh3_128", "seal"
 #: Bytes that are read at once, and threads that read: hashing takes 0.1 s per GB, so what is read from matters.
 _CHUNK, _THREADS = 1 << 22, 8
 #: Bytes that are written at once, of which direct writes take whole blocks only; and the flag for those, where there is one.
-_PIECE, _BLOCK, _DIRECT = 1 << 20, 4096, getattr(os, "O_DIRECT", 0)
+_PIECE, _BLOCK, _DIRECT = 4 << 20, 4096, getattr(os, "O_DIRECT", 0)
 
 
 class HashedFile:
@@ -39,34 +40,40 @@ class HashedFile:
 
     Args:
         path: The file, which is replaced.
+        direct: False writes through the page cache.
 
     Attributes:
         size: Bytes written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    #: Pieces of memory of files that are closed, for the next ones: fresh memory takes longer than copying into it.
+    _free: ClassVar[list[mmap.mmap]] = []
+
+    def __init__(self, path: str | os.PathLike[str], direct: bool = True) -> None:
         self.size = 0
         self._hash = xxhash.xxh3_128()
         self._error: OSError | None = None
+        self._piece = self._free.pop() if self._free else mmap.mmap(-1, _PIECE)  # at a page, as direct writes must be
+        self._filled = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
-            self._file = os.open(path, flags | _DIRECT, 0o666)
+            self._file = os.open(path, flags | (_DIRECT if direct else 0), 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._file = os.open(path, flags, 0o666)
-        self._piece = mmap.mmap(-1, _PIECE)  # starts at a page, as direct writes must
-        self._filled = 0
 
     def write(self, data: Any) -> int:
         """Writes and hashes bytes."""
-        rest = memoryview(data).cast("B")
-        length = len(rest)
-        self._hash.update(rest)
+        whole = memoryview(data).cast("B")
+        length = len(whole)
+        rest = np.frombuffer(whole, np.uint8) if length else np.empty(0, np.uint8)
+        self._hash.update(whole)
         self.size += length
-        while rest and self._error is None:
+        piece = np.frombuffer(self._piece, np.uint8)
+        while len(rest) and self._error is None:
             part = rest[: _PIECE - self._filled]
-            self._piece[self._filled : self._filled + len(part)] = part
+            piece[self._filled : self._filled + len(part)] = part  # numpy leaves Python's lock alone meanwhile
             self._filled += len(part)
             rest = rest[len(part) :]
             if self._filled == _PIECE:
@@ -88,12 +95,13 @@ class HashedFile:
         try:
             try:
                 if self._error is None:
-                    self._buffered()  # the end of a file is no whole number of blocks
+                    self._through_the_cache()  # the end of a file is no whole number of blocks
                     self._flush()
                 if self._error is None:
                     os.fsync(self._file)
             finally:
                 os.close(self._file)
+                self._free.append(self._piece)
         except OSError as error:
             self._error = self._error or error
         if self._error is not None:
@@ -107,13 +115,13 @@ class HashedFile:
                 try:
                     done += os.write(self._file, piece[done : self._filled])
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not self._buffered():
+                    if error.errno != errno.EINVAL or not self._through_the_cache():
                         self._error = error
                 if done % _BLOCK:  # a disk that is nearly full took a part; the next write says why
-                    self._buffered()
+                    self._through_the_cache()
         self._filled = 0
 
-    def _buffered(self) -> bool:
+    def _through_the_cache(self) -> bool:
         """Writes what follows through the page cache. Returns whether it went past it before."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)

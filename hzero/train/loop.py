@@ -128,6 +128,7 @@ class Loop:
             keep_s=seconds_of(saves["keep_for"]) if saves["keep_for"] is not None else 0.0,
             max_failures=saves["max_failures"],
             trust=saves["trust"],
+            direct=saves["direct"],
             timeout_s=saves["timeout_s"],
         )
         self._stragglers = Stragglers(self._device)

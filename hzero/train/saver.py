@@ -75,6 +75,7 @@ class Saver:
         max_failures: Saves in a row that may fail.
         trust: Whether checkpoints may hold more than tensors.
         timeout_s: How long to wait for a save under way, in seconds.
+        direct: Whether files are written past the page cache where the file system can.
 
     Attributes:
         rows: Of the saves that were published since somebody took them, for the metrics, on rank 0.
@@ -91,11 +92,12 @@ class Saver:
         max_failures: int,
         trust: bool,
         timeout_s: float = 600.0,
+        direct: bool = True,
     ) -> None:
         self._engine, self._folder, self._identity = engine, folder, identity
         self._keep, self._keep_s = keep, keep_s
         self._max_failures, self._timeout_s = max_failures, timeout_s
-        self._files, self._writer = TrainerCheckpointEngine(engine, trust), Writer()
+        self._files, self._writer = TrainerCheckpointEngine(engine, trust, direct), Writer()
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._failures = 0
         self._under_way: _UnderWay | None = None

@@ -12,7 +12,7 @@ class Accumulators:
 
     In bfloat16 a sum is rounded up or down by chance, so that what rounding loses is zero on average and small parts are not
     swallowed by a large sum, as they would be to nearest (Gupta et al. 2015, arXiv 1502.02551). It errs by less than a unit in
-    the last place, 2^-7 of its magnitude. The last sum of a window is taken with what arrives last and is not rounded.
+    the last place, 2^-7 of its magnitude. A sum that is taken with its last part is not rounded.
 
     Args:
         dtype: In which they are kept, float32 or bfloat16.

@@ -45,6 +45,8 @@ class Gradients:
         self._collectives = collectives
         self._plan = collectives.plan
         self._routes = routes
+        # Each holds its message twice; a bucket is one chain for each route.
+        self._most = IN_FLIGHT * len(routes.all)
         self.bucket_numel = bucket_numel
         dtype = torch.bfloat16 if self._plan.accumulator_bytes == 2 else torch.float32
         self._accumulators = Accumulators(dtype, collectives.used)
@@ -141,7 +143,7 @@ class Gradients:
             )
             chain.wait_read()
             self._reducing.append((chain, None if self._plan.accumulates else partial(deliver, params)))
-            while len(self._reducing) > IN_FLIGHT:  # each holds its message twice
+            while len(self._reducing) > self._most:
                 self._finish_first()
 
     def _accumulate_whole(
@@ -243,8 +245,8 @@ class Gradients:
 
     def _limit_crossings(self) -> None:
         """Waits until few crossings are in flight: each holds its message twice."""
-        if len(self._crossing) > IN_FLIGHT:
-            self._crossing[-IN_FLIGHT - 1][2].wait()
+        if len(self._crossing) > self._most:
+            self._crossing[-self._most - 1][2].wait()
 
     def boundary(self, dtype: torch.dtype, scale: float, deliver: Deliver) -> None:
         """Sends the partial sums that still wait over the outer tiers and delivers this rank's shards.

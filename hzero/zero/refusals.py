@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -146,15 +146,19 @@ def _is_set(device: Any, *allowed: str) -> bool:
     return name not in ("none", "None", *allowed)
 
 
-def check_types(module: torch.nn.Module, plan: ShardPlan) -> None:
+def check_types(module: torch.nn.Module, plan_of: Callable[[ZeroParameter], ShardPlan]) -> None:
     """Refuses codec ``exp`` for weights of another type than bfloat16.
+
+    Args:
+        module: The model.
+        plan_of: Gives the plan of a parameter.
 
     Raises:
         ConfigError: Naming the tier, the parameter and its type.
     """
-    tiers = [hop.tier for hop in plan.gather_hops() if hop.codec.codec == "exp"]
-    for name, param in module.named_parameters() if tiers else ():
-        if param.dtype != torch.bfloat16:
+    for name, param in module.named_parameters():
+        tiers = [hop.tier for hop in plan_of(param).gather_hops() if hop.codec.codec == "exp"]
+        if tiers and param.dtype != torch.bfloat16:
             raise ConfigError(
                 f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "
                 "possible with bf16.enabled, or codec none"

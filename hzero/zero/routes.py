@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from hzero.codecs import Codec
-from hzero.config import LOSSLESS
+from hzero.config import LOSSLESS, CodecConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError, some
 from hzero.zero.refusals import ZeroParameter
@@ -25,8 +25,8 @@ class Route:
         number: Of the route, by which ranks order them alike.
 
     Attributes:
-        plan: The same.
-        number: The same.
+        plan: The plan.
+        number: The number.
         refresh: Hops to resident payloads.
         fetch: Hops to whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Hops of gradients in every micro-step.
@@ -55,7 +55,7 @@ class Route:
 
 
 class Routes:
-    """The route of every parameter.
+    """The route of every parameter: the usual one, or one for each codec of an exception.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
@@ -63,43 +63,45 @@ class Routes:
 
     Attributes:
         usual: The route of those that are no exception.
+        all: All routes, by number.
 
     Raises:
-        ConfigError: A pattern matches no parameter.
+        ConfigError: A pattern matches no parameter, or those alone that an earlier one has taken.
     """
 
     def __init__(self, module: torch.nn.Module, plan: ShardPlan) -> None:
         self.usual = Route(plan, 0)
+        self.all = [self.usual]
         self._of: dict[int, Route] = {}
-        routes: dict[int, Route] = {}
-        names = list(module.named_parameters(remove_duplicate=False))  # a tied one may be meant by either name
-        for name, param in names:
+        names = [name for name, _ in module.named_parameters()]
+        taken: dict[int, int] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):  # a tied one may be meant by either name
             found = plan.exception_of(name)
             if found is not None:
-                route = routes.setdefault(found, Route(plan.of_exception(found), found + 1))
-                self._of.setdefault(param.ds_id, route)  # type: ignore[attr-defined]
+                key = param.ds_id  # type: ignore[attr-defined]
+                taken[key] = min(found, taken.get(key, found))
         for number, (pattern, _) in enumerate(plan.exceptions):
-            if number not in routes:
+            if number not in taken.values():
                 raise ConfigError(
-                    f"hzero.codecs.except: found {pattern!r}, which is the first match of no parameter; parameters of the "
-                    f"model: {some([name for name, _ in names], _NAMED)}"
+                    f"hzero.codecs.except: found {pattern!r}, which matches no parameter that an earlier pattern has not "
+                    f"taken; parameters of the model: {some(names, _NAMED)}"
                 )
+        routes: dict[CodecConfig, Route] = {}
+        for number, (_, codec) in enumerate(plan.exceptions):
+            if codec not in routes:
+                own = plan.of_exception(number)
+                same = (own.gather_hops(), own.reduce_hops()) == (plan.gather_hops(), plan.reduce_hops())
+                routes[codec] = self.usual if same else Route(own, len(self.all))
+                self.all += [] if same else [routes[codec]]
+            self._of |= {key: routes[codec] for key, found in taken.items() if found == number}
 
     def of(self, param: ZeroParameter) -> Route:
         """The route of a parameter."""
         return self._of.get(param.ds_id, self.usual)
 
-    @property
-    def all(self) -> list[Route]:
-        """All routes."""
-        return list(dict.fromkeys([self.usual, *self._of.values()]))
-
     def alike(self, params: Iterable[ZeroParameter]) -> list[tuple[Route, list[ZeroParameter]]]:
         """Parameters by route, in an order that is the same on all ranks; those of a route stay in theirs."""
-        if not self._of:
-            kept = list(params)
-            return [(self.usual, kept)] if kept else []
-        found: dict[Route, list[ZeroParameter]] = {}
+        found: dict[int, list[ZeroParameter]] = {}
         for param in params:
-            found.setdefault(self.of(param), []).append(param)
-        return sorted(found.items(), key=lambda item: item[0].number)
+            found.setdefault(self.of(param).number, []).append(param)
+        return [(self.all[number], alike) for number, alike in sorted(found.items())]

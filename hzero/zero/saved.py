@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -24,8 +25,8 @@ KEY = "hzero"
 class SavedState:
     """Residuals of error feedback, and the numbers from which seeds of stochastic rounding are made.
 
-    A run that goes on from a checkpoint of the same plan then rounds as one that was never interrupted; on processors, and
-    but for frozen weights that are rounded stochastically, which a load rounds anew.
+    A run that goes on from a checkpoint of the same plan then rounds gradients as one that was never interrupted. Weights that
+    are rounded stochastically are rounded anew where a load lays them into other messages than a step does.
 
     Args:
         module: The model; residuals are saved by the names of its parameters.
@@ -33,6 +34,7 @@ class SavedState:
         weights: The weights.
         gradients: The gradients.
         feedback: Where residuals are kept; None where no tier keeps any.
+        residuals: Whether they are saved: they may be many times what a rank saves otherwise.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class SavedState:
         weights: Weights,
         gradients: Gradients,
         feedback: ErrorFeedback | None,
+        residuals: bool,
     ) -> None:
         self._module, self._plan, self._feedback = module, plan, feedback
+        self._residuals = residuals
         self._weights, self._gradients = weights, gradients
         codecs = [plan.codecs[role][tier] for role in ROLES for tier in plan.codecs[role].written]
         codecs += [codec for _, codec in plan.exceptions]
@@ -51,16 +55,16 @@ class SavedState:
 
     def of_now(self) -> dict[str, Any] | None:
         """Of this rank, in plain types and tensors; None where there is nothing to save, so the files stay stock."""
-        if self._feedback is None and not self._by_chance:
+        if not self._by_chance and not self._residuals:
             return None
         names = self._names()
         residuals: dict[str, dict[str, torch.Tensor]] = {}
         scales: dict[str, dict[str, float]] = {}
-        for tier, kept in self._feedback.saved().items() if self._feedback is not None else ():
+        for tier, kept in self._feedback.saved().items() if self._feedback is not None and self._residuals else ():
             residuals[tier] = {names[key]: residual for key, (residual, _) in kept.items()}
             scales[tier] = {names[key]: scale for key, (_, scale) in kept.items()}
         return {
-            "plan": str(self._plan),
+            "plan": self._identity(),
             "seeds": {"weights": self._weights.version, "gradients": self._gradients.reductions},
             "residuals": residuals,
             "scales": scales,
@@ -76,10 +80,19 @@ class SavedState:
         """
         if self._feedback is None and not self._by_chance:
             return
-        if found is None or found["plan"] != str(self._plan):
-            if self._feedback is not None and self._plan.rank == 0:
-                why = "has none for this plan" if found is None else f"was written with another plan ({found['plan']})"
-                logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
+        same = found is not None and found["plan"] == self._identity()
+        if (
+            self._feedback is not None
+            and self._plan.rank == 0
+            and not (same and found is not None and found["residuals"])
+        ):
+            why = (
+                "has none"
+                if found is None or not found["residuals"]
+                else "was written with another plan or on other ranks"
+            )
+            logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
+        if found is None or not same:
             return
         self._weights.version, self._gradients.reductions = found["seeds"]["weights"], found["seeds"]["gradients"]
         if self._feedback is None:
@@ -90,6 +103,13 @@ class SavedState:
             for name, residual in residuals.items():
                 if name in keys:
                     self._feedback.restore(tier, keys[name], residual.to(device), found["scales"][tier][name])
+
+    def _identity(self) -> str:
+        """What residuals depend on: which rows a rank holds, and what is lost on the way to it."""
+        plan = self._plan
+        hops = (plan.gather_hops(), plan.micro_hops(), plan.boundary_hops())
+        told = (plan.grid, plan.weights_scope, plan.gradients_scope, hops, plan.error_feedback, plan.exceptions)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
     def _names(self) -> dict[int, str]:
         return {param.ds_id: name for name, param in self._module.named_parameters()}  # type: ignore[attr-defined]

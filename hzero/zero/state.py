@@ -82,7 +82,7 @@ class StageState:
         if self.plan.rank == 0:
             self._announce()
         self._steps = 0
-        self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback)
+        self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback, config.save_residuals)
         self._audit, self._audit_due = Audit(module, self.weights, collectives), True
         device = torch.device(get_accelerator().current_device_name())
         self._canary = Canary(collectives, config.canary.bytes, device)

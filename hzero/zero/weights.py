@@ -54,7 +54,7 @@ class Weights:
         self._bucket_numel = bucket_numel
         self._routes = routes
         self._lossy = any(route.lossy for route in routes.all)
-        check_types(module, self._plan)
+        check_types(module, lambda param: routes.of(param).plan)
         self._exact = False
         self._evaluating = False  # see `follow_mode`
         self._mode_hook: Any = None
@@ -273,7 +273,7 @@ class Weights:
         self.refresh(params)
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
-            self._managed[param.ds_id].decoded = self._lossy
+            self._managed[param.ds_id].decoded = self._routes.of(param).lossy
         if self._plan.decoded:
             return ResidentHandle([self._managed[param.ds_id] for param in params])
         alike: dict[tuple[str, int], list[ZeroParameter]] = {}
@@ -387,8 +387,8 @@ class Weights:
     ) -> None:
         """Starts to rebuild stale resident payloads, by collectives.
 
-        Buckets are started in the order in which forward needs them. Few are ahead of the gathers at a time, since each
-        holds its message twice. All ranks must call it alike.
+        Buckets of a route are started in the order in which forward needs them. Few are ahead of the gathers at a time, since
+        each holds its message twice. All ranks must call it alike.
 
         Args:
             needed: Parameters whose payloads are built in any case, before a few more; None: all.

@@ -74,7 +74,9 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
     folder = shared_folder()
     rounding = {"codec": "int4", "rounding": "stochastic"}
     codecs = {"gradients": {"node": rounding}, "weights": {"node": {**rounding, "codec": "int8"}}}
-    block = block_of("topo", codecs=codecs, error_feedback=["gpu", "node"], accumulators="bf16")
+    codecs = {**codecs, "except": {"norm.*": "none"}}
+    more = {"error_feedback": ["gpu", "node"], "accumulators": "bf16", "save_residuals": True}
+    block = block_of("topo", codecs=codecs, **more)
 
     def model(seed: int = 5) -> AwkwardNet:
         made = AwkwardNet(seed)
@@ -113,9 +115,8 @@ def check_a_resumed_run_rounds_as_one_that_went_on() -> None:
     said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     assert len(said) == (2 if dist.get_rank() == 0 else 0), said
     if said:
-        assert "was written with another plan (2 nodes" in said[0] and said[1].endswith(
-            "the checkpoint has none for this plan"
-        )
+        assert "was written with another plan or on other ranks" in said[0]
+        assert said[1].endswith("the checkpoint has none")
 
 
 def check_a_save_that_fails_leaves_the_one_before() -> None:

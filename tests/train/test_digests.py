@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 from unittest import mock
@@ -43,7 +45,7 @@ def test_what_is_written_is_there(tmp_path_factory: pytest.TempPathFactory, size
 @pytest.mark.parametrize("how", ["no direct file", "no direct write", "parts"])
 def test_file_systems_without_direct_writes_and_partial_writes(tmp_path: Path, how: str) -> None:
     """They take the page cache's way; nothing is written twice and nothing is left out."""
-    opened, refused = os.open, []
+    opened, refused, ways = os.open, [], list[bool]()
 
     def open_(path: str, flags: int, mode: int = 0o777) -> int:
         if flags & digests._DIRECT:
@@ -51,23 +53,45 @@ def test_file_systems_without_direct_writes_and_partial_writes(tmp_path: Path, h
         return opened(path, flags, mode)
 
     def write(file: int, data: memoryview) -> int:
-        if how == "parts":
-            return WRITE(file, data[: max(len(data) // 2 - 100, 1)])
-        if not refused:
+        ways.append(bool(fcntl.fcntl(file, fcntl.F_GETFL) & digests._DIRECT))
+        if how == "parts":  # as on a disk that is nearly full: whole sectors, and no whole blocks
+            return WRITE(file, data[: max(len(data) // 2 // 512 * 512 - 512, 512)])
+        if how == "no direct write" and not refused:
             refused.append(file)
             raise OSError(errno.EINVAL, "no O_DIRECT")
         return WRITE(file, data)
 
-    function = ("open", open_) if how == "no direct file" else ("write", write)
-    with mock.patch.object(os, *function):
-        content, digest = _written(tmp_path / "file", pieces := [os.urandom(3_000_001), os.urandom(5)])
+    without = mock.patch.object(os, "open", open_) if how == "no direct file" else contextlib.nullcontext()
+    with without, mock.patch.object(os, "write", write):
+        content, digest = _written(tmp_path / "file", pieces := [os.urandom(9_000_001), os.urandom(5)])
     assert content == b"".join(pieces) and digest == digests.of_file(tmp_path / "file")
     assert bool(refused) == (how == "no direct write")
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | digests._DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct writes")
+    assert ways[0] == (how != "no direct file")
+    assert sum(ways) == ways[0], "not direct any more once a write was refused or cut short"
+
+
+def test_a_user_may_have_the_cache_filled(tmp_path: Path) -> None:
+    ways = []
+
+    def write(file: int, data: memoryview) -> int:
+        ways.append(bool(fcntl.fcntl(file, fcntl.F_GETFL) & digests._DIRECT))
+        return WRITE(file, data)
+
+    with mock.patch.object(os, "write", write):
+        file = digests.HashedFile(tmp_path / "file", direct=False)
+        file.write(bytes(9_000_000))
+        file.write(b"")
+        file.close()
+    assert not any(ways) and len(ways) == 3 and (tmp_path / "file").stat().st_size == 9_000_000
 
 
 def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path) -> None:
     whole, left = digests.HashedFile(tmp_path / "whole.pt"), digests.HashedFile(tmp_path / "cut.pt")
-    state = {"a": torch.arange(300_000), "b": [torch.ones(3)]}
+    state = {"a": torch.arange(1_000_000), "b": [torch.ones(3)]}
     torch.save(state, whole)
     assert whole.close() == digests.of_file(tmp_path / "whole.pt")  # torch writes from the first byte to the last
     assert whole.size == (tmp_path / "whole.pt").stat().st_size

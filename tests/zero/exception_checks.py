@@ -15,10 +15,8 @@ from tests.zero.training import AwkwardNet, batch, block_of, ds_config, engine_o
 NONE = {role: dict.fromkeys(("gcd", "gpu", "node"), "none") for role in ("weights", "gradients")}
 
 
-def _trained(
-    block: dict[str, Any], accumulation: int = 2, steps: int = 2
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine = engine_of(ds_config(block, accumulation))
+def _trained(block: dict[str, Any], accumulation: int = 2, steps: int = 2, **changes: Any) -> tuple[Any, Any]:
+    engine = engine_of(ds_config(block, accumulation, **changes))
     losses = train(engine, steps, accumulation)
     masters = masters_of(engine)
     engine.destroy()
@@ -26,10 +24,18 @@ def _trained(
 
 
 def check_an_exception_of_all_is_the_other_codec() -> None:
-    """The same bits, whatever the scopes; with differences those are left out where nothing is lossy."""
-    for preset, more in (("topo", {}), ("replica", {}), ("zeropp", {}), ("topo", {"refresh_differences": True})):
-        losses, masters = _trained(block_of(preset, codecs={"except": {"*": "none"}}, **more))
-        want_losses, want = _trained(block_of(preset, codecs=NONE))
+    """The same bits, whatever the scopes and types; with differences those are left out where nothing is lossy."""
+    half = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # whose sums are of parts of an average
+    cases: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("topo", {}, half),
+        ("replica", {"accumulators": "bf16"}, {}),
+        ("zeropp", {}, half),
+        ("topo", {"refresh_differences": True}, {}),
+    )
+    for preset, more, changes in cases:
+        same = {key: value for key, value in more.items() if key == "accumulators"}
+        losses, masters = _trained(block_of(preset, codecs={"except": {"*": "none"}}, **more), **changes)
+        want_losses, want = _trained(block_of(preset, codecs=NONE, **same), **changes)
         assert losses == want_losses, (preset, more)
         assert all(torch.equal(master, masters[name]) for name, master in want.items()), (preset, more)
 
@@ -75,7 +81,7 @@ def check_a_pattern_without_a_parameter_is_refused() -> None:
         with pytest.raises(ConfigError) as caught:
             engine_of(ds_config(block_of("topo", codecs={"except": patterns})))
         message = str(caught.value)
-        assert message.startswith(f"hzero.codecs.except: found {found!r}, which is the first match of no parameter"), (
-            message
-        )
+        assert message.startswith(
+            f"hzero.codecs.except: found {found!r}, which matches no parameter that an earlier"
+        ), message
         assert "embed.weight" in message

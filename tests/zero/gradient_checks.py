@@ -68,14 +68,13 @@ def check_accumulators_in_bf16() -> None:
         assert found["bf16"][1] != found["fp32"][1] and 2 * found["bf16"][2] == found["fp32"][2] > 0
         for name, master in found["bf16"][3].items():
             assert torch.equal(master, found["bf16 again"][3][name]), name
-    exact = [masters_of(_trained_once(block_of("lossless", accumulators=kind))) for kind in ("fp32", "bf16")]
+    exact = []
+    for kind in ("fp32", "bf16"):
+        engine = engine_of(ds_config(block_of("lossless", accumulators=kind)))
+        train(engine, 2)
+        exact.append(masters_of(engine))
+        engine.destroy()
     assert all(torch.equal(master, exact[1][name]) for name, master in exact[0].items())
-
-
-def _trained_once(block: dict[str, Any]) -> Any:
-    engine = engine_of(ds_config(block))
-    train(engine, 2)
-    return engine
 
 
 def _unmanaged(engine: Any, steps: int, accumulation: int, norms: list[float]) -> list[float]:
