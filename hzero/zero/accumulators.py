@@ -19,8 +19,8 @@ class Accumulators:
         used: Keeps the memory of a tensor, which may be of another stream, for the current one; returns the tensor.
 
     Attributes:
-        dtype: The same.
-        used: The same.
+        dtype: In which they are kept.
+        used: As given.
         bytes: Of those that are kept.
     """
 

@@ -80,17 +80,10 @@ class SavedState:
         """
         if self._feedback is None and not self._by_chance:
             return
+        kept = found["residuals"] if found is not None else {}
         same = found is not None and found["plan"] == self._identity()
-        if (
-            self._feedback is not None
-            and self._plan.rank == 0
-            and not (same and found is not None and found["residuals"])
-        ):
-            why = (
-                "has none"
-                if found is None or not found["residuals"]
-                else "was written with another plan or on other ranks"
-            )
+        if self._feedback is not None and self._plan.rank == 0 and not (same and kept):
+            why = "was written with another plan or on other ranks" if kept else "has none"
             logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
         if found is None or not same:
             return
@@ -99,7 +92,7 @@ class SavedState:
             return
         keys = {name: key for key, name in self._names().items()}
         device = get_accelerator().current_device_name()
-        for tier, residuals in found["residuals"].items():
+        for tier, residuals in kept.items():
             for name, residual in residuals.items():
                 if name in keys:
                     self._feedback.restore(tier, keys[name], residual.to(device), found["scales"][tier][name])
