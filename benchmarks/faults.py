@@ -119,27 +119,27 @@ class Command:
 
     def said(self, lines: int = 3) -> str:
         """The last lines of its errors and warnings."""
+        printed = [
+            line for line in self._printed().splitlines() if line.startswith(("warning", "stopped", "tokenising"))
+        ]
         with contextlib.suppress(FileNotFoundError):
-            printed = self._log.with_suffix(".out").read_text(errors="replace").splitlines()
-            printed = [line for line in printed if line.startswith(("warning", "stopped", "tokenising"))]
             printed += self._log.read_text(errors="replace").splitlines()
-            return "\n".join([line for line in printed if "; transport gloo; " not in line][-lines:])
-        return ""
+        return "\n".join([line for line in printed if "; transport gloo; " not in line][-lines:])
 
     def began_after(self) -> int:
         """The step from which it says that it goes on; 0 where it says none."""
-        with contextlib.suppress(FileNotFoundError):
-            printed = self._log.with_suffix(".out").read_text(errors="replace")
-            found = re.search(r"going on after step (\d+)", printed)
-            return int(found.group(1)) if found is not None else 0
-        return 0
+        found = re.search(r"going on after step (\d+)", self._printed())
+        return int(found.group(1)) if found is not None else 0
 
     def resumed(self) -> bool:
         """Whether it has said from where it goes on."""
+        printed = self._printed()
+        return "going on after step" in printed or "starting at the first step" in printed
+
+    def _printed(self) -> str:
         with contextlib.suppress(FileNotFoundError):
-            printed = self._log.with_suffix(".out").read_text(errors="replace")
-            return "going on after step" in printed or "starting at the first step" in printed
-        return False
+            return self._log.with_suffix(".out").read_text(errors="replace")
+        return ""
 
 
 def steps_of(run: Path) -> dict[int, float | None]:

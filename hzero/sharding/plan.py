@@ -170,8 +170,8 @@ class ShardPlan:
         ]
         if unused:
             notes.append(f"codecs on tiers of size 1 are unused: {', '.join(unused)}")
+        excepted = any(codec.codec != "none" for codec in config.codecs.exceptions.values())
         for tier in config.error_feedback:
-            excepted = any(codec.codec != "none" for codec in config.codecs.exceptions.values())
             if config.codecs.gradients[tier].codec == "none" and not excepted:
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
         if config.accumulators != "fp32" and gradients == "world":

@@ -287,7 +287,7 @@ class Weights:
 
     def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
         chain = self._gathered(params, self.collectives)
-        if not self._plan.resident and self.collectives.pipeline.streams is not None:
+        if not self._routes.usual.refresh and self.collectives.pipeline.streams is not None:
             self._primary.read_by(chain)
         return GatherHandle(params, chain)
 
@@ -340,7 +340,7 @@ class Weights:
 
     def gatherable(self) -> list[ZeroParameter]:
         """Parameters that can be gathered without a refresh, the same on all ranks."""
-        if self._plan.resident:
+        if self._routes.usual.refresh:
             return [managed.param for managed, _ in self.resident()]
         return [managed.param for managed in self._managed.values() if managed.param.ds_numel]
 
@@ -394,7 +394,7 @@ class Weights:
             needed: Parameters whose payloads are built in any case, before a few more; None: all.
             among: Parameters whose primary shards are up to date; None: all.
         """
-        if not self._plan.resident or not self._stale:
+        if not self._routes.usual.refresh or not self._stale:
             return
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
