@@ -22,13 +22,14 @@ import yaml
 
 from benchmarks.compare.traffic import engine_of
 from benchmarks.rows import StepsRow, read_rows
-from hzero.config import BASE_TIERS, PLAIN, parse_config
+from hzero.config import BASE_TIERS, PLAIN
 from hzero.model.collectives import transfer
 from hzero.model.job import Job
 from hzero.model.profile import Profile, Source, load_profile
 from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import link_rates, pairs_gb_s, ring_gb_s, route
 from hzero.model.step import Prediction, predict
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Crossing, Kind, Scheme
 from hzero.topology import Grid

@@ -23,11 +23,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import yaml
 
-from hzero.config import parse_config
 from hzero.model.job import Job
 from hzero.model.profile import Profile, Source, load_profile
 from hzero.model.shape import gpt_neox_shape
 from hzero.model.step import predict
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.calibration import REPORTS, prediction
 from benchmarks.calibration_report import table
 from benchmarks.rows import RESULTS, StepsRow, line_of, read_rows
-from hzero.config import parse_config
 from hzero.model.profile import load_profile
+from hzero.parsing import parse_config
 from hzero.plan.scenario import read_scenario
 from hzero.plan.tune import Candidate, tune
 from hzero.settings.buffers import BUCKET

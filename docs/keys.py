@@ -12,8 +12,9 @@ from typing import Any
 from griffe import Docstring
 from pydantic import BaseModel
 
-from hzero.config import DEFAULT_PRESET, PRESETS, ROLES, TIERS, HZeroConfig, parse_config
+from hzero.config import DEFAULT_PRESET, PRESETS, ROLES, TIERS, HZeroConfig
 from hzero.model.profile import Constants, load_profile
+from hzero.parsing import parse_config
 from hzero.settings import groups
 from hzero.settings.conf import compose, conf_dir, plain
 

@@ -106,6 +106,12 @@ HZ_DEVICE void rotate(T (&x)[16]) {
   for (int i = 0; i < N; ++i) x[16 - N + i] = first[i];
 }
 
+// What changes no number that is added to it, -0 included.
+HZ_DEVICE void no_sums(float (&sums)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) sums[i] = -0.0f;
+}
+
 // Up to 16 elements as float32, +0 beyond `count`.
 template <class Type>
 HZ_DEVICE void load(const typename Type::type* source, int count, float (&x)[16]) {
@@ -150,6 +156,47 @@ HZ_DEVICE void store(typename Type::type* target, int count, float (&x)[16]) {
       rotate<4>(x);
     }
   }
+}
+
+// ---- rotation ------------------------------------------------------------------------------------------------------
+
+template <int DISTANCE>
+HZ_DEVICE void butterflies(float (&x)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (!(i & DISTANCE)) {
+      const float a = x[i], b = x[i + DISTANCE];
+      x[i] = add(a, b);
+      x[i + DISTANCE] = sub(a, b);
+    }
+}
+
+// The same between the threads of a group, each with 16 of its elements.
+template <int M>
+HZ_DEVICE void butterflies_of_lanes(float (&x)[16], bool is_whole) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float other = float_of(swap_lanes<M>(bits_of(x[i])));
+    const float turned = thread() & M ? sub(other, x[i]) : add(x[i], other);
+    x[i] = is_whole ? turned : x[i];
+  }
+}
+
+// Rotates the groups that a record has whole: a Walsh-Hadamard transform, the nearest elements first. Every thread of
+// the workgroup calls it; those without elements have numbers of no meaning.
+HZ_DEVICE void hadamard(const hz_bucket& bucket, const Place& at, float (&x)[16], float factor) {
+  const bool is_whole = at.element / bucket.rotation * bucket.rotation + bucket.rotation <= at.tensor.chunk;
+  if (is_whole) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = mul(x[i], factor);
+    butterflies<1>(x);
+    butterflies<2>(x);
+    butterflies<4>(x);
+    butterflies<8>(x);
+  }
+  butterflies_of_lanes<1>(x, is_whole);
+  butterflies_of_lanes<2>(x, is_whole);
+  if (bucket.rotation == 128) butterflies_of_lanes<4>(x, is_whole);
 }
 
 // ---- codes ---------------------------------------------------------------------------------------------------------

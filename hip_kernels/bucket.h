@@ -5,7 +5,7 @@
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
-#define HZ_BUCKET_VERSION 3  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 4  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -15,7 +15,8 @@ typedef long long hz_i64;
 
 struct hz_tensor {
   hz_u64 data;       // address of the shards in order: what is encoded, or where decoded elements and sums go
-  hz_u64 residual;   // address of float32 added before encoding, or that sums start from; 0: none
+  hz_u64 residual;   // address of float32 added before encoding, or that sums start from, or of elements that decoded
+                     // ones are added to; 0: none
   hz_u64 left;       // address for float32: what encoding lost; 0: not wanted
   hz_i64 numel;      // elements at data; further ones count as +0
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
@@ -44,6 +45,8 @@ struct hz_bucket {
   float limit;        // largest scale to be written
   hz_u32 stochastic;  // 0: to nearest even
   hz_u32 key;         // of stochastic rounding, made from the seed
+  hz_u32 rotation;    // elements that are rotated together, a power of two from 64 on that divides a block; 0: none
+  hz_u32 difference;  // 1: residuals of an encoding have the type of the source
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..
   hz_u32 strides[HZ_BUCKET_AXES];  // in shards

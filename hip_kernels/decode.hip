@@ -1,10 +1,11 @@
 // Decode: elements of a bucket of tensors from one payload, int8 or int4.
 //
-// Computes code * scale in float32, rounded to the type of the elements. Shards are written where they stand in the
-// tensors, whatever the order of the payload's rows.
+// Computes code * scale in float32, rotated back where the bucket says so, rounded to the type of the elements; or adds
+// it to elements that exist, each sum rounded once. Shards are written where they stand in the tensors, whatever the
+// order of the payload's rows.
 //
 // Memory traffic per element, bfloat16 target with blocks of 128: 1 + 2/128 bytes read (int8) or 0.5 + 2/128 (int4), 2
-// written. Each byte moves once.
+// written, and 2 read where it is added. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a decode.hip -o decode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu decode.hip -o decode.cubin
@@ -16,17 +17,28 @@ namespace hz {
 template <class Target, int BITS>
 HZ_DEVICE void decode(const hz_bucket& bucket) {
   const Place at = place(bucket);
-  if (!at.has_elements) return;
+  if (!at.has_elements && !bucket.rotation) return;
   const hz_tensor& tensor = at.tensor;
   const hz_u8* record =
       record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
-  const float scale = load_scale(record + tensor.scales, at.block, bucket.scale_bytes);
   float x[16];
-  load_codes<BITS>(record, at.element / 16, x);
+  no_sums(x);
+  if (at.has_elements) {
+    const float scale = load_scale(record + tensor.scales, at.block, bucket.scale_bytes);
+    load_codes<BITS>(record, at.element / 16, x);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
-  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk;
-  store<Target>(pointer<typename Target::type>(tensor.data) + first + at.element, (int)(tensor.chunk - at.element), x);
+    for (int i = 0; i < 16; ++i) x[i] = mul(x[i], scale);
+  }
+  if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
+  const hz_i64 first = shard_of(bucket, at.row) * tensor.chunk + at.element;
+  const int count = at.has_elements ? (int)(tensor.chunk - at.element) : 0;
+  if (tensor.residual) {
+    float before[16];
+    load<Target>(pointer<const typename Target::type>(tensor.residual) + first, count, before);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = add(before[i], x[i]);
+  }
+  store<Target>(pointer<typename Target::type>(tensor.data) + first, count, x);
 }
 
 }  // namespace hz

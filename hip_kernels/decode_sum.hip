@@ -3,6 +3,7 @@
 // The bucket's `outer` counts the peers. Each element starts from peer 0's value, or from a sum that exists; the others
 // are added one by one, each product and each sum rounded by itself, so that the result does not depend on where it is
 // computed.
+// Rotated ones are rotated back once they are summed, before a sum that exists is added.
 //
 // Memory traffic per element of the sum, k peers with blocks of 128: k * (1 + 2/128) bytes read (int8) or k * (0.5 +
 // 2/128) (int4), 4 written, and 4 read where a sum exists. Each byte moves once.
@@ -21,8 +22,18 @@ HZ_DEVICE void decode_sum(const hz_bucket& bucket) {
   no_sums(sums);
   const hz_i64 first = (hz_i64)at.row * at.tensor.chunk + at.element;
   const int count = at.has_elements ? (int)(at.tensor.chunk - at.element) : 0;
-  if (at.tensor.residual) load<Fp32>(pointer<const float>(at.tensor.residual) + first, count, sums);
+  const float* before = pointer<const float>(at.tensor.residual);
+  if (before && !bucket.rotation) load<Fp32>(before + first, count, sums);
   add_peers<BITS>(bucket, at, sums);
+  if (bucket.rotation) {
+    hadamard(bucket, at, sums, 1.0f);
+    if (before) {
+      float own[16];
+      load<Fp32>(before + first, count, own);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) sums[i] = add(own[i], sums[i]);
+    }
+  }
   if (at.has_elements) store<Fp32>(pointer<float>(at.tensor.data) + first, count, sums);
 }
 

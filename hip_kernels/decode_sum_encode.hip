@@ -2,7 +2,7 @@
 //
 // Sums the payloads of several peers as decode_sum does and encodes the sums from registers as encode does, for the
 // next hop: another codec or other scales, but the same block size. Rows keep their order; the payload written has its
-// own pieces (`out_inner` rows each).
+// own pieces (`out_inner` rows each). Both payloads are rotated alike, if they are, and so is the sum.
 //
 // Memory traffic per element of the sum, k peers with blocks of 128, from int8 to int4: k * (1 + 2/128) bytes read,
 // 0.5 + 2/128 written. Each byte moves once.

@@ -150,6 +150,10 @@ HZ_DEVICE hz_u32 dpp(hz_u32 value) {
 HZ_DEVICE hz_u32 crossbar(hz_u32 value, hz_u32 lane) { return emulation::exchange(value, lane); }
 #else
 HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) { return emulation::exchange(value, thread() % HZ_WAVE ^ m); }
+template <int M>
+HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
+  return emulation::exchange(value, thread() % HZ_WAVE ^ M);
+}
 #endif
 HZ_DEVICE hz_u32 bits_of(float x) {
   hz_u32 bits;

@@ -2,10 +2,11 @@
 //
 // Computes, for every block of a record: the scale from the block's extreme, the codes to nearest even or
 // stochastically, and, where residuals are given, the same of source + factor * residual together with what the codes
-// lose of it, all in one pass (docs/payload_format.md). Shards are read in the order of the payload's rows.
+// lose of it, all in one pass (docs/payload_format.md); or of source - base. Groups of elements are rotated first where
+// the bucket says so. Shards are read in the order of the payload's rows.
 //
 // Memory traffic per element, bfloat16 source with blocks of 128: 2 bytes read, 1 + 2/128 (int8) or 0.5 + 2/128 (int4)
-// written; with residuals 4 read and 4 written more. Each byte moves once.
+// written; with residuals 4 read and 4 written more, with a base 2 read. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a encode.hip -o encode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu encode.hip -o encode.cubin
@@ -24,10 +25,14 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
   load<Source>(pointer<const typename Source::type>(tensor.data) + first + at.element, count, x);
   if (tensor.residual) {
     float residual[16];
-    load<Fp32>(pointer<const float>(tensor.residual) + first + at.element, count, residual);
+    if (bucket.difference)
+      load<Source>(pointer<const typename Source::type>(tensor.residual) + first + at.element, count, residual);
+    else
+      load<Fp32>(pointer<const float>(tensor.residual) + first + at.element, count, residual);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = add(x[i], mul(residual[i], tensor.factor));
   }
+  if (bucket.rotation) hadamard(bucket, at, x, divide(1.0f, (float)bucket.rotation));
   hz_u8* record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes, at.row);
   hz_u32 words[BITS / 2];
   const float scale = encode_block<BITS, WIDE>(bucket, at, record, tensor.scales, bucket.scale_bytes, x, words);
@@ -39,6 +44,7 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
       // A block that is not finite keeps nothing: its codes say nothing of it.
       x[i] = (bits_of(lost) & 0x7f800000u) == 0x7f800000u ? 0.0f : lost;
     }
+    if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
     store<Fp32>(pointer<float>(tensor.left) + first + at.element, count, x);
   }
 }

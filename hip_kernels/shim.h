@@ -7,6 +7,7 @@
 //   thread, workgroup      indices
 //   barrier                of the workgroup
 //   swap_halves            what the other half of 2 * m lanes holds, where all lanes of a half hold the same
+//   swap_lanes<M>          what lane ^ M holds, M 1, 2 or 4
 //   mul, add, sub, divide  float32, each rounded to nearest even by itself: never contracted, never approximated
 //   fused                  a * b + c, rounded once
 //   bits_of, float_of      float32 and its bits
@@ -39,6 +40,10 @@ HZ_DEVICE hz_u32 thread() { return threadIdx.x; }
 HZ_DEVICE hz_u32 workgroup() { return blockIdx.x; }
 HZ_DEVICE void barrier() { __syncthreads(); }
 HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) { return __shfl_xor_sync(0xffffffffu, value, m); }
+template <int M>
+HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
+  return __shfl_xor_sync(0xffffffffu, value, M);
+}
 HZ_DEVICE hz_u32 bits_of(float x) { return __float_as_uint(x); }
 HZ_DEVICE float float_of(hz_u32 bits) { return __uint_as_float(bits); }
 HZ_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
@@ -116,6 +121,12 @@ HZ_DEVICE hz_u32 swap_halves(hz_u32 value, hz_u32 m) {
     case 8: return dpp<0x140>(value);  // row_mirror
     default: return crossbar(value, thread() % HZ_WAVE ^ m);
   }
+}
+template <int M>
+HZ_DEVICE hz_u32 swap_lanes(hz_u32 value) {
+  if (M == 1) return dpp<0xb1>(value);
+  if (M == 2) return dpp<0x4e>(value);
+  return dpp<0x1b>(dpp<0x141>(value));  // row_half_mirror is lane ^ 7, quad_perm 3 2 1 0 lane ^ 3
 }
 }  // namespace hz
 #endif

@@ -4,12 +4,6 @@
 
 namespace hz {
 
-// Sums start from what changes no number that is added, -0 included.
-HZ_DEVICE void no_sums(float (&sums)[16]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) sums[i] = -0.0f;
-}
-
 // Adds 16 elements of this thread of all peers; those beyond the record are zero, or NaN where the whole block is.
 template <int BITS>
 HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)[16]) {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import reprlib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from hzero.validation import ConfigError, Frozen, one_of, validated
+from hzero.validation import Frozen
 
 #: A level of links. The order of `TIERS` is innermost first.
 Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
@@ -34,8 +34,6 @@ LOSSLESS: tuple[CodecName, ...] = ("none", "exp")
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 #: Codecs that take any type, and so sums, which are float32.
 SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
-#: Codecs of differences between weights.
-_OF_DIFFERENCES = ("int4", "int8", "bf16")
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 
 
@@ -102,20 +100,29 @@ class CodecConfig(Frozen):
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder.
         scale: Type of the scales.
+        rotation: Of `int8` and `int4`: elements that a Hadamard rotation mixes before they are coded, 64 or 128. Less is lost
+            where few elements are far larger than the rest.
     """
 
     codec: CodecName
     block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=16, le=4096, multiple_of=16)
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale: Literal["bf16", "fp32"] = "bf16"
+    rotation: Literal[0, 64, 128] = 0
+
+    @model_validator(mode="after")
+    def _rotates(self) -> CodecConfig:
+        if self.rotation and (self.codec not in ("int8", "int4") or self.block_size % self.rotation):
+            found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
+            raise ValueError(f"{found}; possible with int8 and int4, where it divides block_size")
+        return self
 
 
 #: Values as they are.
 PLAIN = CodecConfig(codec="none", block_size=DEFAULT_BLOCK_SIZE)
 
-
-#: Whose codec a tier takes that has none of its own.
-_LIKE: dict[Tier, Tier] = {"hive": "gpu", "group": "node", "cluster": "group"}
+#: Tiers that have to be declared, and whose codec each takes that has none of its own.
+OPTIONAL_TIERS: dict[Tier, Tier] = {"hive": "gpu", "group": "node", "cluster": "group"}
 
 
 class TierCodecs(Frozen):
@@ -136,7 +143,7 @@ class TierCodecs(Frozen):
 
     def __getitem__(self, tier: Tier) -> CodecConfig:
         codec: CodecConfig | None = getattr(self, tier)
-        return self[_LIKE[tier]] if codec is None else codec
+        return self[OPTIONAL_TIERS[tier]] if codec is None else codec
 
     @property
     def written(self) -> tuple[Tier, ...]:
@@ -304,7 +311,9 @@ def _divisors(number: int) -> str:
     return ", ".join(str(count) for count in range(1, number + 1) if number % count == 0)
 
 
-class _Block(Frozen):
+class Block(Frozen):
+    """The keys of a block, their attributes those of `HZeroConfig`."""
+
     preset: str = Field(json_schema_extra={"enum": list(PRESETS)})
     shard: ShardConfig
     codecs: CodecsConfig
@@ -323,10 +332,7 @@ class _Block(Frozen):
     guard: GuardConfig = GuardConfig()
     topology: str | TopologyConfig = "auto"
 
-    @field_validator("error_feedback", mode="before")
-    @classmethod
-    def _in_order(cls, value: Any) -> Any:
-        return tiers_in_order(value)
+    _in_order = field_validator("error_feedback", mode="before")(tiers_in_order)
 
     @field_validator("guard", mode="before")
     @classmethod
@@ -349,7 +355,7 @@ class _Block(Frozen):
         return value
 
 
-class HZeroConfig(_Block):
+class HZeroConfig(Block):
     """The block with its preset applied.
 
     Attributes:
@@ -393,107 +399,3 @@ class HZeroConfig(_Block):
 
     preset_shard: bool = True
     preset_gradients: bool = True
-
-
-def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
-    """Reads a block: the preset, then the block's overrides, leaf by leaf.
-
-    Args:
-        block: The block as written.
-        path: Key of the block, for messages.
-
-    Raises:
-        ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or weights
-            sharded wider than gradients.
-    """
-    if not isinstance(block, Mapping):
-        raise ConfigError(
-            f"{path}: found {reprlib.repr(block)}, expected a block with keys {', '.join(_Block.model_fields)}"
-        )
-    preset = block.get("preset", DEFAULT_PRESET)
-    if preset not in tuple(PRESETS):
-        raise one_of(f"{path}.preset", preset, PRESETS, "preset")
-    start = PRESETS[preset]
-    written = block.get("shard", {})
-    size = block.get("block_size", DEFAULT_BLOCK_SIZE)
-    values = {
-        **block,
-        "preset": preset,
-        "block_size": size,
-        "shard": _over({"weights": start.weights, "gradients": start.gradients}, written),
-        "codecs": _codecs(start, block.get("codecs", {}), size),
-    }
-    if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
-        values["topology"] = parse_topology(f"{path}.topology", block["topology"])
-    # Checked first: the leaves inherit it, so the error would name the first leaf.
-    validated(CodecConfig, {"codec": "none", "block_size": size}, path)
-    parsed = validated(_Block, values, path)
-    shard = parsed.shard
-    if SCOPES.index(shard.weights) > SCOPES.index(shard.gradients):
-        raise ConfigError(
-            f"{path}.shard.weights: {shard.weights!r} is wider than {path}.shard.gradients {shard.gradients!r}; degrees "
-            f"nest, weights <= gradients <= world, so weights may be "
-            f"{', '.join(SCOPES[: SCOPES.index(shard.gradients) + 1])}"
-        )
-    if parsed.resident == "decoded" and shard.weights != "device":
-        raise ConfigError(
-            f"{path}.resident: found 'decoded' with weights over the {shard.weights}, whose payloads are gathered at every use; "
-            f"possible with {path}.shard.weights 'device'"
-        )
-    if parsed.refresh_differences and shard.weights == "world":
-        raise ConfigError(
-            f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
-            f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
-        )
-    summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
-    summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
-    for key, codec in summed.items():
-        if codec.codec not in SUMMED:
-            raise ConfigError(
-                f"{path}.codecs.{key}: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: "
-                f"{', '.join(SUMMED)}"
-            )
-    every = tiers_outside(shard.weights)
-    refreshed = [tier for tier in every if tier in parsed.codecs.weights.written] or every
-    found = {parsed.codecs.weights[tier].codec for tier in refreshed}
-    wrong = "none, where a difference has no fewer bytes and is rounded" if found <= {"none"} else ""
-    if "exp" in found:
-        wrong = "exp, which holds bfloat16 numbers, and differences are float32"
-    if parsed.refresh_differences and wrong:
-        raise ConfigError(
-            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec {wrong}; possible with "
-            f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
-        )
-    return HZeroConfig(
-        **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written
-    )
-
-
-def _codecs(start: Preset, written: Any, size: Any) -> Any:
-    """Codecs as written over those of the preset, leaf by leaf."""
-    of = {"weights": start.weights_codec, "gradients": start.gradients_codec}
-
-    def leaf(written: Any, **default: Any) -> Any:  # its name alone, or some of its settings
-        return _over(default, written if isinstance(written, Mapping) else {"codec": written})
-
-    def each(role: str, tiers: Any) -> Any:
-        if role == "except":
-            return _over({}, tiers, lambda _, one: leaf(one, block_size=size))
-        optional = [tier for tier in _LIKE if isinstance(tiers, Mapping) and tier in tiers]
-        default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), of[role])
-        return _over(default, tiers, lambda _, one: leaf(one, codec=of[role], block_size=size))
-
-    return _over({role: {} for role in (*ROLES, "except")}, written, each)
-
-
-def parse_topology(path: str, value: Any) -> TopologyConfig:
-    """Reads a declared machine. Raises `ConfigError` as `parse_config` does."""
-    return validated(TopologyConfig, value, path)
-
-
-def _over(default: dict[str, Any], written: Any, each: Callable[[str, Any], Any] | None = None) -> Any:
-    """``default``, if it has keys, overridden by ``written``, those passed through ``each``. What is no mapping stays."""
-    if not isinstance(written, Mapping):
-        return written
-    merged = {**default, **written}
-    return merged if each is None else {k: each(k, v) if k in default or not default else v for k, v in merged.items()}

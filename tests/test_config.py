@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import CODECS, PRESETS, TIERS, CodecConfig, parse_config, parse_topology
+from hzero.config import CODECS, PRESETS, TIERS, CodecConfig
+from hzero.parsing import parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.topology.resolve import resolve_grid
@@ -94,6 +95,18 @@ BAD: list[tuple[Any, str]] = [
     (
         {"codecs": {"weights": {"gpu": {"codec": "int8", "block_size": 8}}}},
         "hzero.codecs.weights.gpu.block_size: found 8",
+    ),
+    (
+        {"codecs": {"gradients": {"gpu": {"codec": "int4", "block_size": 64, "rotation": 128}}}},
+        "hzero.codecs.gradients.gpu: found rotation 128 with codec int4 and block_size 64; possible with int8 and int4",
+    ),
+    (
+        {"codecs": {"gradients": {"gpu": {"codec": "none", "rotation": 64}}}},
+        "hzero.codecs.gradients.gpu: found rotation 64 with codec none",
+    ),
+    (
+        {"codecs": {"gradients": {"gpu": {"codec": "int4", "rotation": 32}}}},
+        "hzero.codecs.gradients.gpu.rotation: unknown value 32. Possible: 0, 64, 128",
     ),
     ({"block_size": "128"}, "hzero.block_size: found '128'"),
     ({"block_size": True}, "hzero.block_size: found True"),

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import read_rows
 from hzero import block
-from hzero.config import PRESETS, parse_config
+from hzero.config import PRESETS
 from hzero.doctor.configuration import examine_configuration, read_configuration
 from hzero.doctor.verdict import Findings
+from hzero.parsing import parse_config
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.topology.resolve import resolve_grid

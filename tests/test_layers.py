@@ -21,7 +21,7 @@ from tests.ranks import ROOT
 LAYERS = [
     "hzero.validation", "hzero.arguments", "hzero.block", "hzero.files", "hzero.formatting", "hzero.progress",
     "hzero.reasons", "hzero.launcher",
-    "hzero.config",
+    "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
     "hzero.model", "hzero.settings", "hzero.plan", "hzero.slurm", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
     "hzero.completion", "hzero.cli", "hzero.__main__",

@@ -18,7 +18,8 @@ import pytest
 
 import hzero
 from hzero.cli import main
-from hzero.config import DEFAULT_PRESET, PRESETS, parse_config
+from hzero.config import DEFAULT_PRESET, PRESETS
+from hzero.parsing import parse_config
 from hzero.plan.presets import PURPOSES, STATES
 from tests.ranks import ROOT
 

@@ -80,6 +80,8 @@ class _Block(Frozen):
     model: str
     steps: Positive
     eval_every: Count
+    overrides: list[str] = []
+    choices: dict[str, list[str]] = {}
 
     @field_validator("presets", "seeds")
     @classmethod
@@ -91,10 +93,15 @@ class _Block(Frozen):
 
 def _trainings(block: Any, data: dict[str, Any]) -> list[Measurement | Training]:
     parsed = validated(_Block, block, f"suite.{SUITE}")
+    wanted: dict[str, tuple[str, ...] | None] = dict.fromkeys(parsed.presets)
+    for name, overrides in parsed.choices.items():
+        if name in wanted:
+            raise ConfigError(f"suite.{SUITE}.choices: found {name!r}, which is a preset too; choose another name")
+        wanted[name] = tuple(overrides)
     found: list[Measurement | Training] = [
-        Training(preset, seed, parsed.model, parsed.steps, parsed.eval_every, data)
+        Training(name, seed, parsed.model, parsed.steps, parsed.eval_every, data, tuple(parsed.overrides), choice)
         for seed in parsed.seeds  # an interrupted comparison has whole comparisons of fewer seeds
-        for preset in parsed.presets
+        for name, choice in wanted.items()
     ]
     for training in found:
         assert isinstance(training, Training)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import BASE_TIERS, Tier, parse_config
+from hzero.config import BASE_TIERS, Tier
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Crossing, Scheme, scheme_chains
 from hzero.sharding.traffic import plan_traffic, ring_links

@@ -35,7 +35,9 @@ class Training:
     """One run.
 
     Attributes:
-        preset: Option of the trainer's group ``zero``; ``stock`` is DeepSpeed ZeRO-3.
+        preset: Option of the trainer's group ``zero``, ``stock`` for DeepSpeed ZeRO-3; or the name of a choice.
+        choice: What the choice overrides in the trainer's configuration; None: nothing, it is an option of ``zero``.
+        common: What all trainings of the suite override.
         seed: Of weights and batches.
         model: Option of the trainer's group ``model``.
         steps: Optimizer steps.
@@ -49,6 +51,8 @@ class Training:
     steps: int
     eval_every: int
     data: dict[str, Any]
+    common: tuple[str, ...] = ()
+    choice: tuple[str, ...] | None = None
 
     rows = 1
 
@@ -66,6 +70,8 @@ class Training:
     def id(self) -> str:
         """Digest of the job."""
         what = [self.preset, self.seed, self.model, self.steps, self.eval_every, without_nulls(self.data)]
+        if self.common or self.choice is not None:
+            what += [self.common, self.choice]
         text = json.dumps(what, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -76,7 +82,7 @@ class Training:
     def overrides(self, folder: Path) -> list[str]:
         """Arguments of `hzero train`."""
         keys = {
-            "zero": self.preset,
+            **({"zero": self.preset} if self.choice is None else {}),
             "model": self.model,
             "train.seed": self.seed,
             "train.steps": self.steps,
@@ -86,7 +92,7 @@ class Training:
             **{f"data.{key}": value for key, value in without_nulls(self.data).items()},
         }
         quoted = [f"{key}={_quoted(value)}" for key, value in keys.items()]
-        return [*quoted, f"run.dir={_quoted(str(folder))}"]
+        return [*quoted, *self.common, *(self.choice or ()), f"run.dir={_quoted(str(folder))}"]
 
     def take(self, store: Store, *, again: bool) -> int:
         """Trains, or goes on, unless the folder holds the whole run; then stores its row.
@@ -109,7 +115,8 @@ class Training:
     def _row(self, folder: Path, trained_with: dict[str, str]) -> TrainingRow:
         config = yaml.safe_load((folder / CONFIG).read_text())
         train = config["train"]
-        found = (train["seed"], train["steps"], config["model"]["name"], config["zero"]["preset"] or "stock")
+        zero = (config["zero"]["preset"] or "stock") if self.choice is None else self.preset
+        found = (train["seed"], train["steps"], config["model"]["name"], zero)
         expected = (self.seed, self.steps, self.model, self.preset)
         if found != expected:
             raise ConfigError(f"{folder}: holds a run of seed, steps, model and preset {found}, expected {expected}")

@@ -23,7 +23,7 @@ SCHEMES = (
 #: Suites that a section of their own shows; the measurements of others are shown as those of main.
 SHOWN = ("reduce_scatter", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", "training")
 #: Blocks of a trainer's configuration that define what is trained.
-_TRAINED = ("model", "data", "topology", "train", "zero", "deepspeed")
+_TRAINED = ("model", "data", "topology", "train", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,8 @@ def _trainings(rows: Sequence[TrainingRow], notes: list[str]) -> list[TrainingRo
 
 
 def _job(row: TrainingRow) -> str:
-    """What a run trained, without preset and seed."""
+    """What a run trained, without the block, which its preset names, and the seed."""
     config: dict[str, Any] = {key: row.config.get(key) for key in _TRAINED}
-    for block, key in (("zero", "preset"), ("train", "seed")):
-        if isinstance(config[block], dict):
-            config[block] = {name: value for name, value in config[block].items() if name != key}
+    if isinstance(config["train"], dict):
+        config["train"] = {name: value for name, value in config["train"].items() if name != "seed"}
     return json.dumps([config, row.parameters, row.world_size], sort_keys=True)

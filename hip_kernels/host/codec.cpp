@@ -186,6 +186,39 @@ HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale,
     std::memset(codes, 0, all * BITS / 8);
 }
 
+// ---- rotation ------------------------------------------------------------------------------------------------------
+
+// One round of butterflies between neighbours in a vector: a + b in the lower lane of a pair, a - b in the other one.
+template <int DISTANCE>
+HZ_INLINE Floats butterflies(Floats x) {
+  Floats other;
+  Words signs;
+  for (int lane = 0; lane < lanes; ++lane)
+    other[lane] = x[lane ^ DISTANCE], signs[lane] = lane & DISTANCE ? 1u << 31 : 0;
+  return other + (Floats)((Words)x ^ signs);
+}
+
+// Rotates the groups that are whole among `count` elements, times `factor`: a Walsh-Hadamard transform, the nearest
+// elements first.
+HZ_INLINE void hadamard(float* x, uint32_t count, uint32_t size, float factor) {
+  for (const float* end = x + count / size * size; x < end; x += size) {
+    for (uint32_t i = 0; i < size; i += lanes) {
+      Floats v = load<Floats>(x + i) * factor;
+      v = butterflies<2>(butterflies<1>(v));
+      if (lanes > 4) v = butterflies<4 % lanes>(v);
+      if (lanes > 8) v = butterflies<8 % lanes>(v);
+      store(x + i, v);
+    }
+    for (uint32_t distance = lanes; distance < size; distance *= 2)
+      for (uint32_t first = 0; first < size; first += 2 * distance)
+        for (uint32_t i = first; i < first + distance; i += lanes) {
+          const Floats a = load<Floats>(x + i), b = load<Floats>(x + i + distance);
+          store(x + i, a + b);
+          store(x + i + distance, a - b);
+        }
+  }
+}
+
 struct Rounding {
   bool stochastic;
   uint32_t key, first_block;  // of the row, of the tensor
@@ -238,17 +271,17 @@ static void encode(const hz_bucket& bucket, const Span& span) {
   for (uint32_t block = span.begin; block < span.end; block += count) {
     const int64_t at = (int64_t)block * size;
     const Element* x = (const Element*)tensor.data + first + at;
-    // A batch of whole blocks; what is cut short, or has residuals, goes one by one through a buffer.
-    const int64_t whole = between(0, present - at, (int64_t)size * batch) / size;
-    count = (uint32_t)between(0, whole, span.end - block);
-    const bool plain = !tensor.residual && !tensor.left;
+    // A batch of whole blocks; what is cut short, rotated, or has residuals goes through a buffer.
+    const bool plain = !tensor.residual && !tensor.left && !bucket.rotation;
+    const int64_t whole = between(0, present - at, plain ? (int64_t)size * batch : largest_block) / size;
+    count = (uint32_t)between(0, between(0, whole, batch), span.end - block);
     if (count && plain) {
       encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
                                 scales);
       continue;
     }
-    count = 1;
-    const uint32_t length = (uint32_t)between(0, tensor.chunk - at, size), all = (length + 15) & ~15u;
+    count = count ? count : 1;
+    const uint32_t length = (uint32_t)between(0, tensor.chunk - at, count * size), all = (length + 15) & ~15u;
     const uint32_t here = (uint32_t)between(0, present - at, length);
     if (here) std::memcpy(padded, x, here * sizeof(Element));
     std::memset(padded + here, 0, (all - here) * sizeof(Element));
@@ -259,19 +292,27 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     }
     for (uint32_t i = 0; i < all; i += lanes) store(sums + i, Type::widen(padded + i));
     if (tensor.residual) {
-      const float* residual = (const float*)tensor.residual + first + at;
-      for (uint32_t i = 0; i < here; ++i) sums[i] += residual[i] * tensor.factor;
+      if (bucket.difference) {
+        std::memcpy(padded, (const Element*)tensor.residual + first + at, here * sizeof(Element));
+        for (uint32_t i = 0; i < all; i += lanes) store(sums + i, load<Floats>(sums + i) - Type::widen(padded + i));
+      } else {
+        const float* residual = (const float*)tensor.residual + first + at;
+        for (uint32_t i = 0; i < here; ++i) sums[i] += residual[i] * tensor.factor;
+      }
     }
-    encode_blocks<Fp32, BITS>(sums, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
-                              scales);
+    if (bucket.rotation) hadamard(sums, length, bucket.rotation, 1.0f / bucket.rotation);
+    encode_blocks<Fp32, BITS>(sums, count, length - (count - 1) * size, block, span.blocks, bucket, bucket.scale_bytes,
+                              rounding, record, scales);
     if (!tensor.left) continue;
     float* left = (float*)tensor.left + first + at;
     for (uint32_t i = 0; i < all; i += lanes) {
-      const Floats lost = load<Floats>(sums + i) - Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8) * scales[0];
+      const Floats codes = Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8);
+      const Floats lost = load<Floats>(sums + i) - codes * scales[i / size];
       // A block that is not finite keeps nothing: its codes say nothing of it.
       const Ints finite = magnitude(lost) <= broadcast(0x1.fffffep127f);
       store(sums + i, (Words)lost & (Words)finite);
     }
+    if (bucket.rotation) hadamard(sums, length, bucket.rotation, 1.0f);
     std::memcpy(left, sums, here * sizeof(float));
   }
 }
@@ -283,13 +324,30 @@ static void decode(const hz_bucket& bucket, const Span& span) {
   const Record record = record_at(bucket.payload, bucket.row_bytes, bucket.inner, tensor.start, tensor.record_bytes,
                                   tensor.scales, span.row);
   Element* target = (Element*)tensor.data + shard_of(bucket, span.row) * tensor.chunk;
-  alignas(64) Element padded[16];
+  alignas(64) Element padded[largest_block];
+  alignas(64) float values[largest_block];
   for (uint32_t block = span.begin; block < span.end; ++block) {
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size), whole = count & ~15u;
     const uint8_t* codes = record.codes + at * BITS / 8;
     const float scale = load_scale(record.scales, block, bucket.scale_bytes);
     Element* to = target + at;
+    if (bucket.rotation || tensor.residual) {
+      const uint32_t all = (count + 15) & ~15u;
+      for (uint32_t i = 0; i < all; i += lanes) store(values + i, Codes<BITS>::unpack(codes + i * BITS / 8) * scale);
+      if (bucket.rotation) hadamard(values, count, bucket.rotation, 1.0f);
+      if (tensor.residual) {
+        std::memcpy(padded, (const Element*)tensor.residual + (to - (Element*)tensor.data), count * sizeof(Element));
+        for (uint32_t i = 0; i < all; i += lanes) store(values + i, Type::widen(padded + i) + load<Floats>(values + i));
+      }
+      for (uint32_t i = 0; i < all; i += lanes) {
+        const Floats value = load<Floats>(values + i);
+        const Words number = (Words)(value == value);  // bits of a NaN would be carried on into its sign
+        Type::narrow(padded + i, (Floats)(((Words)value & number) | (~number & 0x7fc00000)));
+      }
+      std::memcpy(to, padded, count * sizeof(Element));
+      continue;
+    }
     if (scale != scale) {
       for (uint32_t i = 0; i < count; ++i) to[i] = Type::nan();
       continue;
@@ -387,6 +445,12 @@ static void decode_sum(const hz_bucket& bucket, const Span& span) {
     float* target = (float*)tensor.data + place;
     float* sums = count % 16 ? padded : target;
     const float* before = tensor.residual ? (const float*)tensor.residual + place : nullptr;
+    if (bucket.rotation) {
+      sum_block<BITS>(bucket, first, block, count, false, padded);
+      hadamard(padded, count, bucket.rotation, 1.0f);
+      for (uint32_t i = 0; i < count; ++i) target[i] = before ? before[i] + padded[i] : padded[i];
+      continue;
+    }
     if (before && before != sums) std::memcpy(sums, before, count * sizeof(float));
     if (before) std::memset(sums + count, 0, (-count & 15) * sizeof(float));
     sum_block<BITS>(bucket, first, block, count, before != nullptr, sums);

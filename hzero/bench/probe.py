@@ -15,18 +15,8 @@ from hzero.codecs import Codec
 from hzero.collectives import Bucket, TieredCollectives, Transport, WireLog
 from hzero.collectives.transport import Lane
 from hzero.collectives.wirelog import HopTimer
-from hzero.config import (
-    DEFAULT_BLOCK_SIZE,
-    NET_TIERS,
-    ROLES,
-    TIERS,
-    Algorithm,
-    CodecConfig,
-    CodecName,
-    Role,
-    Tier,
-    parse_config,
-)
+from hzero.config import DEFAULT_BLOCK_SIZE, NET_TIERS, ROLES, TIERS, Algorithm, CodecConfig, CodecName, Role, Tier
+from hzero.parsing import parse_config
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
 from hzero.sharding.plan import Hop, ShardPlan
 from hzero.topology import Grid

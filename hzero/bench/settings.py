@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from hzero.arguments import Parser
-from hzero.config import SUMMED, CodecName, TopologyConfig, parse_topology
+from hzero.config import SUMMED, CodecName, TopologyConfig
+from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, validated
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -84,8 +84,8 @@ class Codec:
             dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
 
         Returns:
-            The bound, in the unit of the elements; infinity where ``bf16`` or ``exp`` may overflow. docs/payload_format.md
-            derives it.
+            The bound, in the unit of the elements; infinity where ``bf16``, ``exp`` or a rotation may overflow.
+            docs/payload_format.md derives it.
         """
         relative, tiny = _ROUNDOFF[dtype]
         if self.exact:
@@ -101,10 +101,20 @@ class Codec:
             error, exact = self._block_error(block_absmax), (torch.float32, torch.float32)
         if dtype not in exact:
             error += (block_absmax + error) * relative + tiny
+        if self.format.rotation and self.format.rotation * (block_absmax + error) > torch.finfo(dtype).max:
+            return math.inf
         return error
 
     def _block_error(self, absmax: float) -> float:
         """`error_bound` of a block codec in float32."""
+        size = self.format.rotation
+        if not size:
+            return self._code_error(absmax)
+        # A rotated element is a mean of magnitudes up to the same, and each decoded one a sum of `size` of them.
+        rotating = 1.2 * 2.0**-23 * math.log2(size) * absmax + size * 2.0**-150
+        return size * (self._code_error(absmax * (1 + 2.0**-20)) + rotating)
+
+    def _code_error(self, absmax: float) -> float:
         codes = self.format.codes
         levels = -codes.lowest
         roundoff, tiny = _ROUNDOFF[SCALE_DTYPES[self.format.scale_bytes]]
@@ -220,6 +230,55 @@ class Codec:
         return torch.ops.hzero.encode_feedback(
             list(source), list(residuals), list(factors), *rows, *self.format, *rounding
         )
+
+    def encode_difference(
+        self, source: Sequence[torch.Tensor], base: Sequence[torch.Tensor], chunks: Sequence[int], *, seed: int = 0
+    ) -> torch.Tensor:
+        """Encodes ``source - base``, a float32 difference rounded once, in one pass; rows in order.
+
+        Args:
+            source: As in `encode`.
+            base: Contiguous tensors of the sources' dtype and sizes.
+            chunks: As in `encode`.
+            seed: As in `encode`.
+
+        Returns:
+            The message, that of `encode` on the float32 differences; with codec ``none`` on those rounded to the sources'
+            dtype.
+
+        Raises:
+            TypeError: As in `encode`.
+            ValueError: As in `encode`.
+        """
+        total = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
+        rows = Rows.in_order(chunks, total)
+        return torch.ops.hzero.encode_difference(list(source), list(base), *rows, *self.format, *self._rounding(seed))
+
+    def decode_onto(
+        self,
+        payload: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        chunks: Sequence[int],
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int] | None = None,
+        outer: int = 1,
+    ) -> None:
+        """Adds what a message decodes to, in float32, and rounds each sum once to the type of the tensor it lies in.
+
+        Args:
+            payload: uint8 message; one of codec ``none`` of the tensors' dtype.
+            tensors: Contiguous tensors of one floating dtype, ``[rows * chunk]`` elements each, shards in order; changed.
+            chunks: As encoded.
+            sizes: As encoded.
+            strides: As encoded. None: in order.
+            outer: As encoded.
+
+        Raises:
+            TypeError: As in `encode`.
+            ValueError: As in `decode`.
+        """
+        torch.ops.hzero.decode_onto(payload, *_rows(chunks, sizes, strides, outer), *self.format, list(tensors))
 
     def decode(
         self,

@@ -16,7 +16,7 @@ from hzero.codecs.reference import noise_key, scale_limit
 from hzero.sharding.records import EXP_BLOCK, RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 3, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 4, 40, 6, 256
 
 _TENSOR = np.dtype(
     [
@@ -36,7 +36,7 @@ BUCKET = np.dtype(
         *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
         *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size", "scale_bytes", "out_scale_bytes")),
         ("limit", "f4"),
-        *((name, "u4") for name in ("stochastic", "key", "axes")),
+        *((name, "u4") for name in ("stochastic", "key", "rotation", "difference", "axes")),
         *((name, "u4", AXES) for name in ("sizes", "strides")),
         *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
         ("tensor", _TENSOR, TENSORS),
@@ -120,6 +120,7 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
         bucket = np.zeros((), BUCKET)
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
         bucket["block_size"], bucket["scale_bytes"] = shape.block_size, shape.fmt.scale_bytes
+        bucket["rotation"] = shape.fmt.rotation
         if shape.fmt.scale_bytes:
             bucket["limit"] = scale_limit(shape.out or shape.fmt, torch.float32 if shape.out else shape.dtype)
         bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
@@ -155,6 +156,7 @@ def buckets_of(
     residuals: Sequence[torch.Tensor] = (),
     factors: Sequence[float] = (),
     left: Sequence[torch.Tensor] = (),
+    difference: bool = False,
     rounding: Rounding | None = None,
 ) -> Iterator[np.ndarray]:
     """The structures of one call: several where the bucket has more tensors than one holds, none where it has none.
@@ -165,9 +167,10 @@ def buckets_of(
         tensors: The source, or the output of decoding, one tensor of each chunk; empty where neither is involved.
         out_payload: A second uint8 payload, to write.
         residuals: float32 tensors to add before encoding, or that sums start from, of the sizes of ``tensors``; an empty
-            one adds nothing.
-        factors: Factors of the residuals.
+            one adds nothing. Tensors of the elements' type that are added after decoding, or with ``difference``.
+        factors: Factors of the residuals, where they are encoded.
         left: Outputs for the new residuals.
+        difference: Whether residuals are subtracted from the source.
         rounding: How to round; None where nothing is encoded.
 
     Yields:
@@ -190,6 +193,8 @@ def buckets_of(
         if left:
             each["left"] = [left[index].data_ptr() for index in some]
             each["factor"] = [factors[index] for index in some]
+        if difference:
+            bucket["difference"], each["factor"] = 1, -1.0
         yield bucket
 
 

@@ -100,6 +100,21 @@ class KernelBackend:
         message, *left = call.run()
         return message, left
 
+    def encode_difference(self, *arguments: Any) -> torch.Tensor:
+        """Encodes what is new in a bucket."""
+        source, base, *how = arguments
+        call = self.prepare_encode(source, *how, residuals=base, difference=True)
+        return call.run()[0] if call else reference.encode_difference(*arguments)
+
+    def decode_onto(self, *arguments: Any) -> None:
+        """Adds what a message decodes to, where the tensors lie."""
+        payload, rows, fmt, tensors = arguments
+        call = None if fmt.codec == "exp" else self.prepare_decode(payload, rows, fmt, tensors[0].dtype, onto=tensors)
+        if call:
+            call.run()
+        else:
+            reference.decode_onto(*arguments)
+
     def decode(self, *arguments: Any) -> list[torch.Tensor]:
         """Decodes a message into flat tensors in shard order."""
         call = self.prepare_decode(*arguments)
@@ -124,6 +139,8 @@ class KernelBackend:
         if call:
             return call.run()[0]
         payload, messages, fmt, dtype, outer, *encoding = arguments
+        if fmt.rotation and reference.alike(fmt, encoding[0]):
+            return reference.decode_sum_encode(*arguments)
         sums = self.decode_sum(payload, messages, fmt, dtype)
         return self.encode(sums, Rows.in_order(messages.chunks, messages.inner, outer), *encoding)
 
@@ -138,35 +155,42 @@ class KernelBackend:
         *,
         residuals: Sequence[torch.Tensor] = (),
         factors: Sequence[float] = (),
+        difference: bool = False,
     ) -> Prepared | None:
-        """`encode`, or `encode_feedback` if residuals are given; None if no kernel supports it."""
+        """`encode`, `encode_feedback` if residuals are given, or `encode_difference`; None if no kernel supports it."""
         dtype = source[0].dtype
         # With residuals, float32 sums are encoded.
         shape = self._shape(rows, fmt, torch.float32 if residuals else dtype, encodes=fmt.codec == "exp")
         if shape is None:
             return None
         left: list[torch.Tensor] = []
-        if residuals:
+        if residuals and not difference:
             payload, left = outputs.encode_feedback(source, residuals, factors, rows, fmt)
         else:
             payload = outputs.encode(source, rows, fmt)
-        buckets = buckets_of(shape, payload, source, residuals=residuals, factors=factors, left=left, rounding=rounding)
+        added: dict[str, Any] = {"residuals": residuals, "factors": factors, "left": left, "difference": difference}
+        buckets = buckets_of(shape, payload, source, **added, rounding=rounding)
         kernel = f"encode_{fmt.codec}_{_NAMES[dtype]}{self._wide(shape)}"
         return Prepared(
             [payload, *left], kernel, _family("encode", fmt), list(buckets), self.launcher, [*source, *residuals]
         )
 
     def prepare_decode(
-        self, payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype
+        self,
+        payload: torch.Tensor,
+        rows: Rows,
+        fmt: RecordFormat,
+        dtype: torch.dtype,
+        onto: Sequence[torch.Tensor] = (),
     ) -> Prepared | None:
-        """`decode`; None where no kernel does it."""
+        """`decode`, or `decode_onto` if tensors are given; None where no kernel does it."""
         shape = self._shape(rows, fmt, dtype)
         if shape is None:
             return None
         payload = self._aligned(payload)
-        decoded = outputs.decode(payload, rows, fmt, dtype)
+        decoded = list(onto) or outputs.decode(payload, rows, fmt, dtype)
         kernel = f"decode_{fmt.codec}_{_NAMES[dtype]}"
-        buckets = list(buckets_of(shape, payload, decoded))
+        buckets = list(buckets_of(shape, payload, decoded, residuals=onto))
         return Prepared(decoded, kernel, _family("decode", fmt), buckets, self.launcher, [payload])
 
     def prepare_decode_sum(
@@ -198,7 +222,7 @@ class KernelBackend:
         rounding: Rounding,
     ) -> Prepared | None:
         """`decode_sum_encode`; None where no kernel does it in one."""
-        if fmt.block_size != out.block_size or not fmt.scale_bytes:
+        if not fmt.scale_bytes or not reference.alike(fmt, out):
             return None
         shape = self._sum_shape(messages, fmt, dtype, out, outer)
         if shape is None:

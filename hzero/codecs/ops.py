@@ -20,10 +20,19 @@ import torch
 from hzero.codecs import backends, outputs, reference
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.config import CODECS, SUMMED
-from hzero.sharding.records import BLOCK_CODECS, SCALE_BYTES, RecordFormat
+from hzero.sharding.records import BLOCK_CODECS, ROTATIONS, SCALE_BYTES, RecordFormat
 
 #: Names of the operators.
-OPERATORS = ("encode", "encode_feedback", "decode", "decode_sum", "decode_add", "decode_sum_encode")
+OPERATORS = (
+    "encode",
+    "encode_feedback",
+    "encode_difference",
+    "decode",
+    "decode_onto",
+    "decode_sum",
+    "decode_add",
+    "decode_sum_encode",
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: More rows than any world has ranks: their number is a 32-bit integer in kernels.
@@ -41,6 +50,11 @@ def _check_format(prefix: str, fmt: RecordFormat) -> RecordFormat:
             raise ValueError(f"{prefix}scale: found {fmt.scale!r}, possible: {', '.join(SCALE_BYTES)}")
         if not 16 <= fmt.block_size <= 4096 or fmt.block_size % 16:
             raise ValueError(f"{prefix}block_size: found {fmt.block_size}, expected a multiple of 16 from 16 to 4096")
+        if fmt.rotation not in ROTATIONS or (fmt.rotation and fmt.block_size % fmt.rotation):
+            raise ValueError(
+                f"{prefix}rotation: found {fmt.rotation}, possible: {', '.join(map(str, ROTATIONS))}, if it divides the "
+                f"block size {fmt.block_size}"
+            )
     return RecordFormat.of(*fmt)
 
 
@@ -137,20 +151,26 @@ def _check_residuals(
         if len(found) != len(source):
             raise ValueError(f"{name}: found {len(found)} for {len(source)} sources")
     for index, (residual, tensor) in enumerate(zip(residuals, source)):
-        name = f"residuals[{index}]"
-        _check_float32(residual, tensor.device, name)
         if residual.numel() not in (0, tensor.numel()):
             raise ValueError(
-                f"{name}: found {residual.numel()} elements, expected none or the {tensor.numel()} of source[{index}]"
+                f"residuals[{index}]: found {residual.numel()} elements, expected none or the {tensor.numel()} of "
+                f"source[{index}]"
             )
+    like = source[0].new_empty(0, dtype=torch.float32)
+    _check_like("residuals", residuals, like, [residual.numel() for residual in residuals])
 
 
-def _check_float32(tensor: torch.Tensor, device: torch.device, name: str) -> None:
-    if tensor.dtype != torch.float32 or tensor.device != device:
-        raise TypeError(f"{name}: found {tensor.dtype} on {tensor.device}, expected float32 on {device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
-    _check_storage(tensor, name)
+def _check_like(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, numels: Sequence[int]) -> None:
+    if [tensor.numel() for tensor in tensors] != list(numels):
+        raise ValueError(f"{name}: found {[t.numel() for t in tensors][:8]} elements, expected {list(numels)[:8]}")
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            raise TypeError(
+                f"{name}[{index}]: found {tensor.dtype} on {tensor.device}, expected {like.dtype} on {like.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}[{index}]: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
+        _check_storage(tensor, f"{name}[{index}]")
 
 
 def _check_payload(
@@ -198,6 +218,22 @@ class _Checks:
         _check_residuals(residuals, factors, source)
 
     @staticmethod
+    def encode_difference(
+        source: Sequence[torch.Tensor], base: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, *_: Any
+    ) -> None:
+        _check_sums("codec", fmt)
+        _check_source(source, rows, fmt)
+        _check_like("base", base, source[0], [tensor.numel() for tensor in source])
+
+    @staticmethod
+    def decode_onto(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, tensors: Sequence[torch.Tensor]) -> None:
+        dtype = tensors[0].dtype if tensors else torch.float32
+        _check_payload(payload, fmt, rows.chunks, rows.total, dtype)
+        _check_like(
+            "tensors", tensors, payload.new_empty(0, dtype=dtype), [rows.total * chunk for chunk in rows.chunks]
+        )
+
+    @staticmethod
     def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> None:
         _check_payload(payload, fmt, rows.chunks, rows.total, dtype)
 
@@ -210,11 +246,8 @@ class _Checks:
         payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Sequence[torch.Tensor]
     ) -> None:
         _Checks.decode_sum(payload, messages, fmt, dtype)
-        expected = [messages.inner * chunk for chunk in messages.chunks]
-        if [tensor.numel() for tensor in sums] != expected:
-            raise ValueError(f"sums: found {[t.numel() for t in sums][:8]} elements, expected {expected[:8]}")
-        for index, tensor in enumerate(sums):
-            _check_float32(tensor, payload.device, f"sums[{index}]")
+        like = payload.new_empty(0, dtype=torch.float32)
+        _check_like("sums", sums, like, [messages.inner * chunk for chunk in messages.chunks])
 
     @staticmethod
     def decode_sum_encode(

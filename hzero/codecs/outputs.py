@@ -28,6 +28,17 @@ def encode_feedback(
     return encode(left, rows, fmt), left
 
 
+def encode_difference(
+    source: Sequence[torch.Tensor], base: Any, rows: Rows, fmt: RecordFormat, *_: Any
+) -> torch.Tensor:
+    """The message. Differences are float32, but those of codec ``none``, which have the type of the source."""
+    return encode(source, rows, fmt)
+
+
+def decode_onto(*_: Any) -> None:
+    """None: the tensors exist."""
+
+
 def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> list[torch.Tensor]:
     """The decoded tensors."""
     total = rows.total

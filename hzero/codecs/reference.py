@@ -19,6 +19,7 @@ import torch
 from hzero.codecs import exponents
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.codecs.layout import Layout, layout_of
+from hzero.codecs.rotation import rotate
 from hzero.sharding.records import RecordFormat
 
 SCALE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -45,6 +46,7 @@ def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, roundi
             column[:, chunk:].zero_()
             column = column[:, :chunk]
         column.view(*rows.sizes, chunk).copy_(_shards(flat, chunk, rows.sizes, rows.strides))
+        rotate(column, chunk, fmt, 1 / max(fmt.rotation, 1))
     if fmt.codec == "exp":
         payload = staged.new_zeros(total * layout.row_bytes, dtype=torch.uint8)
         if payload.numel():
@@ -64,16 +66,32 @@ def encode_feedback(
     rounding: Rounding,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Encodes ``source + factor * residual`` and returns the loss; see `hzero.codecs.Codec.encode_feedback`."""
-    meant = []
-    for tensor, residual, factor in zip(source, residuals, factors):
-        total = tensor.new_empty(tensor.numel(), dtype=torch.float32).copy_(tensor.view(-1))
-        # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
-        meant.append(total.add_(residual.view(-1) * factor) if residual.numel() else total)
-    message = encode(meant, rows, fmt, rounding)
-    sent = decode(message, rows, fmt, torch.float32)
+    meant, coded = [], fmt._replace(rotation=0)
+    for tensor, residual, factor, chunk in zip(source, residuals, factors, rows.chunks):
+        total = tensor.new_zeros(rows.total * chunk if fmt.rotation else tensor.numel(), dtype=torch.float32)
+        some = total[: tensor.numel()].copy_(tensor.view(-1))
+        if residual.numel():
+            # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
+            some.add_(residual.view(-1) * factor)
+        rotate(total.view(-1, chunk) if fmt.rotation and chunk else total, chunk, fmt, 1 / max(fmt.rotation, 1))
+        meant.append(total)
+    message = encode(meant, rows, coded, rounding)
+    sent = decode(message, rows, coded, torch.float32)
     # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
     left = [total.sub_(part[: total.numel()]).nan_to_num_(0.0, 0.0, 0.0) for total, part in zip(meant, sent)]
-    return message, left
+    for part, chunk in zip(left, rows.chunks):
+        rotate(part.view(-1, chunk) if fmt.rotation and chunk else part, chunk, fmt)
+    return message, [part[: tensor.numel()].clone() if fmt.rotation else part for part, tensor in zip(left, source)]
+
+
+@torch.no_grad()
+def encode_difference(
+    source: Sequence[torch.Tensor], base: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, rounding: Rounding
+) -> torch.Tensor:
+    """Encodes ``source - base``; see `hzero.codecs.Codec.encode_difference`."""
+    new = [tensor.view(-1).to(torch.float32) - old.view(-1) for tensor, old in zip(source, base)]
+    dtype = source[0].dtype if fmt.codec == "none" else torch.float32
+    return encode([difference.to(dtype) for difference in new], rows, fmt, rounding)
 
 
 @torch.no_grad()
@@ -89,10 +107,20 @@ def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dt
         sizes, strides, _ = _axes(tuple(sizes), tuple(strides), rows.outer)
     decoded = []
     for part, chunk in zip(parts, rows.chunks):
+        rotate(part, chunk, fmt)
         flat = payload.new_empty(total * chunk, dtype=dtype)
         _shards(flat, chunk, sizes, strides).copy_(part[..., :chunk].reshape(*sizes, chunk))
         decoded.append(flat)
     return decoded
+
+
+@torch.no_grad()
+def decode_onto(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, tensors: Changed) -> None:
+    """Adds what a message decodes to; see `hzero.codecs.Codec.decode_onto`."""
+    # Only codec none has to be told the type that was encoded.
+    dtype = tensors[0].dtype if fmt.codec == "none" else torch.float32
+    for tensor, part in zip(tensors, decode(payload, rows, fmt, dtype)):
+        tensor.copy_(part.to(torch.float32).add_(tensor.view(-1)).view(tensor.shape))
 
 
 @torch.no_grad()
@@ -108,6 +136,7 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
     if fmt.block_size:
         total = _sum_staged(payload, layout, fmt, peers, inner)
         for flat, column, chunk in zip(sums, _columns(total, layout, fmt), chunks):
+            rotate(column, chunk, fmt)
             flat.view(inner, chunk).copy_(column[:, :chunk])
         return sums
     elements = dtype if fmt.codec == "none" else torch.bfloat16
@@ -126,6 +155,10 @@ def decode_add(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
         return
     layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
     payload = _aligned(payload)
+    if fmt.rotation:
+        for flat, part in zip(sums, decode_sum(payload, messages, fmt, dtype)):
+            flat.view(-1).add_(part)
+        return
     if fmt.block_size:
         parts = _decode_staged(payload, layout, fmt, peers, inner)
         records = [column.view(peers, inner, -1) for column in _columns(parts, layout, fmt)]
@@ -146,9 +179,12 @@ def decode_sum_encode(
     out: RecordFormat,
     rounding: Rounding,
 ) -> torch.Tensor:
-    """`decode_sum` and `encode` of its result, rows in order; without intermediate tensors where the blocks agree."""
+    """`decode_sum` and `encode` of its result, rows in order; without intermediate tensors where the blocks agree.
+
+    Sums that are rotated stay so.
+    """
     peers, chunks, inner = messages
-    if payload.numel() and fmt.scale_bytes and out.scale_bytes and fmt.block_size == out.block_size:
+    if payload.numel() and fmt.scale_bytes and alike(fmt, out):
         layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
         # Beyond a record's elements the sums are zero, or NaN in a block that is NaN anyway: no code changes by it.
         total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)
@@ -189,6 +225,11 @@ def _encode_elements(
         # Which NaN a conversion makes depends on the processor.
         elements.nan_to_num_(math.nan, math.inf, -math.inf)
     return elements.view(torch.uint8)
+
+
+def alike(fmt: RecordFormat, out: RecordFormat) -> bool:
+    """Whether a block of one format is a block of the other, the same numbers in it."""
+    return (fmt.block_size, fmt.rotation) == (out.block_size, out.rotation)
 
 
 # ---- blocks: codecs int8 and int4; codec exp is in hzero.codecs.exponents ---------------------------------------------

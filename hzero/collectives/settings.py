@@ -8,16 +8,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from hzero.config import (
-    BASE_TIERS,
-    DEFAULT_BLOCK_SIZE,
-    NodeAllGather,
-    Tier,
-    TierCodecs,
-    TopologyConfig,
-    parse_topology,
-    tiers_in_order,
-)
+from hzero.config import BASE_TIERS, DEFAULT_BLOCK_SIZE, NodeAllGather, Tier, TierCodecs, TopologyConfig, tiers_in_order
+from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, Frozen, validated
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from hzero import autoload
 from hzero.block import KEY, PARENT, find, read_text
-from hzero.config import HZeroConfig, TopologyConfig, parse_config
+from hzero.config import HZeroConfig, TopologyConfig
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid, resolve_grid
 from hzero.topology.resolve import declared_grid

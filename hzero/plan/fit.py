@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hzero.config import PRESETS, parse_config
+from hzero.config import PRESETS
 from hzero.formatting import size_text
 from hzero.model.footprint import Footprint, footprint
 from hzero.model.job import Job
 from hzero.model.step import Prediction, predict
+from hzero.parsing import parse_config
 from hzero.plan.scenario import Scenario
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid

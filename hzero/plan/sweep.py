@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hzero.config import PRESETS, parse_config
+from hzero.config import PRESETS
 from hzero.files import replacing
 from hzero.model.step import Prediction, predict
+from hzero.parsing import parse_config
 from hzero.plan.scenario import Scenario
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme

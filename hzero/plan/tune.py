@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hzero.config import BASE_TIERS, PRESETS, ROLES, CodecName, Scope, Tier, parse_config
+from hzero.config import BASE_TIERS, PRESETS, ROLES, CodecName, Scope, Tier
 from hzero.model.footprint import footprint
 from hzero.model.job import Job
 from hzero.model.profile import Profile, Source
 from hzero.model.step import Prediction, predict
+from hzero.parsing import parse_config
 from hzero.plan.scenario import Quality, Scenario
 from hzero.settings.buffers import BUCKET, REDUCE_BUCKET
 from hzero.sharding.plan import ShardPlan

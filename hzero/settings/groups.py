@@ -202,7 +202,7 @@ class WindowBlock(Frozen):
 
 
 class Configuration(Frozen):
-    """The whole configuration. ``zero`` is checked by `hzero.config.parse_config`, ``deepspeed`` by DeepSpeed."""
+    """The whole configuration. ``zero`` is checked by `hzero.parsing.parse_config`, ``deepspeed`` by DeepSpeed."""
 
     model: ModelGroup
     data: DataGroup

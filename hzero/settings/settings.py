@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import TopologyConfig, parse_config, parse_topology
+from hzero.config import TopologyConfig
+from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
 from hzero.sharding.plan import ShardPlan

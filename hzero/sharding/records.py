@@ -15,6 +15,10 @@ ALIGNMENT = 16
 SCALE_BYTES = {"bf16": 2, "fp32": 4}
 
 
+#: Elements that are rotated together; 0 rotates none.
+ROTATIONS = (0, 64, 128)
+
+
 class BlockCodes(NamedTuple):
     """The codes of a codec whose blocks share a scale.
 
@@ -58,17 +62,19 @@ class RecordFormat(NamedTuple):
         codec: Name of the codec.
         block_size: Elements that share a scale, or in codec ``exp`` a window of exponents; 0 for the other codecs.
         scale: Type of the scales, a key of `SCALE_BYTES`; "" without scales.
+        rotation: Elements that are rotated together before they are coded, a divisor of the block's; 0: none are.
     """
 
     codec: CodecName
     block_size: int
     scale: str
+    rotation: int = 0
 
     @classmethod
-    def of(cls, codec: CodecName, block_size: int, scale: str) -> RecordFormat:
+    def of(cls, codec: CodecName, block_size: int, scale: str, rotation: int = 0) -> RecordFormat:
         """The format of valid settings: two that differ only in settings without meaning give the same format."""
         if codec in BLOCK_CODECS:
-            return cls(codec, block_size, scale)
+            return cls(codec, block_size, scale, rotation)
         return cls(codec, EXP_LINE if codec == "exp" else 0, "")
 
     @property
@@ -116,7 +122,7 @@ def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int
 
 def record_format(config: CodecConfig) -> RecordFormat:
     """The format of a codec's settings."""
-    return RecordFormat.of(config.codec, config.block_size, config.scale)
+    return RecordFormat.of(config.codec, config.block_size, config.scale, config.rotation)
 
 
 def element_bytes(config: CodecConfig, itemsize: int) -> float:

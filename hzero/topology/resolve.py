@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Sequence
 
-from hzero.config import TopologyConfig, parse_topology
+from hzero.config import TopologyConfig
+from hzero.parsing import parse_topology
 from hzero.topology.discovery import discover, foresee
 from hzero.topology.grid import Grid
 from hzero.topology.placement import Place, grid_of

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY, PARENT, find, lifted, load
-from hzero.config import HZeroConfig, parse_config
+from hzero.config import HZeroConfig
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 

@@ -447,25 +447,26 @@ class Weights:
     def _encode_difference(self, managed: Sequence[Managed], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
         """What is new in this rank's shards, against the copy that all ranks hold."""
         row = self._plan.rank if self._plan.decoded else self._plan.own_row
-        sources = []
-        for own, weights in zip(managed, self._primary.of([own.param for own in managed], bucket)):
-            copy = own.copy(self._plan.resident_rows, bucket.dtype)[row, : weights.numel()]
-            difference = weights.to(torch.float32) - copy
-            sources.append(difference.to(bucket.dtype) if codec.name == "none" else difference)
-        return codec.encode(sources, bucket.chunks, seed=seed)
+        shards = self._primary.of([own.param for own in managed], bucket)
+        copies = [own.copy(self._plan.resident_rows, bucket.dtype)[row] for own in managed]
+        base = [copy[: weights.numel()] for copy, weights in zip(copies, shards)]
+        return codec.encode_difference(shards, base, bucket.chunks, seed=seed)
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _add_difference(
         self, managed: Sequence[Managed], bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:
         """Adds what has come to the resident copies, in their own type: one rounding, the same on all ranks."""
+        copies = [own.copy(self._plan.resident_rows, bucket.dtype) for own in managed]
+        # Copies whose rows are padded, as payloads are, have a copy of their own meanwhile.
+        whole = [copy.contiguous() for copy in copies]
         if self._plan.decoded:
-            differences = self.collectives.decode_gathered(bucket, message, codec, outer)
+            self.collectives.decode_gathered_onto(bucket, message, codec, outer, whole)
         else:
-            differences = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
-        for own, difference in zip(managed, differences):
-            copy = own.copy(self._plan.resident_rows, bucket.dtype)
-            copy.add_(difference.view(copy.shape))
+            codec.decode_onto(message, whole, bucket.chunks, sizes=(self._plan.resident_rows,), outer=outer)
+        for copy, tensor in zip(copies, whole):
+            if tensor.data_ptr() != copy.data_ptr():
+                copy.copy_(tensor)
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _keep(

@@ -277,3 +277,82 @@ def test_a_multiple_of_the_scale_keeps_its_code() -> None:
     own = make("int8", rounding="stochastic", block_size=256)
     for seed in range(50):
         assert torch.equal(round_trip(own, x, seed=seed), x)
+
+
+# ---- rotation -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=64, max_size=140),
+    dtype=st.sampled_from(FLOATS),
+    codec=st.sampled_from(BLOCKED),
+    rotation=st.sampled_from([64, 128]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+)
+def test_bound_holds_where_elements_are_rotated(
+    values: list[float], dtype: torch.dtype, codec: str, rotation: int, rounding: str
+) -> None:
+    top = torch.finfo(dtype).max
+    x = torch.tensor(values, dtype=torch.float64).clamp(-top, top).to(dtype)
+    own = make(codec, rotation=rotation, rounding=rounding, block_size=128)
+    error = (round_trip(own, x, torch.float32).double() - x.double()).abs()
+    for part, errors in zip(x.split(128), error.split(128)):
+        bound = own.error_bound(float(part.abs().max()), torch.float32)
+        assert float(errors.max()) <= bound, bound
+
+
+@pytest.mark.parametrize("rotation", [64, 128])
+def test_a_rotation_spreads_what_stands_out(rotation: int) -> None:
+    """A few channels thirty times as large as the rest, as in activations: 10 dB and more on the others."""
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(2))
+    x[:, ::64] *= 30
+
+    def noise(own: Codec) -> float:
+        return float((round_trip(own, x.view(-1)) - x.view(-1)).square().mean())
+
+    for codec in BLOCKED:
+        plain, rotated = make(codec), make(codec, rotation=rotation)
+        assert rotated.bits == plain.bits
+        gain = 10 * math.log10(noise(plain) / noise(rotated))
+        # Sixteen of 1,024 channels hold nearly all of the power; the mean of the squares counts them as well.
+        assert gain > 5, (codec, gain)
+
+
+def test_a_tail_shorter_than_a_rotation_is_as_without() -> None:
+    x = torch.randn(63, generator=torch.Generator().manual_seed(3))
+    for codec in BLOCKED:
+        rotated, plain = make(codec, rotation=64), make(codec)
+        assert torch.equal(rotated.encode([x], [63]), plain.encode([x], [63]))
+        longer = torch.cat([torch.zeros(128), x])
+        assert torch.equal(round_trip(rotated, longer)[128:], round_trip(plain, longer)[128:])
+
+
+def test_sums_of_rotated_payloads_stay_rotated_between_hops() -> None:
+    """So that no accuracy is lost in between: encoded again with finer scales, they decode to the sum of the parts."""
+    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(4))
+    rough, fine = make("int4", rotation=64), make("int8", rotation=64, scale="fp32")
+    payload = torch.cat([rough.encode([row], [300]) for row in x])
+    message = rough.decode_sum_encode(payload, 3, [300], inner=1, dtype=torch.float32, to=fine, outer=1)
+    (total,) = fine.decode(message, [300], dtype=torch.float32)
+    (want,) = rough.decode_sum(payload, 3, [300], inner=1, dtype=torch.float32)
+    assert float((total - want).abs().max()) <= 0.2 * float((x.sum(0) - want).abs().max())
+    # The result is that of the sums in the rotated numbers: a rotation back and forth would round them.
+    flat = make("int4"), make("int8", scale="fp32")
+    again = flat[0].decode_sum_encode(payload, 3, [300], inner=1, dtype=torch.float32, to=flat[1], outer=1)
+    assert torch.equal(message, again)
+
+
+def test_a_difference_is_rounded_once_where_it_is_added() -> None:
+    generator = torch.Generator().manual_seed(5)
+    base = torch.randn(200, generator=generator).bfloat16()
+    new = (base.float() * 1.001 + 0.01).bfloat16()
+    for own in (make("int4"), make("int8", rotation=128), make("bf16"), make("none")):
+        message = own.encode_difference([new], [base], [100])
+        copy = base.clone()
+        own.decode_onto(message, [copy], [100], sizes=[2])
+        exact = new.float() - base.float()
+        meant = exact.bfloat16() if own.name == "none" else exact
+        assert torch.equal(message, own.encode([meant], [100]))
+        (added,) = own.decode(message, [100], dtype=meant.dtype)
+        assert torch.equal(copy, (base.float() + added.float()).bfloat16())

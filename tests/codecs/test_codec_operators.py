@@ -45,7 +45,7 @@ def messages(codec: Codec, peers: int, inner: int, dtype: torch.dtype) -> torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(codec: str, dtype: torch.dtype) -> None:
     own, ops = make(codec, rounding="stochastic"), torch.ops.hzero
-    how = (codec, 16, "bf16")
+    how = (codec, 16, "bf16", 0)
     source = bucket(4, dtype)
     axes = ([2, 2], [1, 2], 2)
     payload = own.encode(source, CHUNKS, sizes=axes[0], strides=axes[1], outer=axes[2])
@@ -53,12 +53,18 @@ def test_opcheck(codec: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.encode, (source, CHUNKS, *axes, *how, True, 5))
     fed = ([numbers(t.numel()) for t in source], [0.5] * len(source), CHUNKS)
     torch.library.opcheck(ops.encode_feedback, (source, *fed, *axes, *how, True, 5))
+    if codec != "exp":
+        base = [numbers(t.numel(), dtype, 3) for t in source]
+        torch.library.opcheck(ops.encode_difference, (source, base, CHUNKS, *axes, *how, True, 5))
     torch.library.opcheck(ops.decode, (payload, CHUNKS, *axes, *how, dtype))
+    torch.library.opcheck(ops.decode_onto, (payload, CHUNKS, *axes, *how, [numbers(4 * c, dtype) for c in CHUNKS]))
     torch.library.opcheck(ops.decode_sum, (summed, 3, CHUNKS, 2, *how, dtype))
     sums = [numbers(2 * chunk) for chunk in CHUNKS]
     torch.library.opcheck(ops.decode_add, (summed, 3, CHUNKS, 2, *how, dtype, sums))
     for out in SUMMED:
-        torch.library.opcheck(ops.decode_sum_encode, (summed, 3, CHUNKS, 2, *how, dtype, 2, out, 32, "fp32", False, 0))
+        torch.library.opcheck(
+            ops.decode_sum_encode, (summed, 3, CHUNKS, 2, *how, dtype, 2, out, 32, "fp32", 0, False, 0)
+        )
 
 
 @pytest.mark.parametrize("codec", SUMMED)
@@ -260,7 +266,7 @@ def test_settings_of_a_codec() -> None:
 X = torch.zeros(40)
 U = torch.zeros(32, dtype=torch.uint8)
 F = torch.float32
-HOW = ("int8", 16, "bf16")
+HOW = ("int8", 16, "bf16", 0)
 
 
 def encode(
@@ -269,13 +275,21 @@ def encode(
     sizes: Sequence[int] = (4,),
     strides: Sequence[int] = (1,),
     outer: int = 1,
-    how: tuple[str, int, str] = HOW,
+    how: tuple[str, int, str, int] = HOW,
 ) -> object:
     return torch.ops.hzero.encode(list(source), list(chunks), list(sizes), list(strides), outer, *how, False, 0)
 
 
 def feedback(residuals: Sequence[torch.Tensor], factors: Sequence[float]) -> object:
     return torch.ops.hzero.encode_feedback([X], list(residuals), list(factors), [10], [4], [1], 1, *HOW, False, 0)
+
+
+def difference(base: Sequence[torch.Tensor]) -> object:
+    return torch.ops.hzero.encode_difference([X], list(base), [10], [4], [1], 1, *HOW, False, 0)
+
+
+def onto(tensors: Sequence[torch.Tensor]) -> None:
+    torch.ops.hzero.decode_onto(U, [10], [1], [1], 1, *HOW, list(tensors))
 
 
 def _freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,18 +305,26 @@ def decode(
     return torch.ops.hzero.decode(payload, list(chunks), list(sizes), [1], 1, *HOW, dtype)
 
 
-def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, int, str] = HOW) -> object:
+def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, int, str, int] = HOW) -> object:
     return torch.ops.hzero.decode_sum_encode(U, peers, [10], inner, *HOW, F, outer, *out, False, 0)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: encode(how=("int3", 16, "bf16")), ValueError, "codec: found 'int3', possible: none, bf16, int8, int4"),
-        (lambda: encode(how=("int8", 24, "bf16")), ValueError, "block_size: found 24, expected a multiple of 16"),
-        (lambda: encode(how=("int8", 0, "bf16")), ValueError, "block_size: found 0"),
-        (lambda: encode(how=("int4", 8192, "bf16")), ValueError, "block_size: found 8192"),
-        (lambda: encode(how=("int4", 16, "fp16")), ValueError, "scale: found 'fp16', possible: bf16, fp32"),
+        (lambda: encode(how=("int3", 16, "bf16", 0)), ValueError, "codec: found 'int3', possible: none, bf16, int8, int4"),
+        (lambda: encode(how=("int8", 24, "bf16", 0)), ValueError, "block_size: found 24, expected a multiple of 16"),
+        (lambda: encode(how=("int8", 0, "bf16", 0)), ValueError, "block_size: found 0"),
+        (lambda: encode(how=("int4", 8192, "bf16", 0)), ValueError, "block_size: found 8192"),
+        (lambda: encode(how=("int4", 16, "fp16", 0)), ValueError, "scale: found 'fp16', possible: bf16, fp32"),
+        (lambda: encode(how=("int4", 64, "bf16", 32)), ValueError, "rotation: found 32, possible: 0, 64, 128, if it div"),
+        (lambda: encode(how=("int4", 64, "bf16", 128)), ValueError, "rotation: found 128, .* the block size 64"),
+        (lambda: difference([X[:3]]), ValueError, r"base: found \[3\] elements, expected \[40\]"),
+        (lambda: difference([X.half()]), TypeError, r"base\[0\]: found torch.float16 on cpu, expected torch.float32"),
+        (lambda: onto([X]), ValueError, r"tensors: found \[40\] elements, expected \[10\]"),
+        (lambda: onto([]), ValueError, r"tensors: found \[\] elements, expected \[10\]"),
+        (lambda: onto([X.view(10, 4)[:, 0]]), ValueError, r"tensors\[0\]: found strides \(4,\), expected a contiguous"),
+        (lambda: onto([X[:10].long()]), TypeError, "dtype: found torch.int64, expected float32, bfloat16 or float16"),
         (lambda: encode([X.double()]), TypeError, r"source\[0\]: found torch.float64, expected float32"),
         (lambda: encode([X, X.half()], [10, 10]), TypeError, r"source\[1\]: found torch.float16 .*is torch.float32"),
         (lambda: encode([X.view(8, 5).t()]), ValueError, r"source\[0\]: found strides \(1, 5\), expected a contiguous"),
@@ -323,7 +345,7 @@ def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, in
         (lambda: encode([_freed(X)]), ValueError, r"source\[0\]: found 0 bytes of storage, expected 160"),
         (lambda: encode([X, X.to("meta")], [10, 10]), TypeError, r"source\[1\]: found .* on meta, but source\[0\] is"),
         (lambda: feedback([X[:3]], [1.0]), ValueError, r"residuals\[0\]: found 3 elements, expected none or the 40"),
-        (lambda: feedback([X.half()], [1.0]), TypeError, r"residuals\[0\]: found torch.float16 on cpu, expected float32"),
+        (lambda: feedback([X.half()], [1.0]), TypeError, r"residuals\[0\]: found torch.float16 on cpu, expected torch.float32"),
         (lambda: feedback([X.view(8, 5).t()], [1.0]), ValueError, r"residuals\[0\]: found strides \(1, 5\)"),
         (lambda: feedback([_freed(X)], [1.0]), ValueError, r"residuals\[0\]: found 0 bytes of storage"),
         (lambda: feedback([], [1.0]), ValueError, "residuals: found 0 for 1 sources"),
@@ -337,9 +359,9 @@ def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, in
         (lambda: transcode(inner=0), ValueError, "inner: found 0, expected at least 1"),
         (lambda: transcode(peers=2), ValueError, "payload: found 32 bytes, expected 64"),
         (lambda: transcode(outer=2), ValueError, "outer: found 2, which does not divide the 1 rows"),
-        (lambda: transcode(out=("int9", 16, "bf16")), ValueError, "out_codec: found 'int9'"),
-        (lambda: transcode(out=("int8", 17, "bf16")), ValueError, "out_block_size: found 17"),
-        (lambda: transcode(out=("int8", 16, "x")), ValueError, "out_scale: found 'x'"),
+        (lambda: transcode(out=("int9", 16, "bf16", 0)), ValueError, "out_codec: found 'int9'"),
+        (lambda: transcode(out=("int8", 17, "bf16", 0)), ValueError, "out_block_size: found 17"),
+        (lambda: transcode(out=("int8", 16, "x", 0)), ValueError, "out_scale: found 'x'"),
         (lambda: make("int8").encode([X], [10], strides=[1]), ValueError, r"sizes: found None, .* strides \[1\]"),
         (lambda: make("int8").decode(U[:9], [10], dtype=F), ValueError, "payload: found 9 bytes, expected 32"),
     ],

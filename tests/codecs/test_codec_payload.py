@@ -73,10 +73,27 @@ def limited(scale_bits: int, wide: bool, codec: str, dtype: torch.dtype) -> int:
     return (scale_bits & sign) | low if low else 0
 
 
+def rotated(values: list[np.float32], size: int, factor: float = 1) -> list[np.float32]:
+    """Groups that are whole, times a factor, multiplied by the matrix of signs (-1) ^ (common bits of row and column)."""
+    values = list(values)
+    for first in range(0, len(values) // size * size, size):
+        values[first : first + size] = [x * np.float32(factor) for x in values[first : first + size]]
+        distance = 1
+        while distance < size:
+            for i in range(first, first + size):
+                if not (i - first) & distance:
+                    a, b = values[i], values[i + distance]
+                    values[i], values[i + distance] = a + b, a - b
+            distance *= 2
+    return values
+
+
 def naive_record(
     values: list[np.float32], cfg: CodecConfig, dtype: torch.dtype, seed: int, row: int, column: int
 ) -> bytes:
     codes, scales = [], b""
+    if cfg.rotation:
+        values = rotated(values, cfg.rotation, 1 / cfg.rotation)
     wide = cfg.scale == "fp32"
     for first in range(0, len(values), cfg.block_size):
         block = values[first : first + cfg.block_size]
@@ -151,7 +168,7 @@ def naive_decoded(message: bytes, chunk: int, cfg: CodecConfig) -> list[np.float
         at = start + i // cfg.block_size * size
         scale = float_of(int.from_bytes(message[at : at + size], "little") << (0 if size == 4 else 16))
         out.append(np.float32((code + half) % (2 * half) - half) * scale)
-    return out
+    return rotated(out, cfg.rotation) if cfg.rotation else out
 
 
 # ---- what is encoded ------------------------------------------------------------------------------------------------
@@ -205,10 +222,17 @@ def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[
     return source, chunks, layout, dtype
 
 
+def config(codec: str, blocks: tuple[int, int], scale: str, rounding: str) -> CodecConfig:
+    rotation = blocks[1] if codec in ("int8", "int4") else 0
+    return CodecConfig(codec=codec, block_size=blocks[0], rotation=rotation, scale=scale, rounding=rounding)
+
+
+#: Sizes of a block, and of what is rotated together.
+BLOCKS = [(16, 0), (128, 64), (384, 128)]
 configs = st.builds(
-    CodecConfig,
+    config,
     codec=st.sampled_from(SUMMED),
-    block_size=st.sampled_from([16, 32, 48]),
+    blocks=st.sampled_from([(16, 0), (32, 0), (48, 0), (64, 64), (128, 64)]),
     scale=st.sampled_from(["bf16", "fp32"]),
     rounding=st.sampled_from(["nearest", "stochastic"]),
 )
@@ -227,10 +251,11 @@ def test_encode_is_the_page_bit_for_bit(bucket: Any, cfg: CodecConfig, seed: int
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("scale", ["bf16", "fp32"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
-def test_many_blocks_bit_for_bit(codec: str, scale: str, rounding: str) -> None:
+def test_many_blocks_bit_for_bit(codec: str, scale: str, rounding: str, blocks: tuple[int, int]) -> None:
     """Enough of them that a reciprocal in place of a division, or another last bit, shows."""
-    cfg = CodecConfig(codec=codec, scale=scale, rounding=rounding, block_size=16)
+    cfg = config(codec, blocks, scale, rounding)
     for dtype in FLOATS:
         source = [torch.randn(4000, generator=torch.Generator().manual_seed(4)).to(dtype), awkward(1600, dtype, 8)]
         message = Codec.from_config(cfg).encode(source, [1000, 400], sizes=[4], seed=11)
@@ -261,10 +286,11 @@ def test_decode_puts_every_shard_back(bucket: Any, cfg: CodecConfig) -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
-def test_decode_is_code_times_scale(codec: str, scale: str) -> None:
+def test_decode_is_code_times_scale(codec: str, scale: str, blocks: tuple[int, int]) -> None:
     """Of any bytes, well formed or not, all codes and many scales among them."""
-    cfg = CodecConfig(codec=codec, scale=scale, block_size=16)
+    cfg = config(codec, blocks, scale, "nearest")
     own, chunk = Codec.from_config(cfg), 547
     generator = torch.Generator().manual_seed(3)
     record = torch.randint(0, 256, (own.message_bytes([chunk], 1, 4),), generator=generator, dtype=torch.uint8)

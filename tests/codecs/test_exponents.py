@@ -226,14 +226,16 @@ def test_sums_are_those_of_the_decoded_values_in_float32() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_opcheck() -> None:
-    ops, how = torch.ops.hzero, ("exp", 128, "bf16")
+    ops, how = torch.ops.hzero, ("exp", 128, "bf16", 0)
     source, chunks = [source_of("weights", 84), source_of("weights", 4)], [21, 1]
     payload = EXP.encode(source, chunks, sizes=[4], outer=2)
     torch.library.opcheck(ops.encode, (source, chunks, [4], [1], 2, *how, False, 0))
     torch.library.opcheck(ops.decode, (payload, chunks, [4], [1], 2, *how, BF16))
     torch.library.opcheck(ops.decode_sum, (payload, 2, chunks, 2, *how, BF16))
     torch.library.opcheck(ops.decode_add, (payload, 2, chunks, 2, *how, BF16, [torch.zeros(42), torch.zeros(2)]))
-    torch.library.opcheck(ops.decode_sum_encode, (payload, 2, chunks, 2, *how, BF16, 2, "int4", 32, "fp32", False, 0))
+    torch.library.opcheck(
+        ops.decode_sum_encode, (payload, 2, chunks, 2, *how, BF16, 2, "int4", 32, "fp32", 0, False, 0)
+    )
 
 
 @pytest.mark.parametrize("offset", [1, 2, 5, 8])

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from hzero.collectives import HopError, Transport, blaming, recorder, shared_recorder
-from hzero.config import Role, Tier, parse_config
+from hzero.config import Role, Tier
+from hzero.parsing import parse_config
 from hzero.reasons import PeerError
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid

@@ -20,7 +20,7 @@ import pytest
 from hzero.collectives import pipeline
 from hzero.collectives.errors import HopError
 from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
-from hzero.config import parse_config
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
 

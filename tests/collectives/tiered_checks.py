@@ -25,7 +25,8 @@ from hzero.collectives import (
     WireLog,
 )
 from hzero.collectives.transport import rounds, world_timeout
-from hzero.config import ALGORITHMS, ROLES, TIERS, CodecConfig, parse_config
+from hzero.config import ALGORITHMS, ROLES, TIERS, CodecConfig
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid

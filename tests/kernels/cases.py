@@ -12,7 +12,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.sharding.records import RecordFormat
+from hzero.sharding.records import ROTATIONS, RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")
@@ -116,6 +116,12 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         decoded = backend.decode(payload, *how)
         if not same([t.cpu() for t in decoded], reference.decode(message, *how)):
             yield f"decode: {dtype} differs"
+        want = [numbers("normal", t.numel(), dtype, 5) for t in decoded]
+        got = [t.to(device, copy=True) for t in want]
+        reference.decode_onto(message, rows, case.fmt, want)
+        backend.decode_onto(payload, rows, case.fmt, got)
+        if not same([t.cpu() for t in got], want):
+            yield f"decode_onto: {dtype} differs"
 
     messages = Messages(case.outer, case.chunks, rows.inner)
     sums = reference.decode_sum(message, messages, case.fmt, case.dtype)
@@ -130,7 +136,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         yield "decode_add: sums differ"
     outs = itertools.product(("int8", "int4"), ("bf16", "fp32"))
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 4):
-        out = RecordFormat.of(codec, case.fmt.block_size, scale)
+        out = RecordFormat.of(codec, case.fmt.block_size, scale, case.fmt.rotation * (scale == "bf16"))
         how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
         if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
             yield f"decode_sum_encode: to {codec} with {scale} scales differs"
@@ -146,13 +152,18 @@ def _feedback_disagreements(
     got, ours = backend.encode_feedback(there, [r.to(device) for r in residuals], *how)
     if not torch.equal(got.cpu(), fed) or not same([t.cpu() for t in ours], left):
         yield "encode_feedback: message or residuals differ"
+    base = [numbers("normal", t.numel(), t.dtype, 8) for t in source]
+    message = reference.encode_difference(source, base, *how[1:])
+    if not torch.equal(backend.encode_difference(there, [b.to(device) for b in base], *how[1:]).cpu(), message):
+        yield "encode_difference: message differs"
 
 
 def random_case(seed: int, *, largest: int = 3000) -> Case:
     """A case of many kinds, awkward sizes on purpose."""
     draw = random.Random(seed)
     block_size = draw.choice([16, 48, 64, 128, 192, 256, 512, 1024, 1040, 2048, 4096])
-    fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, draw.choice(["bf16", "bf16", "fp32"]))
+    rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
+    fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, draw.choice(["bf16", "bf16", "fp32"]), rotation)
     outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])
     if draw.random() < 0.5:
         sizes, strides = (outer * inner,), (1,)

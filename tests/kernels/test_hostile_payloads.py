@@ -19,7 +19,7 @@ from hzero.codecs import host, ops, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.kernels import KernelBackend
 from hzero.config import CODECS
-from hzero.sharding.records import RecordFormat
+from hzero.sharding.records import ROTATIONS, RecordFormat
 from tests.kernels import sanitized
 from tests.kernels.cases import FLOATS, numbers, same
 from tests.kernels.emulated import EmulatedKernels
@@ -63,7 +63,8 @@ def _hostile(size: int, draw: random.Random) -> torch.Tensor:
 def _messages(draw: random.Random) -> tuple[Messages, RecordFormat, torch.dtype]:
     """A bucket of whole vectors: the format leaves open what becomes of bytes behind a record's elements."""
     block_size = draw.choice((16, 48, 64, 128, 1040))
-    fmt = RecordFormat.of(draw.choice(CODECS), block_size, draw.choice(("bf16", "fp32")))
+    rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
+    fmt = RecordFormat.of(draw.choice(CODECS), block_size, draw.choice(("bf16", "fp32")), rotation)
     chunks = tuple(16 * draw.choice((0, 1, 2, 5, 9)) for _ in range(draw.randint(1, 3)))
     return Messages(draw.randint(1, 4), chunks, draw.randint(1, 3)), fmt, draw.choice(FLOATS)
 
@@ -81,6 +82,7 @@ def test_any_bytes_are_decoded_alike(seed: int) -> None:
     rounding = Rounding(draw.random() < 0.5, 5)
     for name, *more in (
         ("decode", rows, fmt, dtype),
+        ("decode_onto", rows, fmt),
         ("decode_sum", messages, fmt, dtype),
         ("decode_add", messages, fmt, dtype),
         ("decode_sum_encode", messages, fmt, dtype, messages.inner, out, rounding),
@@ -88,7 +90,9 @@ def test_any_bytes_are_decoded_alike(seed: int) -> None:
         results = []
         for backend in BACKENDS:
             own = [tensor.clone() for tensor in sums]
-            added = [own] if name == "decode_add" else []
+            if name == "decode_onto":
+                own = [tensor.repeat(messages.peers).to(dtype) for tensor in sums]
+            added = [own] if name in ("decode_add", "decode_onto") else []
             found = _call(_backend(backend), name, payload, *more, *added)
             results.append(own if added else found)
         assert all(same(found, results[0]) for found in results[1:]), (name, messages, fmt, dtype, out)
@@ -136,12 +140,12 @@ def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
     counts: tuple[int, ...], codec: str, size: int
 ) -> None:
     """Zero, negative and huge: nothing is allocated for them, no loop takes for ever."""
-    payload, how = torch.zeros(size, dtype=torch.uint8), (codec, 16, "bf16", torch.float32)
+    payload, how = torch.zeros(size, dtype=torch.uint8), (codec, 16, "bf16", 0, torch.float32)
     first, second, third, fourth = counts
     calls: dict[str, tuple[Any, ...]] = {
         "decode": ([first], [second], [third], fourth, *how),
         "decode_sum": (first, [second], third, *how),
-        "decode_sum_encode": (first, [second], third, *how, fourth, "int4", 16, "bf16", False, 0),
+        "decode_sum_encode": (first, [second], third, *how, fourth, "int4", 16, "bf16", 0, False, 0),
     }
     for backend, (name, arguments) in ((b, call) for b in BACKENDS for call in calls.items()):
         try:
@@ -181,7 +185,9 @@ def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
             continue
         rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
         payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
-        out = RecordFormat.of(draw.choice(("int8", "int4")), fmt.block_size, draw.choice(("bf16", "fp32")))
+        out = RecordFormat.of(
+            draw.choice(("int8", "int4")), fmt.block_size, draw.choice(("bf16", "fp32")), fmt.rotation
+        )
         sums = [numbers("normal", messages.inner * c, torch.float32, 3) for c in messages.chunks]
         how = (messages, fmt, dtype)
         rounding = Rounding(draw.random() < 0.5, 5)
@@ -196,6 +202,10 @@ def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
         if fmt.codec != "exp":  # which has no kernel for it
             calls.append(backend.prepare_decode_sum_encode(payload, *how, messages.inner, out, rounding))
             wants.append([reference.decode_sum_encode(payload, *how, messages.inner, out, rounding)] if exact else None)
+            tensors = [numbers("normal", rows.total * c, dtype, 4) for c in messages.chunks]
+            calls.append(backend.prepare_decode(payload, rows, fmt, dtype, onto=[t.clone() for t in tensors]))
+            reference.decode_onto(payload, rows, fmt, tensors)
+            wants.append(tensors)
     for call, found, want in zip(calls, sanitized.run(program, calls), wants):
         assert want is None or same(found, want), call.kernel
     short = dataclasses.replace(calls[0], inputs=[calls[0].inputs[0][:8]])

@@ -246,14 +246,14 @@ def test_a_forked_process_can_go_on() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_captures_the_operators() -> None:
     x = torch.randn(100_000, device="cuda", dtype=torch.bfloat16)
-    how = (["int8", 128, "bf16"], [x.numel()], [1], [1], 1)
+    how = (["int8", 128, "bf16", 0], [x.numel()], [1], [1], 1)
 
     def everything() -> list[torch.Tensor]:
         message = torch.ops.hzero.encode([x], *how[1:], *how[0], False, 0)
         decoded = torch.ops.hzero.decode(message, *how[1:], *how[0], torch.bfloat16)
         sums = torch.ops.hzero.decode_sum(message, 1, how[1], 1, *how[0], torch.bfloat16)
         again = torch.ops.hzero.decode_sum_encode(
-            message, 1, how[1], 1, *how[0], torch.bfloat16, 1, "int4", 128, "bf16", False, 0
+            message, 1, how[1], 1, *how[0], torch.bfloat16, 1, "int4", 128, "bf16", 0, False, 0
         )
         return [message, *decoded, *sums, again]
 
@@ -283,6 +283,7 @@ def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device])
         for prepared in (
             backend.prepare_encode(source, rows, fmt, NEAREST, residuals=residuals, factors=[1.0]),
             backend.prepare_decode(message, rows, fmt, torch.float16),
+            backend.prepare_decode(message, rows, fmt._replace(rotation=64), torch.float16),
             backend.prepare_decode_sum(message, messages, fmt, torch.float32),
             backend.prepare_decode_sum_encode(message, messages, fmt, torch.float32, 1, out, NEAREST),
         ):

@@ -27,7 +27,6 @@ from benchmarks.calibration import (
     misordered,
     training_checks,
 )
-from hzero.config import parse_config
 from hzero.model.collectives import Phase, transfer
 from hzero.model.compute import model_buckets
 from hzero.model.job import Job
@@ -36,6 +35,7 @@ from hzero.model.shape import gpt_neox_shape
 from hzero.model.sharing import speeds
 from hzero.model.simulate import COMPUTE, Task, simulate
 from hzero.model.step import Prediction, predict
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import PLAIN, Crossing, Scheme
 from hzero.topology import Grid

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hzero.cli import main
-from hzero.config import parse_config
+from hzero.parsing import parse_config
 from hzero.plan.scenario import read_scenario, with_links
 from hzero.plan.sweep import node_counts
 from hzero.settings.conf import compose, plain

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import BASE_TIERS, SCOPES, TIERS, parse_config, tiers_inside
+from hzero.config import BASE_TIERS, SCOPES, TIERS, tiers_inside
+from hzero.parsing import parse_config
 from hzero.sharding import plan as plan_module
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid

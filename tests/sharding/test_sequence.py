@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hzero.config import parse_config
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Chain, Scheme, scheme_chains, stage_chains
 from hzero.topology import Grid

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.collectives.checksum import checksums
-from hzero.config import BASE_TIERS, parse_config
+from hzero.config import BASE_TIERS
+from hzero.parsing import parse_config
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import RecordFormat, chunk_numel, record_format

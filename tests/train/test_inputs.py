@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hzero.cli import main
-from hzero.config import parse_config
+from hzero.parsing import parse_config
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.validation import ConfigError

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.config import TIERS, Scope, parse_config, tiers_outside
+from hzero.config import TIERS, Scope, tiers_outside
+from hzero.parsing import parse_config
 from hzero.sharding.traffic import plan_traffic
 from tests.zero.training import (
     AwkwardNet,

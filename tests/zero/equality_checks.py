@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.config import parse_topology
+from hzero.parsing import parse_topology
 from hzero.topology import resolve_grid
 from tests.zero.training import (
     assert_losses,

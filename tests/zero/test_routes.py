@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.config import parse_config
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError

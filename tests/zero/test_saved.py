@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hzero.collectives import ErrorFeedback
-from hzero.config import parse_config
+from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
 from hzero.zero.saved import SavedState

@@ -1,0 +1,131 @@
+"""Reads a block: the preset, the user's values over it leaf by leaf, and what does not go together."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hzero.config import (
+    BASE_TIERS,
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_PRESET,
+    OPTIONAL_TIERS,
+    PRESETS,
+    ROLES,
+    SCOPES,
+    SUMMED,
+    Block,
+    CodecConfig,
+    HZeroConfig,
+    Preset,
+    TopologyConfig,
+    tiers_outside,
+)
+from hzero.validation import ConfigError, one_of, validated
+
+#: Codecs of differences between weights.
+_OF_DIFFERENCES = ("int4", "int8", "bf16")
+
+
+def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
+    """Reads a block: the preset, then the block's overrides, leaf by leaf.
+
+    Args:
+        block: The block as written.
+        path: Key of the block, for messages.
+
+    Raises:
+        ConfigError: An unknown key, preset, codec, tier or scope (with the nearest known one), a wrong type, or weights
+            sharded wider than gradients.
+    """
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"{path}: found {reprlib.repr(block)}, expected a block with keys {', '.join(Block.model_fields)}"
+        )
+    preset = block.get("preset", DEFAULT_PRESET)
+    if preset not in tuple(PRESETS):
+        raise one_of(f"{path}.preset", preset, PRESETS, "preset")
+    start = PRESETS[preset]
+    written, size = block.get("shard", {}), block.get("block_size", DEFAULT_BLOCK_SIZE)
+    values = {
+        **block,
+        "preset": preset,
+        "block_size": size,
+        "shard": _over({"weights": start.weights, "gradients": start.gradients}, written),
+        "codecs": _codecs(start, block.get("codecs", {}), size),
+    }
+    if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
+        values["topology"] = parse_topology(f"{path}.topology", block["topology"])
+    # Checked first: the leaves inherit it, so the error would name the first leaf.
+    validated(CodecConfig, {"codec": "none", "block_size": size}, path)
+    parsed = validated(Block, values, path)
+    shard = parsed.shard
+    if SCOPES.index(shard.weights) > SCOPES.index(shard.gradients):
+        raise ConfigError(
+            f"{path}.shard.weights: {shard.weights!r} is wider than {path}.shard.gradients {shard.gradients!r}; degrees "
+            f"nest, weights <= gradients <= world, so weights may be "
+            f"{', '.join(SCOPES[: SCOPES.index(shard.gradients) + 1])}"
+        )
+    if parsed.resident == "decoded" and shard.weights != "device":
+        raise ConfigError(
+            f"{path}.resident: found 'decoded' with weights over the {shard.weights}, whose payloads are gathered at every use; "
+            f"possible with {path}.shard.weights 'device'"
+        )
+    if parsed.refresh_differences and shard.weights == "world":
+        raise ConfigError(
+            f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
+            f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
+        )
+    summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
+    summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
+    for key, codec in summed.items():
+        if codec.codec not in SUMMED:
+            raise ConfigError(
+                f"{path}.codecs.{key}: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: "
+                f"{', '.join(SUMMED)}"
+            )
+    every = tiers_outside(shard.weights)
+    refreshed = [tier for tier in every if tier in parsed.codecs.weights.written] or every
+    found = {parsed.codecs.weights[tier].codec for tier in refreshed}
+    wrong = "none, where a difference has no fewer bytes and is rounded" if found <= {"none"} else ""
+    if "exp" in found:
+        wrong = "exp, which holds bfloat16 numbers, and differences are float32"
+    if parsed.refresh_differences and wrong:
+        raise ConfigError(
+            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec {wrong}; possible with "
+            f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
+        )
+    return HZeroConfig(
+        **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written
+    )
+
+
+def _codecs(start: Preset, written: Any, size: Any) -> Any:
+    """Codecs as written over those of the preset, leaf by leaf."""
+    of = {"weights": start.weights_codec, "gradients": start.gradients_codec}
+
+    def leaf(written: Any, **default: Any) -> Any:  # its name alone, or some of its settings
+        return _over(default, written if isinstance(written, Mapping) else {"codec": written})
+
+    def each(role: str, tiers: Any) -> Any:
+        if role == "except":
+            return _over({}, tiers, lambda _, one: leaf(one, block_size=size))
+        optional = [tier for tier in OPTIONAL_TIERS if isinstance(tiers, Mapping) and tier in tiers]
+        default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), of[role])
+        return _over(default, tiers, lambda _, one: leaf(one, codec=of[role], block_size=size))
+
+    return _over({role: {} for role in (*ROLES, "except")}, written, each)
+
+
+def parse_topology(path: str, value: Any) -> TopologyConfig:
+    """Reads a declared machine. Raises `ConfigError` as `parse_config` does."""
+    return validated(TopologyConfig, value, path)
+
+
+def _over(default: dict[str, Any], written: Any, each: Callable[[str, Any], Any] | None = None) -> Any:
+    """``default``, if it has keys, overridden by ``written``, those passed through ``each``. What is no mapping stays."""
+    if not isinstance(written, Mapping):
+        return written
+    merged = {**default, **written}
+    return merged if each is None else {k: each(k, v) if k in default or not default else v for k, v in merged.items()}
