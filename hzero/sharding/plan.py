@@ -174,6 +174,8 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].codec == "none" and not excepted:
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
+        if config.save_residuals and not config.error_feedback:
+            notes.append("save_residuals has no effect: without error_feedback there are no residuals")
         if config.accumulators != "fp32" and gradients == "world":
             notes.append(f"accumulators {config.accumulators} has no effect: gradients over the world keep none")
         refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
