@@ -208,6 +208,22 @@ def test_ddp_waits_for_its_buckets_when_backward_has_ended() -> None:
     assert reductions[1].end > backward[-1].end, "the second is under way when backward ends"
 
 
+@pytest.mark.parametrize(("preset", "waits"), [("hpz", True), ("lossless", False)])
+def test_without_accumulators_a_micro_step_ends_with_its_reductions(preset: str, waits: bool) -> None:
+    source = Source(what="slow", date="2026-11", stack="test", kind="assumed")
+    slow = FRONTIER.with_values(source, net_ring_gb_s=0.5, net_rails_gb_s=0.5, gpu_pairs_gb_s=0.5)
+    grid, job = Grid(2, 4, 2), Job(gpt_neox_shape(_model("gpt_neox_1b")), accumulation=2)
+    timeline = predict(_preset(preset, grid), job, grid, slow, exact=True).timeline
+    assert timeline is not None
+    second = [task for task in timeline.tasks if task.lane == COMPUTE][
+        2 * len(model_buckets(job.model, job.bucket_numel))
+    ]
+    assert second.name.startswith("forward")
+    before = timeline.tasks[: timeline.tasks.index(second)]
+    last = max(task.end for task in before if task.name.startswith("reduce"))
+    assert (second.start >= last) == waits
+
+
 def test_compression_and_tiers_win_where_tokens_are_few() -> None:
     keys = {"micro_batch": 1, "accumulation": 1}
     steps = {name: _predicted(name, 48, **keys).step_s for name in ("topo", "lossless", "zeropp", "zero3")}
