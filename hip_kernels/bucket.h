@@ -45,8 +45,8 @@ struct hz_bucket {
   float limit;        // largest scale to be written
   hz_u32 stochastic;  // 0: to nearest even
   hz_u32 key;         // of stochastic rounding, made from the seed
-  hz_u32 rotation;    // elements that are rotated together, a power of two from 64 on that divides a block; 0: none
-  hz_u32 difference;  // 1: residuals of an encoding have the type of the source
+  hz_u32 rotation;    // elements that are rotated together, 64 or 128, which divide a block; 0: none
+  hz_u32 difference;  // 1: residuals of an encoding have the type of the source and a factor of -1
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..
   hz_u32 strides[HZ_BUCKET_AXES];  // in shards

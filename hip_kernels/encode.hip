@@ -44,7 +44,11 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
       // A block that is not finite keeps nothing: its codes say nothing of it.
       x[i] = (bits_of(lost) & 0x7f800000u) == 0x7f800000u ? 0.0f : lost;
     }
-    if (bucket.rotation) hadamard(bucket, at, x, 1.0f);
+    if (bucket.rotation) {
+      hadamard(bucket, at, x, 1.0f);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) x[i] = (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u ? 0.0f : x[i];  // an overflow
+    }
     store<Fp32>(pointer<float>(tensor.left) + first + at.element, count, x);
   }
 }

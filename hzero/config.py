@@ -100,8 +100,9 @@ class CodecConfig(Frozen):
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder.
         scale: Type of the scales.
-        rotation: Of `int8` and `int4`: elements that a Hadamard rotation mixes before they are coded, 64 or 128. Less is lost
-            where few elements are far larger than the rest.
+        rotation: Of `int8` and `int4`: elements that a Hadamard rotation mixes before they are coded, 64 or 128, which have to
+            divide `block_size`; 0, the default, mixes none. Less is lost where few elements are far larger than the rest.
+            Elements near the end of their type's range, as float16's 65504, may overflow.
     """
 
     codec: CodecName

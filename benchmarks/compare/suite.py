@@ -105,5 +105,14 @@ def _trainings(block: Any, data: dict[str, Any]) -> list[Measurement | Training]
     ]
     for training in found:
         assert isinstance(training, Training)
-        Settings(plain(compose(training.overrides(Path("unused")))))  # refuses what the trainer would
+        config = plain(compose(training.overrides(Path("unused"))))
+        Settings(config)  # refuses what the trainer would
+        jobs = {"train.seed": training.seed, "train.steps": training.steps, "model.name": training.model}
+        for key, value in jobs.items():
+            group, _, name = key.partition(".")
+            if config[group][name] != value:
+                raise ConfigError(
+                    f"suite.{SUITE}.choices.{training.preset}: sets {key} to {config[group][name]!r}, but all trainings of the "
+                    f"suite have {value!r}"
+                )
     return found

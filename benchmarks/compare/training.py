@@ -36,13 +36,13 @@ class Training:
 
     Attributes:
         preset: Option of the trainer's group ``zero``, ``stock`` for DeepSpeed ZeRO-3; or the name of a choice.
-        choice: What the choice overrides in the trainer's configuration; None: nothing, it is an option of ``zero``.
-        common: What all trainings of the suite override.
         seed: Of weights and batches.
         model: Option of the trainer's group ``model``.
         steps: Optimizer steps.
         eval_every: Steps between evaluations; 0: at the end only.
         data: The ``data`` group.
+        common: What all trainings of the suite override.
+        choice: What the choice overrides in the trainer's configuration; None: nothing, it is an option of ``zero``.
     """
 
     preset: str

@@ -143,10 +143,13 @@ def _trainings(rows: Sequence[TrainingRow], notes: list[str]) -> list[TrainingRo
     for row in sorted(rows, key=lambda row: row.date):
         jobs.setdefault((_job(row), len(row.losses)), {})[row.preset, row.seed] = row
     best = max(jobs.values(), key=lambda job: (len(next(iter(job.values())).losses), len(job)), default={})
-    left = [row.measurement for row in rows if row not in best.values()]
+    # A name may stand for other settings than before: those of the newest row count.
+    settings = {row.preset: row.config.get("zero") for row in sorted(best.values(), key=lambda row: row.date)}
+    kept = [row for row in best.values() if row.config.get("zero") == settings[row.preset]]
+    left = [row.measurement for row in rows if row not in kept]
     if left:
-        notes.append(f"Left out, since others train longer or later: {', '.join(left)}.")
-    return sorted(best.values(), key=lambda row: (_place(row.preset), row.seed))
+        notes.append(f"Left out, since others train longer or later, or with newer settings: {', '.join(left)}.")
+    return sorted(kept, key=lambda row: (_place(row.preset), row.seed))
 
 
 def _job(row: TrainingRow) -> str:

@@ -186,6 +186,9 @@ HZ_INLINE void codes_of(const typename Type::type* x, uint32_t all, float scale,
     std::memset(codes, 0, all * BITS / 8);
 }
 
+// What is not finite becomes zero.
+HZ_INLINE Words or_zero(Floats x) { return (Words)x & (Words)(magnitude(x) <= broadcast(0x1.fffffep127f)); }
+
 // ---- rotation ------------------------------------------------------------------------------------------------------
 
 // One round of butterflies between neighbours in a vector: a + b in the lower lane of a pair, a - b in the other one.
@@ -307,12 +310,13 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     float* left = (float*)tensor.left + first + at;
     for (uint32_t i = 0; i < all; i += lanes) {
       const Floats codes = Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8);
-      const Floats lost = load<Floats>(sums + i) - codes * scales[i / size];
       // A block that is not finite keeps nothing: its codes say nothing of it.
-      const Ints finite = magnitude(lost) <= broadcast(0x1.fffffep127f);
-      store(sums + i, (Words)lost & (Words)finite);
+      store(sums + i, or_zero(load<Floats>(sums + i) - codes * scales[i / size]));
     }
-    if (bucket.rotation) hadamard(sums, length, bucket.rotation, 1.0f);
+    if (bucket.rotation) {
+      hadamard(sums, length, bucket.rotation, 1.0f);
+      for (uint32_t i = 0; i < all; i += lanes) store(sums + i, or_zero(load<Floats>(sums + i)));  // an overflow
+    }
     std::memcpy(left, sums, here * sizeof(float));
   }
 }

@@ -101,8 +101,10 @@ class Codec:
             error, exact = self._block_error(block_absmax), (torch.float32, torch.float32)
         if dtype not in exact:
             error += (block_absmax + error) * relative + tiny
-        if self.format.rotation and self.format.rotation * (block_absmax + error) > torch.finfo(dtype).max:
-            return math.inf
+        if self.format.rotation:
+            summed = self.format.rotation * block_absmax + error  # the largest partial sum, in float32
+            if summed > torch.finfo(torch.float32).max or block_absmax + error > torch.finfo(dtype).max:
+                return math.inf
         return error
 
     def _block_error(self, absmax: float) -> float:
@@ -220,7 +222,8 @@ class Codec:
 
         Returns:
             The message, that of `encode` on float32 sums; and one flat float32 tensor for each source: the sum minus
-            what the message decodes to, zero in blocks that are not finite.
+            what the message decodes to, zero in blocks that are not finite. With a rotation it is the difference of the
+            rotated numbers, rotated back.
 
         Raises:
             TypeError: As in `encode`.
@@ -268,7 +271,8 @@ class Codec:
 
         Args:
             payload: uint8 message; one of codec ``none`` of the tensors' dtype.
-            tensors: Contiguous tensors of one floating dtype, ``[rows * chunk]`` elements each, shards in order; changed.
+            tensors: Contiguous tensors of one floating dtype, ``[rows * chunk]`` elements each, shards in order; changed. No
+                two may overlap.
             chunks: As encoded.
             sizes: As encoded.
             strides: As encoded. None: in order.
@@ -330,7 +334,8 @@ class Codec:
             chunks: As encoded.
             inner: Rows of each message.
             dtype: Type that codec ``none`` encoded; for the others any floating type.
-            into: Tensors like the results, to which the messages are added one by one; None starts from the first one.
+            into: Tensors like the results, to which the messages are added one by one, or, rotated, as one sum; None starts
+                from the first one.
 
         Returns:
             One flat float32 tensor each, ``[inner * chunk]``: those of ``into`` where it is given.

@@ -73,15 +73,19 @@ def encode_feedback(
         if residual.numel():
             # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
             some.add_(residual.view(-1) * factor)
-        rotate(total.view(-1, chunk) if fmt.rotation and chunk else total, chunk, fmt, 1 / max(fmt.rotation, 1))
+        if fmt.rotation:
+            rotate(total.view(-1, max(chunk, 1)), chunk, fmt, 1 / fmt.rotation)
         meant.append(total)
     message = encode(meant, rows, coded, rounding)
     sent = decode(message, rows, coded, torch.float32)
     # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
     left = [total.sub_(part[: total.numel()]).nan_to_num_(0.0, 0.0, 0.0) for total, part in zip(meant, sent)]
+    if not fmt.rotation:
+        return message, left
     for part, chunk in zip(left, rows.chunks):
-        rotate(part.view(-1, chunk) if fmt.rotation and chunk else part, chunk, fmt)
-    return message, [part[: tensor.numel()].clone() if fmt.rotation else part for part, tensor in zip(left, source)]
+        rotate(part.view(-1, max(chunk, 1)), chunk, fmt)
+    # Here a sum of finite numbers may overflow.
+    return message, [part[: t.numel()].nan_to_num(0.0, 0.0, 0.0) for part, t in zip(left, source)]
 
 
 @torch.no_grad()
@@ -149,7 +153,7 @@ def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dty
 
 @torch.no_grad()
 def decode_add(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Changed) -> None:
-    """Decodes the messages of several peers and adds them in float32, in their order, to ``sums``."""
+    """Decodes the messages of several peers and adds them in float32, in their order, to ``sums``; rotated ones as a sum."""
     peers, chunks, inner = messages
     if not payload.numel():
         return

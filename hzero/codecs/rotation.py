@@ -13,8 +13,8 @@ from hzero.sharding.records import RecordFormat
 def rotate(rows: torch.Tensor, chunk: int, fmt: RecordFormat, factor: float = 1.0) -> None:
     """Multiplies float32 records, the rows of a matrix, by ``factor`` and rotates them, in place, where the format says so.
 
-    Groups of ``rotation`` elements are, what is left of a record stays as it is. The rotation is a Walsh-Hadamard
-    transform: its own inverse but for a factor of 1 / rotation, a power of two.
+    Groups of ``rotation`` elements are rotated; what is left at the end of a record stays as it is. The rotation is a
+    Walsh-Hadamard transform: its own inverse but for a factor of 1 / rotation, a power of two.
     """
     size = fmt.rotation
     whole = chunk // size * size if size else 0

@@ -17,8 +17,8 @@ class CommunicatorConfig(Frozen):
     """What a `Communicator` sends, and over which tiers.
 
     Attributes:
-        codecs: Codec of each tier, by name or as a block with `codec`, `block_size`, `rounding` and `scale`; a tier that is
-            not named has `none`. A name in place of the block is the codec of all tiers.
+        codecs: Codec of each tier, by name or as a block with `codec`, `block_size`, `rounding`, `scale` and `rotation`; a tier
+            that is not named has `none`. A name in place of the block is the codec of all tiers.
         gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
             of an all-reduce, which spreads the sums. By default `codecs`.
         block_size: Elements that share a scale; a codec may have its own.

@@ -284,15 +284,15 @@ class TieredCollectives:
         self, bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int, tensors: Sequence[torch.Tensor]
     ) -> None:
         """`decode_gathered`, added to the contiguous tensors of ``bucket.dtype`` by `Codec.decode_onto`."""
-        sizes, strides, rows = self.plan.hop_sizes, self.plan.hop_strides, tensors
-        if not self.plan.grid.regular:
-            order, _ = self._row_order(message.device)
-            sizes, strides = (len(order),), (1,)
-            rows = [tensor.view(len(order), -1)[order] for tensor in tensors]
-        codec.decode_onto(message, rows, bucket.chunks, sizes=sizes, strides=strides, outer=outer)
-        if rows is not tensors:
-            for tensor, found in zip(tensors, rows):
-                tensor.view(len(order), -1)[order] = found
+        if self.plan.grid.regular:
+            sizes, strides = self.plan.hop_sizes, self.plan.hop_strides
+            codec.decode_onto(message, tensors, bucket.chunks, sizes=sizes, strides=strides, outer=outer)
+            return
+        order, _ = self._row_order(message.device)
+        rows = [tensor.view(len(order), -1)[order] for tensor in tensors]
+        codec.decode_onto(message, rows, bucket.chunks, sizes=(len(order),), outer=outer)
+        for tensor, found in zip(tensors, rows):
+            tensor.view(len(order), -1)[order] = found
 
     # ---- reduce ------------------------------------------------------------------------------------------------
 

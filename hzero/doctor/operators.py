@@ -48,20 +48,23 @@ def examine_operators(findings: Findings) -> list[dict[str, Any]]:
 
 def _wrong(kind: str, codec: CodecName) -> list[str]:
     """Tries a codec's operators on a bucket of awkward sizes: differences from the reference on the same device."""
-    own = Codec.from_config(CodecConfig(codec=codec, block_size=128))
+    plain = Codec.from_config(CodecConfig(codec=codec, block_size=128))
+    tried: dict[str, Codec] = {codec: plain}
+    if plain.format.scale_bytes:
+        tried[f"{codec} rotated"] = Codec.from_config(CodecConfig(codec=codec, block_size=128, rotation=128))
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if codec == "exp" else torch.float32
     source = [torch.randn(4 * chunk, generator=generator).to(kind, dtype) for chunk in _CHUNKS]
     try:
-        got = _try(own, source)
+        got = {f"{name} {what}": found for what, own in tried.items() for name, found in _try(own, source).items()}
     except RuntimeError as error:  # a kernel that does not compile or start
         return [f"{codec} fails: {error}"]
     with backends.reference_instead():
-        want = _try(own, source)
+        want = {f"{name} {what}": found for what, own in tried.items() for name, found in _try(own, source).items()}
     return [
-        f"{name} {codec} differs from the reference"
-        for name in OPERATORS
-        if not all(torch.equal(ours, theirs) for ours, theirs in zip(got.get(name, ()), want.get(name, ())))
+        f"{name} differs from the reference"
+        for name, theirs in want.items()
+        if not all(torch.equal(one, other) for one, other in zip(got[name], theirs, strict=True))
     ]
 
 
@@ -70,8 +73,11 @@ def _try(codec: Codec, source: list[torch.Tensor]) -> dict[str, list[torch.Tenso
     sizes, strides, dtype = [2, 2], [1, 2], source[0].dtype
     message = codec.encode(source, _CHUNKS, sizes=sizes, strides=strides, outer=2)
     sums = [torch.ones(2 * chunk, device=message.device) for chunk in _CHUNKS]
+    onto = [torch.ones(4 * chunk, device=message.device, dtype=dtype) for chunk in _CHUNKS]
+    codec.decode_onto(message, onto, _CHUNKS, sizes=sizes, strides=strides, outer=2)
     results = {
         "encode": [message],
+        "decode_onto": onto,
         "decode": codec.decode(message, _CHUNKS, dtype=dtype, sizes=sizes, strides=strides, outer=2),
         "decode_sum": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=dtype),
         "decode_add": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=dtype, into=sums),
@@ -81,6 +87,7 @@ def _try(codec: Codec, source: list[torch.Tensor]) -> dict[str, list[torch.Tenso
     residuals = [torch.ones_like(tensor) for tensor in source]
     fed, left = codec.encode_feedback(source, residuals, [0.5, 2.0], _CHUNKS, sizes=sizes, strides=strides, outer=2)
     results["encode_feedback"] = [fed, *left]
+    results["encode_difference"] = [codec.encode_difference(source, residuals, _CHUNKS)]
     results["decode_sum_encode"] = [
         codec.decode_sum_encode(message, 2, _CHUNKS, inner=2, dtype=dtype, to=codec, outer=2)
     ]

@@ -458,7 +458,7 @@ class Weights:
     ) -> None:
         """Adds what has come to the resident copies, in their own type: one rounding, the same on all ranks."""
         copies = [own.copy(self._plan.resident_rows, bucket.dtype) for own in managed]
-        # Copies whose rows are padded, as payloads are, have a copy of their own meanwhile.
+        # Rows of a payload may be padded: then the sums are made in a contiguous copy.
         whole = [copy.contiguous() for copy in copies]
         if self._plan.decoded:
             self.collectives.decode_gathered_onto(bucket, message, codec, outer, whole)

@@ -131,6 +131,12 @@ def test_trainings_of_another_job_do_not_mix() -> None:
     chosen = _comparison(rows)
     assert [(row.preset, row.losses[-1]) for row in chosen.trainings] == [("stock", 4.0), ("topo", 4.5)]
     assert "Left out" in chosen.notes[0]
+    # A choice whose settings were changed is not averaged with what it was before.
+    changed = {**run("topo", 1, 0.5), **LATER}
+    changed["config"] = {**changed["config"], "zero": {"preset": "topo", "block_size": 64}}
+    chosen = _comparison([run("stock", 1), run("topo", 1), run("topo", 2), changed])
+    assert [(row.preset, row.seed, row.losses[-1]) for row in chosen.trainings] == [("stock", 1, 4.0), ("topo", 1, 4.5)]
+    assert "topo-seed2" in chosen.notes[0]
 
 
 # --- arithmetic ---

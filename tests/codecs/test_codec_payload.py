@@ -74,7 +74,7 @@ def limited(scale_bits: int, wide: bool, codec: str, dtype: torch.dtype) -> int:
 
 
 def rotated(values: list[np.float32], size: int, factor: float = 1) -> list[np.float32]:
-    """Groups that are whole, times a factor, multiplied by the matrix of signs (-1) ^ (common bits of row and column)."""
+    """Groups that are whole, times a factor, rotated in place of a product with a matrix: rounds of sums and differences."""
     values = list(values)
     for first in range(0, len(values) // size * size, size):
         values[first : first + size] = [x * np.float32(factor) for x in values[first : first + size]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -95,6 +96,31 @@ def check_gather_exact() -> None:
         whole = _everyones(dtype)[0]
         for got, want in zip(_gather(_collectives(grid), whole, dtype), whole):
             assert torch.equal(got[: want.numel()], want)
+
+
+def check_gathered_differences_are_added() -> None:
+    """Whatever the order of ranks; rotated or not, the same bits everywhere, and those of a decode that is added."""
+    for grid, leaf in itertools.product(GRIDS[WORLD], ("none", "int4", {"codec": "int8", "rotation": 64})):
+        _add_gathered(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), leaf)))
+
+
+def _add_gathered(collectives: TieredCollectives) -> None:
+    bucket, rank, hops = _bucket("weights", torch.bfloat16), dist.get_rank(), collectives.plan.gather_hops()
+    whole, copies = _everyones(torch.bfloat16)[:2]
+    shards = [tensor[rank * chunk : (rank + 1) * chunk] for tensor, chunk in zip(whole, bucket.chunks)]
+    before = [torch.cat([t, t.new_zeros(WORLD * chunk - t.numel())]) for t, chunk in zip(copies, bucket.chunks)]
+    after = [tensor.clone() for tensor in before]
+    codec = Codec.from_config(hops[0].codec)
+    decoded = bucket if codec.name == "none" else dataclasses.replace(bucket, dtype=torch.float32)
+
+    def add(message: torch.Tensor, codec: Codec, outer: int) -> list[torch.Tensor]:
+        collectives.decode_gathered_onto(bucket, message, codec, outer, after)
+        return collectives.decode_gathered(decoded, message, codec, outer)
+
+    added = collectives.gather(hops, bucket, lambda: codec.encode(shards, bucket.chunks), codec, add).wait()
+    for old, part, new in zip(before, added, after):
+        assert torch.equal(new, (old.float() + part.float()).bfloat16())
+    _same_everywhere(after)
 
 
 def check_gather_codec_exp() -> None:

@@ -161,7 +161,7 @@ def _feedback_disagreements(
 def random_case(seed: int, *, largest: int = 3000) -> Case:
     """A case of many kinds, awkward sizes on purpose."""
     draw = random.Random(seed)
-    block_size = draw.choice([16, 48, 64, 128, 192, 256, 512, 1024, 1040, 2048, 4096])
+    block_size = draw.choice([16, 48, 64, 128, 192, 256, 384, 512, 1024, 1040, 2048, 4096])
     rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
     fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, draw.choice(["bf16", "bf16", "fp32"]), rotation)
     outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])

@@ -145,6 +145,7 @@ def check_weights_are_bit_identical_after_every_gather() -> None:
         ("int8", "package"),
         ("int4", "node"),
         (rounded_at_random, "package"),
+        ({"codec": "int4", "rotation": 128}, "device"),
         ("int4", "world"),
     ]
     for leaf, shard in cases:
