@@ -112,7 +112,7 @@ def _trainings(block: Any, data: dict[str, Any]) -> list[Measurement | Training]
             group, _, name = key.partition(".")
             if config[group][name] != value:
                 raise ConfigError(
-                    f"suite.{SUITE}.choices.{training.preset}: sets {key} to {config[group][name]!r}, but all trainings of the "
-                    f"suite have {value!r}"
+                    f"suite.{SUITE}: {training.preset} overrides {key} with {config[group][name]!r}, but all of its trainings "
+                    f"have {value!r}"
                 )
     return found

@@ -107,12 +107,12 @@ def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) 
         ("suite=convergence train.lr=1", "train.lr: suite convergence has no use for it"),
         ("suite=convergence suite.convergence.seeds=[0,0]", "suite.convergence.seeds: found [0, 0]"),
         ("suite=convergence suite.convergence.presets=[mlid]", "zero: unknown option 'mlid'; did you mean 'mild'"),
-        ("suite=choices +suite.convergence.choices.topo=[zero=topo]", "found 'topo', which is a preset too"),
+        ('suite=choices +suite.convergence.choices.topo=["zero=topo"]', "found 'topo', which is a preset too"),
         (
-            "suite=choices +suite.convergence.choices.short=[zero=topo,train.steps=10]",
-            "suite.convergence.choices.short: sets train.steps to 10, but all trainings of the suite have 1000",
+            'suite=choices +suite.convergence.choices.short=["zero=topo","train.steps=10"]',
+            "suite.convergence: short overrides train.steps with 10, but all of its trainings have 1000",
         ),
-        ("suite=choices +suite.convergence.choices.odd=[zero=tpoo]", "zero: unknown option 'tpoo'"),
+        ('suite=choices +suite.convergence.choices.odd=["zero=tpoo"]', "zero: unknown option 'tpoo'"),
         ("suite=one results=/dev/null/x", "results: cannot write"),
     ],
 )
