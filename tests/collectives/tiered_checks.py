@@ -211,6 +211,7 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
         dict.fromkeys(("gcd", "gpu", "node"), "bf16"),
         {"gcd": "none", "gpu": "int8", "node": "int4"},
         {"gcd": "int8", "gpu": "none", "node": "int8"},
+        dict.fromkeys(("gcd", "gpu", "node"), {"codec": "int8", "rotation": 64}),
     ]
     for grid, mix in itertools.product(GRIDS[WORLD], mixes):
         everyones = _everyones(torch.float32)
@@ -222,7 +223,8 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
             plan.boundary_hops(), bucket, inside, rows=plan.gradient_rows, shard_order=False
         ).wait()
         for index, chunk in enumerate(bucket.chunks):
-            assert torch.equal(whole[index].float(), split[index].float())
+            # Rotated sums stay rotated inside a chain, and are rotated back where it is cut, which rounds them.
+            assert torch.equal(whole[index].float(), split[index].float()) or isinstance(mix["node"], dict)
             total = torch.stack([ranks[index] for ranks in everyones]).sum(0)
             want = total[rank * chunk : (rank + 1) * chunk]
             largest = sum(float(ranks[index].abs().max()) for ranks in everyones)
@@ -233,11 +235,9 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
 
 def check_error_feedback_recovers_what_was_lost() -> None:
     """The mean of many reductions of the same gradients tends to the exact sum only where residuals are kept."""
-    grid = GRIDS[WORLD][0]
-    mix = dict.fromkeys(("gcd", "gpu", "node"), "int4")
-    errors = {}
-    for feedback in ((), ("gcd", "gpu", "node")):
-        collectives = _collectives(grid, gradients=mix, feedback=feedback)
+    tiers, errors = ("gcd", "gpu", "node"), {}
+    for leaf, feedback in (("int4", ()), ("int4", tiers), ({"codec": "int4", "rotation": 64}, tiers)):
+        collectives = _collectives(GRIDS[WORLD][0], gradients=dict.fromkeys(tiers, leaf), feedback=feedback)
         bucket, rank, rounds = _bucket("gradients", torch.float32), dist.get_rank(), 30
         everyones = _everyones(torch.float32)
         total = [torch.zeros(c) for c in bucket.chunks]
@@ -254,8 +254,9 @@ def check_error_feedback_recovers_what_was_lost() -> None:
         for index, chunk in enumerate(bucket.chunks):
             want = torch.stack([ranks[index] for ranks in everyones]).sum(0)[rank * chunk : (rank + 1) * chunk]
             squares += float((total[index][: want.numel()] - want).square().sum())
-        errors[feedback] = squares
-    assert errors[("gcd", "gpu", "node")] < errors[()] / 10
+        errors[str(leaf), feedback] = squares
+    without, *with_feedback = errors.values()
+    assert max(with_feedback) < without / 10, errors
 
 
 def check_overflow_survives() -> None:
