@@ -211,7 +211,7 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
         dict.fromkeys(("gcd", "gpu", "node"), "bf16"),
         {"gcd": "none", "gpu": "int8", "node": "int4"},
         {"gcd": "int8", "gpu": "none", "node": "int8"},
-        dict.fromkeys(("gcd", "gpu", "node"), {"codec": "int8", "rotation": 64}),
+        {tier: {"codec": "int8", "rotation": 64} for tier in ("gcd", "gpu", "node")},
     ]
     for grid, mix in itertools.product(GRIDS[WORLD], mixes):
         everyones = _everyones(torch.float32)
