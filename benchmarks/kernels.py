@@ -128,8 +128,7 @@ class Bucket:
 
     def inputs(self, kernel: Kernel) -> tuple[Any, ...]:
         """Arguments of a kernel, as a backend takes them."""
-        block = self.arguments.block_size
-        how = (block, "bf16", self.arguments.rotation)
+        how = (self.arguments.block_size, "bf16", self.arguments.rotation)
         fmt, out = (RecordFormat.of(codec, *how) for codec in (kernel.codec, kernel.to or kernel.codec))
         chunks, dtype, rounding = (self.numel // PEERS,), DTYPES[self.dtype], Rounding(self.arguments.stochastic, 1)
         rows = Rows.in_order(chunks, PEERS, outer=PEERS)
@@ -460,9 +459,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)")
     parser.add_argument("--repeats", type=int, default=9, help="rounds (default 9)")
     parser.add_argument("--block-size", type=int, default=128, help="elements of a scale (default 128)")
-    parser.add_argument(
-        "--rotation", type=int, default=0, help="elements that are rotated together: 64 or 128 (default 0: none)"
-    )
+    parser.add_argument("--rotation", type=int, default=0, help="elements rotated together: 64 or 128 (default none)")
     parser.add_argument("--stochastic", action="store_true", help="round stochastically")
     parser.add_argument("--compile-timeout", type=float, default=120, help="seconds for one kernel (default 120)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/reports"), help="folder (default %(default)s)")
@@ -471,15 +468,13 @@ def parse() -> argparse.Namespace:
     for name, value in (positive | {"compile-timeout": arguments.compile_timeout}).items():
         if not value > 0:
             parser.error(f"--{name}: found {value:g}, expected more than 0")
-    on_gpu = arguments.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
+    if (on_gpu := arguments.device == "cuda") and not torch.cuda.is_available():
         parser.error("--device: found cuda, but there is no GPU that torch can use")
     memory = torch.cuda.mem_get_info()[0] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if max(arguments.mib) * MIB * MEMORY > memory:
         parser.error(f"--mib: found {max(arguments.mib)}, expected at most {memory // MIB // MEMORY} on this machine")
     try:
-        keys = {"codec": "int8", "block_size": arguments.block_size, "rotation": arguments.rotation}
-        validated(CodecConfig, keys, "")
+        validated(CodecConfig, {"codec": "int8"} | {k: vars(arguments)[k] for k in ("block_size", "rotation")}, "")
         backends.choice(arguments.device)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
