@@ -190,9 +190,8 @@ class Codec:
             ValueError: Sizes that do not fit, named.
         """
         if sizes is None:
-            rows = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
             pieces = max(outer, 1)
-            sizes = _one_axis(strides, max(-(-rows // pieces), 1) * pieces)
+            sizes = _one_axis(strides, -(-_row_count(source, chunks) // pieces) * pieces)
         rounding = self._rounding(seed)
         return torch.ops.hzero.encode(list(source), *_rows(chunks, sizes, strides, outer), *self.format, *rounding)
 
@@ -253,8 +252,7 @@ class Codec:
             TypeError: As in `encode`.
             ValueError: As in `encode`.
         """
-        total = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
-        rows = Rows.in_order(chunks, total)
+        rows = Rows.in_order(chunks, _row_count(source, chunks))
         return torch.ops.hzero.encode_difference(list(source), list(base), *rows, *self.format, *self._rounding(seed))
 
     def decode_onto(
@@ -371,6 +369,11 @@ def _rows(chunks: Sequence[int], sizes: Sequence[int], strides: Sequence[int] | 
     if strides is None:
         strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     return Rows(chunks, sizes, strides, outer)
+
+
+def _row_count(source: Sequence[torch.Tensor], chunks: Sequence[int]) -> int:
+    """As few rows as hold the sources, at least one."""
+    return max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
 
 
 def _one_axis(strides: Sequence[int] | None, rows: int) -> tuple[int]:
