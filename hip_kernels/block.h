@@ -234,8 +234,46 @@ HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, float (&codes)[16]
     codes[i] = (float)((int)(words[i * BITS / 32] << (32 - BITS - i * BITS % 32)) >> (32 - BITS));
 }
 
-HZ_DEVICE float load_scale(const hz_u8* scales, hz_u32 block, hz_u32 bytes) {
-  return bytes == 2 ? float_of((hz_u32)((const hz_u16*)scales)[block] << 16) : ((const float*)scales)[block];
+HZ_DEVICE float as_bf16(float x) { return float_of((hz_u32)to_bf16(x) << 16); }
+
+// Where the factor of a block's scale of one byte lies: before the scales of its span.
+HZ_DEVICE hz_u32 factor_at(hz_u32 block, hz_u32 size) {
+  const hz_u32 together = HZ_FACTOR_SPAN / size;
+  return block / together * (2 + together);
+}
+
+// A scale of one byte: its code times the factor, rounded to a bfloat16, ties away from zero. No NaN of a bfloat16
+// becomes another number by it.
+HZ_DEVICE float product_of(hz_u32 code, float factor) {
+  return float_of((bits_of(mul((float)(signed char)code, factor)) + 0x8000u) & 0xffff0000u);
+}
+
+// Where a block's scale lies behind the start of a record's scales; of one byte, its factor's place and that of its
+// code.
+struct ScalePlace {
+  hz_u32 value, code;
+};
+
+HZ_DEVICE ScalePlace scale_place(hz_u32 block, hz_u32 bytes, hz_u32 size) {
+  if (bytes != 1) return ScalePlace{block * bytes, 0};
+  const hz_u32 span = factor_at(block, size);
+  return ScalePlace{span, span + 2 + block % (HZ_FACTOR_SPAN / size)};
+}
+
+HZ_DEVICE float load_scale(const hz_u8* scales, const ScalePlace& at, hz_u32 bytes) {
+  if (bytes == 4) return *(const float*)(scales + at.value);
+  const float scale = float_of((hz_u32) * (const hz_u16*)(scales + at.value) << 16);
+  return bytes == 1 ? product_of(scales[at.code], scale) : scale;
+}
+
+// A scale's code, behind the first of a span its factor, and behind the last one of a record the padding.
+HZ_DEVICE void store_coded_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, hz_u32 size, hz_u32 code, float factor) {
+  const hz_u32 start = factor_at(block, size), index = block % (HZ_FACTOR_SPAN / size);
+  hz_u32 end = start + 2 + index;
+  scales[end++] = (hz_u8)code;
+  if (index == 0) *(hz_u16*)(scales + start) = (hz_u16)(bits_of(factor) >> 16);
+  if (block + 1 == blocks)
+    for (; end % 16; ++end) scales[end] = 0;
 }
 
 // A scale, and behind the last one of a record the padding.
@@ -276,6 +314,7 @@ HZ_DEVICE hz_u32 over_lanes(hz_u32 value, hz_u32 lanes) {
   return value;
 }
 
+// A block's scale; of one byte, before it is coded.
 template <int BITS, bool WIDE>
 HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32 scale_bytes, float limit) {
   hz_u32 magnitude = 0;
@@ -294,10 +333,32 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32
     sign = over_lanes<Smallest, WIDE>(sign + lane * 32, lanes);
     scale = mul(float_of(extreme | sign << 31), -0.125f);
   }
-  if (scale_bytes == 2) scale = float_of((hz_u32)to_bf16(scale) << 16);
-  scale = clamp(scale, -limit, limit);
+  if (scale_bytes == 2) scale = as_bf16(scale);
+  if (scale_bytes != 1) scale = clamp(scale, -limit, limit);
   if (extreme >= 0x7f800000u) return float_of(0x7fc00000u);
   return scale == 0.0f ? 0.0f : scale;
+}
+
+// A number whose lowest bits are those of `quotient` rounded to nearest even, as an integer: 1.5 * 2^23 leaves no
+// fraction. Exact for magnitudes below 2^22.
+HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
+
+struct CodedScale {
+  hz_u32 code;
+  float factor, scale;
+};
+
+// The code of a scale, the factor of its span, and their product. A span is HZ_FACTOR_SPAN / 16 threads, which every
+// wave has whole. Every thread of the workgroup calls it.
+HZ_DEVICE CodedScale code_scale(float scale, float limit) {
+  const hz_u32 magnitude = bits_of(scale) & 0x7fffffffu;  // that of a NaN is larger than any number's
+  const hz_u32 largest = over_lanes<Largest, false>(magnitude, HZ_FACTOR_SPAN / 16);
+  float factor = clamp(as_bf16(divide(float_of(largest), 127.0f)), 0.0f, limit);
+  if (largest >= 0x7f800000u) factor = float_of(0x7fc00000u);
+  const bool empty = factor == 0.0f || factor != factor;
+  const float quotient = empty ? 0.0f : clamp(divide(scale, factor), -127.0f, 127.0f);
+  const hz_u32 code = bits_of(rounded(quotient)) & 0xffu;
+  return CodedScale{code, factor, product_of(code, factor)};
 }
 
 HZ_DEVICE hz_u32 mix(hz_u32 word) {
@@ -305,10 +366,6 @@ HZ_DEVICE hz_u32 mix(hz_u32 word) {
   word = (word ^ word >> 15) * 0x846ca68bu;
   return word ^ word >> 16;
 }
-
-// A number whose lowest bits are those of `quotient` rounded to nearest even, as an integer: 1.5 * 2^23 leaves no
-// fraction. Exact for magnitudes below 2^22.
-HZ_DEVICE float rounded(float quotient) { return add(quotient, 12582912.0f); }
 
 // x / scale, rounded once, from the reciprocal of the scale: a remainder that is exact corrects a product with it
 // (Markstein 1990). With the 8 significant bits of a bfloat16 scale no quotient is so near to the middle between two
@@ -364,12 +421,22 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
 template <int BITS, bool WIDE>
 HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, hz_u32 scale_bytes,
                              float (&x)[16], hz_u32 (&words)[BITS / 2]) {
-  const float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit);
+  float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit);
+  CodedScale coded = {};
+  if (!WIDE && scale_bytes == 1) {
+    coded = code_scale(scale, bucket.limit);
+    scale = coded.scale;
+  }
   const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
   codes_of<BITS>(x, scale, bucket.stochastic != 0, bucket.stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
   if (at.has_elements) {
     store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
-    if (at.lane == 0) store_scale(record + scales, at.block, at.blocks, scale_bytes, scale);
+    if (at.lane == 0) {
+      if (scale_bytes == 1)
+        store_coded_scale(record + scales, at.block, at.blocks, bucket.block_size, coded.code, coded.factor);
+      else
+        store_scale(record + scales, at.block, at.blocks, scale_bytes, scale);
+    }
   }
   return scale;
 }

@@ -10,14 +10,15 @@ HZ_DEVICE void add_peers(const hz_bucket& bucket, const Place& at, float (&sums)
   if (!at.has_elements) return;
   const hz_u8* record =
       record_at(bucket.payload, bucket.row_bytes, bucket.inner, at.tensor.start, at.tensor.record_bytes, at.row);
-#pragma unroll 2
-  for (hz_u32 peer = 0; peer < bucket.outer; ++peer) {
-    const float scale = load_scale(record + at.tensor.scales, at.block, bucket.scale_bytes);
+  const hz_i64 step = bucket.inner * bucket.row_bytes;
+  const ScalePlace where = scale_place(at.block, bucket.scale_bytes, bucket.block_size);
+#pragma unroll 1  // two at a time would take registers, and so waves; the other waves hide the latency
+  for (hz_u32 peer = 0; peer < bucket.outer; ++peer, record += step) {
+    const float scale = load_scale(record + at.tensor.scales, where, bucket.scale_bytes);
     float codes[16];
     load_codes<BITS>(record, at.element / 16, codes);
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i] = add(sums[i], mul(codes[i], scale));
-    record += bucket.inner * bucket.row_bytes;
   }
 }
 

@@ -101,6 +101,11 @@ BAD: list[tuple[Any, str]] = [
         "hzero.codecs.gradients.gpu: found rotation 128 with codec int4 and block_size 64; possible with int8 and int4",
     ),
     (
+        {"codecs": {"gradients": {"gpu": {"codec": "int4", "block_size": 512, "scale": "int8"}}}},
+        "hzero.codecs.gradients.gpu: found scale 'int8' with codec int4 and block_size 512; possible with int8 and int4 and a "
+        "block_size of 32, 64, 128, 256",
+    ),
+    (
         {"codecs": {"gradients": {"gpu": {"codec": "none", "rotation": 64}}}},
         "hzero.codecs.gradients.gpu: found rotation 64 with codec none",
     ),

@@ -12,7 +12,8 @@ namespace hz {
 namespace HZ_ISA {
 
 constexpr uint32_t largest_block = 4096;
-constexpr uint32_t batch = 16;  // blocks whose scales are computed together
+constexpr uint32_t batch = 16;        // blocks whose scales are computed together; as many as share a factor, or more
+constexpr float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to nearest even
 
 // No templates of the standard library: one copy of each would serve all instruction sets.
 HZ_INLINE int64_t between(int64_t low, int64_t x, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -36,7 +37,20 @@ HZ_INLINE int64_t shard_of(const hz_bucket& bucket, uint32_t row) {
   return shard;
 }
 
-HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block, uint32_t bytes) {
+HZ_INLINE float as_bf16(float x) { return float_of(bf16_of(broadcast(x))[0] << 16); }
+
+// Blocks whose scales of one byte share a factor, which lies before them.
+HZ_INLINE uint32_t together(uint32_t size) { return HZ_FACTOR_SPAN / size; }
+
+HZ_INLINE uint32_t factor_at(uint32_t block, uint32_t size) { return block / together(size) * (2 + together(size)); }
+
+HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block, uint32_t bytes, uint32_t size) {
+  if (bytes == 1) {
+    const uint8_t* span = scales + factor_at(block, size);
+    const float factor = float_of((uint32_t)(span[0] | span[1] << 8) << 16);
+    // To a bfloat16, ties away from zero. No NaN of a bfloat16 becomes another number by it.
+    return float_of((bits_of((float)(int8_t)span[2 + block % together(size)] * factor) + 0x8000) & 0xffff0000);
+  }
   return bytes == 2 ? float_of((uint32_t)((const uint16_t*)scales)[block] << 16) : ((const float*)scales)[block];
 }
 
@@ -92,8 +106,18 @@ HZ_INLINE uint32_t extreme_of(const Element* x, uint32_t all) {
   }
 }
 
-// Scales of `batch` blocks from their extremes. Blocks whose quotients the reciprocal gives (see quotient_of), and none
-// of which rounds to more than the largest code, get theirs; the others get zero.
+// Reciprocals of scales, for blocks whose quotients they give (see quotient_of) and none of which rounds to more than
+// the largest code; zero for the others.
+template <int BITS>
+HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale, Ints finite) {
+  const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
+  const Ints easy = finite & (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) &
+                    ((Ints)scale << 16 == Ints{}) &
+                    (magnitude(extreme * reciprocal) < broadcast(BITS == 8 ? 127.49f : 8.49f));
+  return has_fused ? (Words)reciprocal & (Words)easy : Words{};
+}
+
+// Scales of `batch` blocks from their extremes, with `reciprocals_of` them; of one byte, before they are coded.
 template <class Type, int BITS>
 HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_bytes, float limit, float* scales,
                          float* reciprocals) {
@@ -101,21 +125,49 @@ HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_byt
     const Floats extreme = Type::widen(extremes + i);
     Floats scale = extreme / (BITS == 8 ? 127.0f : -8.0f);
     if (scale_bytes == 2) scale = (Floats)(bf16_of(scale) << 16);
-    scale = smaller(larger(scale, broadcast(-limit)), broadcast(limit));
+    if (scale_bytes != 1) scale = smaller(larger(scale, broadcast(-limit)), broadcast(limit));
     const Ints finite = magnitude(extreme) <= broadcast(0x1.fffffep127f), zero = scale == Floats{};
     const Words bits = (Words)scale & ~(Words)zero;  // -0 becomes +0
     store(scales + i, ((Words)finite & bits) | (~(Words)finite & 0x7fc00000));
-    const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
-    const Ints easy = finite & (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) &
-                      ((Ints)bits << 16 == Ints{}) &
-                      (magnitude(extreme * reciprocal) < broadcast(BITS == 8 ? 127.49f : 8.49f));
-    store(reciprocals + i, has_fused ? (Words)reciprocal & (Words)easy : Words{});
+    if (scale_bytes == 1) continue;
+    store(reciprocals + i, reciprocals_of<BITS>(extreme, (Floats)bits, finite));
+  }
+}
+
+// Codes the `count` scales of a batch that starts a span, writes codes, factors and behind a record's last the padding,
+// and makes the scales what a decoder multiplies by.
+template <class Type, int BITS>
+HZ_INLINE void code_scales(const typename Type::type* extremes, uint32_t count, uint32_t block, uint32_t blocks,
+                           uint32_t size, float limit, uint8_t* stored, float* scales, float* reciprocals) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t first = i / together(size) * together(size);
+    const uint32_t until = (uint32_t)between(0, first + together(size), count);
+    uint8_t* span = stored + factor_at(block + i, size);
+    if (i == first) {
+      uint32_t largest = 0;  // magnitude bits; those of a NaN are larger than any number's
+      for (uint32_t k = first; k < until; ++k) {
+        const uint32_t bits = bits_of(scales[k]) & 0x7fffffff;
+        largest = largest > bits ? largest : bits;
+      }
+      const float nearest = largest < 0x7f800000 ? as_bf16(float_of(largest) / 127.0f) : float_of(0x7fc00000);
+      const uint32_t factor = bits_of(nearest > limit ? limit : nearest) >> 16;
+      span[0] = (uint8_t)factor, span[1] = (uint8_t)(factor >> 8);
+    }
+    const float factor = float_of((uint32_t)(span[0] | span[1] << 8) << 16);
+    float quotient = factor > 0.0f ? scales[i] / factor : 0.0f;
+    quotient = quotient < -127.0f ? -127.0f : quotient > 127.0f ? 127.0f : quotient;
+    span[2 + i - first] = (uint8_t)bits_of(quotient + magic);
+    scales[i] = load_scale(stored, block + i, 1, size);
+    const uintptr_t end = span + 3 + i - first - stored;
+    if (block + i + 1 == blocks) std::memset(stored + end, 0, -end & 15);
+  }
+  for (uint32_t i = 0; i < batch; i += lanes) {
+    const Floats extreme = Type::widen(extremes + i), scale = load<Floats>(scales + i);
+    store(reciprocals + i, reciprocals_of<BITS>(extreme, scale, (Ints)(scale == scale)));
   }
 }
 
 // ---- codes ---------------------------------------------------------------------------------------------------------
-
-constexpr float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to nearest even
 
 HZ_INLINE Words mix(Words word) {
   word = (word ^ word >> 16) * 0x7feb352d;
@@ -199,7 +251,8 @@ HZ_INLINE Rounding rounding_of(const hz_bucket& bucket, const hz_tensor& tensor,
 }
 
 // Encodes up to `batch` blocks of `size` elements, the last one of `last`; nothing that matters follows up to
-// a multiple of 16. Scales are found for all of them first, so that no block waits for the divisions of its own.
+// a multiple of 16. Of blocks that share a factor all are among them. Scales are found for all of them first, so that
+// no block waits for the divisions of its own.
 template <class Type, int BITS>
 HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint32_t last, uint32_t block,
                              uint32_t blocks, const hz_bucket& bucket, uint32_t scale_bytes, Rounding rounding,
@@ -213,13 +266,15 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     std::memcpy(extremes + i, &bits, sizeof(Element));
   }
   scales_of<Type, BITS>(extremes, scale_bytes, bucket.limit, scales, reciprocals);
+  if (scale_bytes == 1)
+    code_scales<Type, BITS>(extremes, count, block, blocks, size, bucket.limit, record.scales, scales, reciprocals);
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t all = ((i + 1 < count ? size : last) + 15) & ~15u, column = (block + i) * size;
     const uint32_t noise[2] = {rounding.key, rounding.first_block * size + column};
     uint8_t* codes = record.codes + (size_t)column * BITS / 8;
     codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
-    store_scale(record.scales, block + i, blocks, scale_bytes, scales[i]);
+    if (scale_bytes > 1) store_scale(record.scales, block + i, blocks, scale_bytes, scales[i]);
   }
 }
 
@@ -245,19 +300,22 @@ static void encode(const hz_bucket& bucket, const Span& span) {
     const bool plain = !tensor.residual && !tensor.left && !bucket.rotation;
     const int64_t whole = between(0, present - at, plain ? (int64_t)size * batch : largest_block) / size;
     count = (uint32_t)between(0, between(0, whole, batch), span.end - block);
+    // Blocks that share a factor stay together: a cut one goes through the buffer with the others of its span.
+    const uint32_t least = bucket.scale_bytes == 1 ? (uint32_t)between(1, together(size), span.end - block) : 1;
+    count = count < least ? 0 : count / least * least;
     if (count && plain) {
       encode_blocks<Type, BITS>(x, count, size, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
                                 scales);
       continue;
     }
-    count = count ? count : 1;
+    count = count ? count : least;
     const uint32_t length = (uint32_t)between(0, tensor.chunk - at, count * size), all = (length + 15) & ~15u;
     const uint32_t here = (uint32_t)between(0, present - at, length);
     if (here) std::memcpy(padded, x, here * sizeof(Element));
     std::memset(padded + here, 0, (all - here) * sizeof(Element));
     if (plain) {
-      encode_blocks<Type, BITS>(padded, 1, length, block, span.blocks, bucket, bucket.scale_bytes, rounding, record,
-                                scales);
+      encode_blocks<Type, BITS>(padded, count, length - (count - 1) * size, block, span.blocks, bucket,
+                                bucket.scale_bytes, rounding, record, scales);
       continue;
     }
     for (uint32_t i = 0; i < all; i += lanes) store(sums + i, Type::widen(padded + i));
@@ -301,7 +359,7 @@ static void decode(const hz_bucket& bucket, const Span& span) {
     const int64_t at = (int64_t)block * bucket.block_size;
     const uint32_t count = (uint32_t)between(0, tensor.chunk - at, bucket.block_size), whole = count & ~15u;
     const uint8_t* codes = record.codes + at * BITS / 8;
-    const float scale = load_scale(record.scales, block, bucket.scale_bytes);
+    const float scale = load_scale(record.scales, block, bucket.scale_bytes, bucket.block_size);
     Element* to = target + at;
     if (bucket.rotation || tensor.residual) {
       const uint32_t all = (count + 15) & ~15u;
@@ -377,12 +435,12 @@ HZ_INLINE void add_peers(Record first, int64_t step, uint32_t bytes, uint32_t bl
   Floats scales[PEERS];
   uint32_t largest_scale = 0;
   for (int k = 0; k < PEERS; ++k) {
-    const float scale = load_scale(first.scales + k * step, block, bytes);
+    const float scale = load_scale(first.scales + k * step, block, bytes, size);
     const uint32_t bits = bits_of(scale) & 0x7fffffff;
     scales[k] = broadcast(scale);
     largest_scale = largest_scale > bits ? largest_scale : bits;
   }
-  if (has_fused && bytes == 2 && largest_scale < 247u << 23)  // 2^120: no product overflows
+  if (has_fused && bytes != 4 && largest_scale < 247u << 23)  // 2^120: no product overflows
     add_peers<BITS, PEERS, true>(codes, scales, step, all, starts, sums);
   else
     add_peers<BITS, PEERS, false>(codes, scales, step, all, starts, sums);

@@ -49,7 +49,7 @@ HZ_INLINE uint32_t bits_of(float x) {
   std::memcpy(&bits, &x, 4);
   return bits;
 }
-HZ_INLINE Floats broadcast(float x) { return Floats{} + x; }
+HZ_INLINE Floats broadcast(float x) { return x - Floats{}; }  // a sum with +0 would lose the sign of -0
 HZ_INLINE Floats magnitude(Floats x) { return (Floats)((Words)x & 0x7fffffff); }
 
 // Of numbers; what they make of NaN is left open.

@@ -15,7 +15,7 @@ from hzero.codecs import (
 )
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.layout import layout_of
-from hzero.codecs.reference import SCALE_DTYPES, scale_limit
+from hzero.codecs.scales import SCALE_DTYPES, SCALE_LEVELS, scale_limit
 from hzero.config import LOSSLESS, CodecConfig, CodecName
 from hzero.sharding.records import EXP_BLOCK, RecordFormat, record_format
 
@@ -57,7 +57,7 @@ class Codec:
 
     @property
     def scale(self) -> str:
-        """Type of the scales, ``bf16`` or ``fp32``; no meaning for ``none``, ``bf16`` and ``exp``."""
+        """Type of the scales, ``bf16``, ``fp32`` or ``int8``; no meaning for ``none``, ``bf16`` and ``exp``."""
         return self.config.scale
 
     @property
@@ -80,7 +80,8 @@ class Codec:
         """Largest absolute error of one round trip of a finite element.
 
         Args:
-            block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself).
+            block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself; scale ``int8``: of
+                the 512 elements that share a factor).
             dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
 
         Returns:
@@ -122,6 +123,10 @@ class Codec:
         roundoff, tiny = _ROUNDOFF[SCALE_DTYPES[self.format.scale_bytes]]
         single = 2.0**-24
         scale = absmax / levels
+        if self.format.scale_bytes == 1:
+            # A scale is off by half its step, or, clamped, by what all its codes together lack of the factor.
+            roundoff = 2 * roundoff + max(roundoff, (1 + roundoff) / (2 * SCALE_LEVELS)) + 2 * single
+            tiny = (SCALE_LEVELS + 2) * tiny
         clamped = any(scale > scale_limit(self.format, t) and absmax <= torch.finfo(t).max for t in _ROUNDOFF)
         # Largest distance of the stored scale from the exact one, and the resulting error of an element.
         drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150

@@ -12,11 +12,12 @@ import torch
 
 from hzero.codecs.arguments import Rounding
 from hzero.codecs.layout import layout_of
-from hzero.codecs.reference import noise_key, scale_limit
+from hzero.codecs.reference import noise_key
+from hzero.codecs.scales import scale_limit
 from hzero.sharding.records import EXP_BLOCK, RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 4, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 5, 40, 6, 256
 
 _TENSOR = np.dtype(
     [

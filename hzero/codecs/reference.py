@@ -16,14 +16,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hzero.codecs import exponents
+from hzero.codecs import exponents, scales
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.codecs.layout import Layout, layout_of
 from hzero.codecs.rotation import rotate
 from hzero.sharding.records import RecordFormat
 
-SCALE_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-_SCALE_BITS = {2: 8, 4: 24}  # significant bits of each
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
@@ -252,9 +250,9 @@ def _encode_staged(
     if not staged.numel():
         return staged.new_empty(0, dtype=torch.uint8)
     blocks = staged.view(rows, layout.row_blocks, fmt.block_size)
-    scales = _scales(blocks, fmt, dtype)
+    multiplied, stored = scales.encode(blocks, layout, fmt, dtype)
     # A block of zero or NaN scale has no codes: dividing by infinity makes them zero.
-    divisors = scales.float().masked_fill((scales == 0) | scales.isnan(), math.inf)
+    divisors = multiplied.masked_fill((multiplied == 0) | multiplied.isnan(), math.inf)
     blocks.div_(divisors.unsqueeze(-1))
     if rounding.stochastic:
         staged.add_(_noise(staged, rounding.seed)).floor_()
@@ -267,49 +265,9 @@ def _encode_staged(
         pairs = codes.view(torch.int16)
         codes = ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
     payload = staged.new_zeros(rows * layout.row_bytes, dtype=torch.uint8)
-    for written, own in _regions(payload, codes.view(torch.uint8), scales, layout, fmt, outer):
+    for written, own in _regions(payload, codes.view(torch.uint8), stored, layout, fmt, outer):
         written.copy_(own)
     return payload
-
-
-def _scales(blocks: torch.Tensor, fmt: RecordFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Scales ``[rows, blocks]`` in their storage type; NaN for a block that holds NaN or infinity."""
-    if fmt.codec == "int8":
-        extremes, level = torch.maximum(-blocks.amin(-1), blocks.amax(-1)), 127.0
-    else:
-        extremes, level = _extremes(blocks), -8.0
-    # On CUDA a division by a Python number multiplies by its reciprocal, which is not the same last bit.
-    scales = extremes / extremes.new_full((), level)
-    limit = scale_limit(fmt, dtype)
-    # Adding zero turns -0 into +0: a block without a scale has one bit pattern, and decodes to +0.
-    stored = scales.to(SCALE_DTYPES[fmt.scale_bytes]).clamp_(-limit, limit).add_(0.0)
-    return stored.masked_fill_(~extremes.isfinite(), math.nan)
-
-
-def _extremes(blocks: torch.Tensor) -> torch.Tensor:
-    """Element of largest magnitude of each block, with its sign; the first one where several reach it."""
-    if not blocks.is_cpu:
-        return _first_extremes(blocks)
-    low, high = blocks.amin(-1), blocks.amax(-1)
-    extremes = torch.where(-low > high, low, high)
-    # An argmax takes ten times as long, so only blocks where both signs reach the magnitude get one. On a device the
-    # host would have to wait to find them.
-    tied = (-low == high) & (high > 0)
-    if tied.any():
-        extremes[tied] = _first_extremes(blocks[tied])
-    return extremes
-
-
-def _first_extremes(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
-
-
-@functools.lru_cache(maxsize=64)
-def scale_limit(fmt: RecordFormat, dtype: torch.dtype) -> float:
-    """Largest scale whose largest code still decodes to a finite number of the source type."""
-    mantissa, exponent = math.frexp(torch.finfo(dtype).max / -fmt.codes.lowest)
-    bits = _SCALE_BITS[fmt.scale_bytes]
-    return math.ldexp(math.floor(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, inner: int) -> torch.Tensor:
@@ -324,8 +282,8 @@ def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, out
     if not width:
         return payload.new_empty(rows, 0, dtype=torch.float32)
     codes = payload.new_zeros(rows, width)
-    scales = payload.new_empty(rows, layout.row_blocks, dtype=SCALE_DTYPES[fmt.scale_bytes])
-    for written, own in _regions(payload, codes, scales, layout, fmt, outer):
+    stored = payload.new_empty(rows, sum(map(fmt.scales_bytes, layout.chunks)))
+    for written, own in _regions(payload, codes, stored, layout, fmt, outer):
         own.copy_(written)
     codes = codes.view(torch.int8)
     if fmt.codec == "int4":
@@ -333,7 +291,7 @@ def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, out
         low = high.bitwise_left_shift(12).bitwise_right_shift_(12).bitwise_and_(0xFF)
         codes = high.bitwise_right_shift_(4).bitwise_left_shift_(8).bitwise_or_(low).view(torch.int8)
     values = codes.to(torch.float32)
-    values.view(rows, layout.row_blocks, fmt.block_size).mul_(scales.float().unsqueeze(-1))
+    values.view(rows, layout.row_blocks, fmt.block_size).mul_(scales.decode(stored, layout, fmt).unsqueeze(-1))
     return values
 
 
@@ -448,14 +406,14 @@ def _columns(staged: torch.Tensor, layout: Layout, fmt: RecordFormat) -> Sequenc
 
 
 def _regions(
-    payload: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int
+    payload: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of views ``[outer, inner, ..]`` of each tensor's codes, then scales: in the payload, and as staged.
 
     Args:
         payload: uint8 message.
         codes: uint8 ``[rows, bytes of all blocks]``.
-        scales: ``[rows, blocks]`` in their storage type.
+        stored: uint8 ``[rows, bytes of all scales]``.
         layout: Of the message.
         fmt: Of the message.
         outer: Of the message.
@@ -463,17 +421,17 @@ def _regions(
     inner = codes.shape[0] // outer
     counts = [fmt.blocks(chunk) for chunk in layout.chunks]
     per_block = fmt.block_size * fmt.codes.bits // 8
-    staged = zip(codes.split([count * per_block for count in counts], dim=1), scales.split(counts, dim=1))
+    sizes = [fmt.scales_bytes(chunk) for chunk in layout.chunks]
+    staged = zip(codes.split([count * per_block for count in counts], dim=1), stored.split(sizes, dim=1))
     records = _records(payload, layout, outer, inner, torch.uint8)
-    for record, (code, scale), chunk, count, offset in zip(
-        records, staged, layout.chunks, counts, layout.scales_offsets
+    for record, (code, scale), chunk, bytes_, offset in zip(
+        records, staged, layout.chunks, sizes, layout.scales_offsets
     ):
         if not chunk:
             continue
         size = fmt.code_bytes(chunk, 0)
         yield record[..., :size], code[:, :size].view(outer, inner, size)
-        written = record[..., offset : offset + count * fmt.scale_bytes].view(scales.dtype)
-        yield written, scale.view(outer, inner, count)
+        yield record[..., offset : offset + bytes_], scale.view(outer, inner, bytes_)
 
 
 def _records(payload: torch.Tensor, layout: Layout, outer: int, inner: int, dtype: torch.dtype) -> list[torch.Tensor]:

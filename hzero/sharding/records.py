@@ -12,8 +12,10 @@ from hzero.config import CodecConfig, CodecName
 ALIGNMENT = 16
 
 #: Bytes of a scale, by the name of its type.
-SCALE_BYTES = {"bf16": 2, "fp32": 4}
+SCALE_BYTES = {"bf16": 2, "fp32": 4, "int8": 1}
 
+#: Elements whose ``int8`` scales share a factor, and the bytes of it.
+FACTOR_SPAN, FACTOR_BYTES = 512, 2
 
 #: Elements that are rotated together; 0 rotates none.
 ROTATIONS = (0, 64, 128)
@@ -82,6 +84,11 @@ class RecordFormat(NamedTuple):
         """Bytes of a scale; 0 for codecs without scales."""
         return SCALE_BYTES.get(self.scale, 0)
 
+    def scales_bytes(self, numel: int) -> int:
+        """Bytes of the scales of ``numel`` elements, factors included, without padding."""
+        factors = -(-numel // FACTOR_SPAN) * FACTOR_BYTES if self.scale == "int8" else 0
+        return self.blocks(numel) * self.scale_bytes + factors
+
     @property
     def codes(self) -> BlockCodes:
         """The codes of a block codec."""
@@ -105,7 +112,7 @@ class RecordFormat(NamedTuple):
 
     def record_bytes(self, numel: int, itemsize: int) -> int:
         """Bytes of the whole record; 0 for an empty one."""
-        behind = self.blocks(numel) * self.scale_bytes
+        behind = self.scales_bytes(numel)
         if self.codec == "exp":
             behind = 3 * self.blocks(numel) + numel // EXP_BLOCK * EXP_ESCAPES + min(numel % EXP_BLOCK, EXP_ESCAPES)
         return self.scales_offset(numel, itemsize) + _aligned(behind)

@@ -316,7 +316,12 @@ def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, in
         (lambda: encode(how=("int8", 24, "bf16", 0)), ValueError, "block_size: found 24, expected a multiple of 16"),
         (lambda: encode(how=("int8", 0, "bf16", 0)), ValueError, "block_size: found 0"),
         (lambda: encode(how=("int4", 8192, "bf16", 0)), ValueError, "block_size: found 8192"),
-        (lambda: encode(how=("int4", 16, "fp16", 0)), ValueError, "scale: found 'fp16', possible: bf16, fp32"),
+        (lambda: encode(how=("int4", 16, "fp16", 0)), ValueError, "scale: found 'fp16', possible: bf16, fp32, int8"),
+        (
+            lambda: encode(how=("int4", 48, "int8", 0)),
+            ValueError,
+            "block_size: found 48 with scale 'int8', possible: 32, 64, 128, 256",
+        ),
         (lambda: encode(how=("int4", 64, "bf16", 32)), ValueError, "rotation: found 32, possible: 0, 64, 128, if it div"),
         (lambda: encode(how=("int4", 64, "bf16", 128)), ValueError, "rotation: found 128, .* the block size 64"),
         (lambda: difference([X[:3]]), ValueError, r"base: found \[3\] elements, expected \[40\]"),

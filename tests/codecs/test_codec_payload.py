@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import Codec, reference
-from hzero.config import SUMMED, CodecConfig
+from hzero.config import CODED_SCALES, SUMMED, CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "payload_format.md"
@@ -55,9 +55,12 @@ def noise(seed: int, row: int, column: int) -> np.float32:
     return np.float32(((mix(mix(row ^ key) ^ column) >> 16) + 0.5) * 2.0**-16)
 
 
-def limited(scale_bits: int, wide: bool, codec: str, dtype: torch.dtype) -> int:
+LEVELS = {"int8": 127, "int4": 8}
+
+
+def limited(scale_bits: int, wide: bool, level: int, dtype: torch.dtype) -> int:
     """The scale's bits after the limit, by walking down from it."""
-    largest, level = Fraction(torch.finfo(dtype).max), {"int8": 127, "int4": 8}[codec]
+    largest = Fraction(torch.finfo(dtype).max)
     sign, width = (0x80000000, 0) if wide else (0x8000, 16)
     magnitude = scale_bits & (sign - 1)
     infinity = 0x7F800000 >> width
@@ -88,6 +91,36 @@ def rotated(values: list[np.float32], size: int, factor: float = 1) -> list[np.f
     return values
 
 
+def exact_scale(block: list[np.float32], codec: str) -> np.float32:
+    extreme = np.float32(0)
+    for x in block:
+        if abs(x) > abs(extreme):
+            extreme = x
+    return abs(extreme) / np.float32(127) if codec == "int8" else extreme / np.float32(-8)
+
+
+def naive_coded_scales(values: list[np.float32], cfg: CodecConfig, dtype: torch.dtype) -> list[tuple[bytes, int]]:
+    """What is stored for each block, a factor before the first of 512 elements; and the bits of the bfloat16 scale."""
+    out: list[tuple[bytes, int]] = []
+    largest = limited(0x7F7F, False, LEVELS[cfg.codec], dtype)
+    for start in range(0, len(values), 512):
+        span = values[start : start + 512]
+        blocks = [span[i : i + cfg.block_size] for i in range(0, len(span), cfg.block_size)]
+        if not all(math.isfinite(x) for x in span):
+            out += [((b"\xc0\x7f" if i == 0 else b"") + b"\0", 0x7FC0) for i in range(len(blocks))]
+            continue
+        exact = [exact_scale(block, cfg.codec) for block in blocks]
+        factor_bits = to_bf16(max(abs(scale) for scale in exact) / np.float32(127))
+        while factor_bits and Fraction(float(float_of(factor_bits << 16))) * 127 > Fraction(float(float_of(largest << 16))):
+            factor_bits -= 1
+        factor = float_of(factor_bits << 16)
+        for i, scale in enumerate(exact):
+            code = int(min(max(np.rint(scale / factor), -127), 127)) if factor else 0
+            product = (bits_of(np.float32(code) * factor) + 0x8000) >> 16  # ties away from zero
+            out.append(((factor_bits.to_bytes(2, "little") if i == 0 else b"") + bytes([code % 256]), product))
+    return out
+
+
 def naive_record(
     values: list[np.float32], cfg: CodecConfig, dtype: torch.dtype, seed: int, row: int, column: int
 ) -> bytes:
@@ -95,19 +128,17 @@ def naive_record(
     if cfg.rotation:
         values = rotated(values, cfg.rotation, 1 / cfg.rotation)
     wide = cfg.scale == "fp32"
+    coded = naive_coded_scales(values, cfg, dtype) if cfg.scale == "int8" else []
     for first in range(0, len(values), cfg.block_size):
         block = values[first : first + cfg.block_size]
-        if all(math.isfinite(x) for x in block):
-            extreme = np.float32(0)
-            for x in block:
-                if abs(x) > abs(extreme):
-                    extreme = x
-            extreme = abs(extreme) if cfg.codec == "int8" else extreme
-            exact = extreme / np.float32(127 if cfg.codec == "int8" else -8)
-            scale_bits = limited(bits_of(exact) if wide else to_bf16(exact), wide, cfg.codec, dtype)
+        if coded:
+            stored, scale_bits = coded[first // cfg.block_size]
+        elif all(math.isfinite(x) for x in block):
+            exact = exact_scale(block, cfg.codec)
+            scale_bits = limited(bits_of(exact) if wide else to_bf16(exact), wide, LEVELS[cfg.codec], dtype)
         else:
             scale_bits = 0x7FC00000 if wide else 0x7FC0
-        scales += scale_bits.to_bytes(4 if wide else 2, "little")
+        scales += stored if coded else scale_bits.to_bytes(4 if wide else 2, "little")
         scale = float_of(scale_bits if wide else scale_bits << 16)
         low, high = (-127, 127) if cfg.codec == "int8" else (-8, 7)
         for i, x in enumerate(block):
@@ -166,7 +197,12 @@ def naive_decoded(message: bytes, chunk: int, cfg: CodecConfig) -> list[np.float
     out, size = [], 4 if cfg.scale == "fp32" else 2
     for i, code in enumerate(codes[:chunk]):
         at = start + i // cfg.block_size * size
+        if cfg.scale == "int8":
+            at = start + i // 512 * (2 + 512 // cfg.block_size)
         scale = float_of(int.from_bytes(message[at : at + size], "little") << (0 if size == 4 else 16))
+        if cfg.scale == "int8":
+            scaled = np.float32((message[at + 2 + i % 512 // cfg.block_size] + 128) % 256 - 128) * scale
+            scale = float_of((bits_of(scaled) + 0x8000) % 2**32 >> 16 << 16)
         out.append(np.float32((code + half) % (2 * half) - half) * scale)
     return rotated(out, cfg.rotation) if cfg.rotation else out
 
@@ -213,7 +249,7 @@ LAYOUTS = [
 @st.composite
 def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[int], list[int], int], torch.dtype]:
     dtype, layout = draw(st.sampled_from(FLOATS)), draw(st.sampled_from(LAYOUTS))
-    chunks = draw(st.lists(st.sampled_from([0, 1, 2, 7, 15, 16, 17, 33, 48, 65]), min_size=1, max_size=3))
+    chunks = draw(st.lists(st.sampled_from([0, 1, 2, 7, 15, 16, 17, 33, 48, 65, 530]), min_size=1, max_size=3))
     source = []
     for chunk in chunks:
         whole = math.prod(layout[0]) * chunk
@@ -224,16 +260,18 @@ def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[
 
 def config(codec: str, blocks: tuple[int, int], scale: str, rounding: str) -> CodecConfig:
     rotation = blocks[1] if codec in ("int8", "int4") else 0
+    coded = codec in ("int8", "int4") and blocks[0] in CODED_SCALES
+    scale = "bf16" if scale == "int8" and not coded else scale
     return CodecConfig(codec=codec, block_size=blocks[0], rotation=rotation, scale=scale, rounding=rounding)
 
 
 #: Sizes of a block, and of what is rotated together.
-BLOCKS = [(16, 0), (128, 64), (384, 128)]
+BLOCKS = [(16, 0), (32, 0), (128, 64), (384, 128)]
 configs = st.builds(
     config,
     codec=st.sampled_from(SUMMED),
     blocks=st.sampled_from([(16, 0), (32, 0), (48, 0), (64, 64), (128, 64)]),
-    scale=st.sampled_from(["bf16", "fp32"]),
+    scale=st.sampled_from(["bf16", "fp32", "int8"]),
     rounding=st.sampled_from(["nearest", "stochastic"]),
 )
 
@@ -249,7 +287,7 @@ def test_encode_is_the_page_bit_for_bit(bucket: Any, cfg: CodecConfig, seed: int
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("scale", ["bf16", "fp32", "int8"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
@@ -285,7 +323,7 @@ def test_decode_puts_every_shard_back(bucket: Any, cfg: CodecConfig) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-@pytest.mark.parametrize("scale", ["bf16", "fp32"])
+@pytest.mark.parametrize("scale", ["bf16", "fp32", "int8"])
 @pytest.mark.parametrize("blocks", BLOCKS)
 @np.errstate(all="ignore")
 def test_decode_is_code_times_scale(codec: str, scale: str, blocks: tuple[int, int]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.config import CODED_SCALES
 from hzero.sharding.records import ROTATIONS, RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -134,9 +135,10 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     backend.decode_add(payload, messages, case.fmt, case.dtype, got)
     if not same([t.cpu() for t in got], want):
         yield "decode_add: sums differ"
-    outs = itertools.product(("int8", "int4"), ("bf16", "fp32"))
-    for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 4):
-        out = RecordFormat.of(codec, case.fmt.block_size, scale, case.fmt.rotation * (scale == "bf16"))
+    scales = ("bf16", "fp32", "int8") if case.fmt.block_size in CODED_SCALES else ("bf16", "fp32")
+    outs = itertools.product(("int8", "int4"), scales)
+    for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 6):
+        out = RecordFormat.of(codec, case.fmt.block_size, scale, case.fmt.rotation * (scale != "fp32"))
         how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
         if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
             yield f"decode_sum_encode: to {codec} with {scale} scales differs"
@@ -161,9 +163,10 @@ def _feedback_disagreements(
 def random_case(seed: int, *, largest: int = 3000) -> Case:
     """A case of many kinds, awkward sizes on purpose."""
     draw = random.Random(seed)
-    block_size = draw.choice([16, 48, 64, 128, 192, 256, 384, 512, 1024, 1040, 2048, 4096])
+    block_size = draw.choice([16, 32, 48, 64, 128, 192, 256, 384, 512, 1024, 1040, 2048, 4096])
     rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
-    fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, draw.choice(["bf16", "bf16", "fp32"]), rotation)
+    scale = draw.choice(["bf16", "int8", "fp32"] if block_size in CODED_SCALES else ["bf16", "bf16", "fp32"])
+    fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, scale, rotation)
     outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])
     if draw.random() < 0.5:
         sizes, strides = (outer * inner,), (1,)
@@ -171,7 +174,7 @@ def random_case(seed: int, *, largest: int = 3000) -> Case:
         sizes, strides = (outer, inner), (1, outer)
     else:
         sizes, strides = (inner, 1, outer), (outer, 1, 1)
-    lengths = [0, 1, 2, 15, 16, 17, 31, 33, block_size - 1, block_size, block_size + 1, draw.randint(1, largest)]
+    lengths = [0, 1, 2, 15, 16, 17, 31, 33, 511, 513, block_size - 1, block_size, block_size + 1, draw.randint(1, largest)]
     chunks = tuple(draw.choice(lengths) for _ in range(draw.randint(1, 4)))
     return Case(
         chunks=chunks,
