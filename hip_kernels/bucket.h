@@ -5,7 +5,7 @@
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
-#define HZ_BUCKET_VERSION 4  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 5  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -39,13 +39,16 @@ struct hz_bucket {
   hz_u32 outer;  // pieces of the payload; the peers of a sum
   hz_u32 inner;  // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;  // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line, in the
+                      // host's codecs zfp and mpc those that are worked on together
   hz_u32 scale_bytes;
   hz_u32 out_scale_bytes;
   float limit;        // largest scale to be written
   hz_u32 stochastic;  // 0: to nearest even
   hz_u32 key;         // of stochastic rounding, made from the seed
   hz_u32 rotation;    // elements that are rotated together, 64 or 128, which divide a block; 0: none
+  hz_u32 rate;        // bits of a value in codec zfp
+  hz_u32 dimension;   // distance of the values that codec mpc subtracts
   hz_u32 difference;  // 1: residuals of an encoding have the type of the source and a factor of -1
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..

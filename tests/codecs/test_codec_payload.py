@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import Codec, reference
-from hzero.config import SUMMED, CodecConfig
+from hzero.config import NAMED, CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "payload_format.md"
@@ -231,7 +231,7 @@ def config(codec: str, blocks: tuple[int, int], scale: str, rounding: str) -> Co
 BLOCKS = [(16, 0), (128, 64), (384, 128)]
 configs = st.builds(
     config,
-    codec=st.sampled_from(SUMMED),
+    codec=st.sampled_from(NAMED),
     blocks=st.sampled_from([(16, 0), (32, 0), (48, 0), (64, 64), (128, 64)]),
     scale=st.sampled_from(["bf16", "fp32"]),
     rounding=st.sampled_from(["nearest", "stochastic"]),

@@ -12,6 +12,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.config import SUMMED
 from hzero.sharding.records import ROTATIONS, RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,7 +108,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         places = (got.cpu() != message).nonzero().flatten()[:8].tolist()
         yield f"encode: bytes {places} of {message.numel()} differ"
 
-    if case.fmt.codec != "exp":  # nothing is lost that could be fed back
+    if case.fmt.codec in SUMMED:  # of the others nothing is lost that could be fed back
         yield from _feedback_disagreements(backend, case, device, source, there)
 
     payload = message.to(device)
@@ -136,7 +137,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         yield "decode_add: sums differ"
     outs = itertools.product(("int8", "int4"), ("bf16", "fp32"))
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 4):
-        out = RecordFormat.of(codec, case.fmt.block_size, scale, case.fmt.rotation * (scale == "bf16"))
+        out = RecordFormat.of(codec, case.fmt.block_size if case.fmt.scale_bytes else 64, scale, case.fmt.rotation * (scale == "bf16"))
         how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
         if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
             yield f"decode_sum_encode: to {codec} with {scale} scales differs"
