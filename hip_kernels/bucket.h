@@ -39,8 +39,8 @@ struct hz_bucket {
   hz_u32 outer;  // pieces of the payload; the peers of a sum
   hz_u32 inner;  // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;  // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line, in the
-                      // host's codecs zfp and mpc those that are worked on together
+  hz_u32 block_size;  // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line;
+                      // in codecs zfp and mpc, which are the host's alone, those that are worked on together
   hz_u32 scale_bytes;
   hz_u32 out_scale_bytes;
   float limit;        // largest scale to be written

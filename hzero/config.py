@@ -121,8 +121,8 @@ class CodecConfig(Frozen):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale: Literal["bf16", "fp32"] = "bf16"
     rotation: Literal[0, 64, 128] = 0
-    rate: int | None = Field(None, ge=4, le=24)
-    dimension: int | None = Field(None, ge=1, le=32)
+    rate: int | None = Field(default=None, ge=4, le=24)
+    dimension: int | None = Field(default=None, ge=1, le=32)
 
     @model_validator(mode="after")
     def _rotates(self) -> CodecConfig:
@@ -130,7 +130,6 @@ class CodecConfig(Frozen):
             found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
             raise ValueError(f"{found}; possible with int8 and int4, where it divides block_size")
         return self
-
 
     @model_validator(mode="after")
     def _own_settings(self) -> CodecConfig:

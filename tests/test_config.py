@@ -134,7 +134,10 @@ BAD: list[tuple[Any, str]] = [
         "hzero.codecs.weights.gpu: found 'mpc', whose messages have no fixed size, as resident weights have; possible: none",
     ),
     ({"codecs": {"except": {"*": "mpc"}}}, "hzero.codecs.except.*: found 'mpc', whose messages have no fixed size"),
-    ({"codecs": {"weights": {"gpu": "zfp"}}}, "hzero.codecs.weights.gpu: found codec zfp without rate, the bits of a value"),
+    (
+        {"codecs": {"weights": {"gpu": "zfp"}}},
+        "hzero.codecs.weights.gpu: found codec zfp without rate, the bits of a value",
+    ),
     ({"codecs": {"weights": {"gpu": {"codec": "zfp", "rate": 25}}}}, "hzero.codecs.weights.gpu.rate: found 25"),
     (
         {"codecs": {"weights": {"gpu": {"codec": "int8", "rate": 8}}}},

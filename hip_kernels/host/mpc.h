@@ -1,5 +1,5 @@
-// Codec mpc on a processor, on spans of chunks of 1024 words, to decode, or of whole records, to encode: where the words
-// of a chunk go depends on those before. Part of codec.cpp, compiled once for each instruction set.
+// Codec mpc on a processor, on spans of chunks of 1024 words, to decode, or of whole records, to encode: where the
+// words of a chunk go depends on those before. Part of codec.cpp, compiled once for each instruction set.
 #pragma once
 
 namespace hz {

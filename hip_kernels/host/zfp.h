@@ -1,5 +1,6 @@
 // Codec zfp on a processor, on spans of groups: 16 blocks of four values, which take `rate` words of 64 bits. Part of
-// codec.cpp, compiled once for each instruction set. Blocks depend on nothing, but the bits of one are found one by one.
+// codec.cpp, compiled once for each instruction set. Blocks depend on nothing, but the bits of one are found one by
+// one.
 #pragma once
 
 namespace hz {
@@ -13,7 +14,8 @@ struct Bits {
   uint64_t low = 0, high = 0;
   uint32_t count = 0;
 
-  inline __attribute__((always_inline)) void put(uint64_t bits, uint32_t more) {  // fewer than 64; what is beyond 128 is dropped
+  inline __attribute__((always_inline)) void put(uint64_t bits,
+                                                 uint32_t more) {  // fewer than 64; what is beyond 128 is dropped
     if (count < 64) {
       low |= bits << count;
       if (count) high |= bits >> (64 - count);
@@ -56,8 +58,8 @@ HZ_INLINE Bits zfp_bits(const float* values, uint32_t rate) {
                               ((uint32_t)z + negabinary) ^ negabinary, ((uint32_t)w + negabinary) ^ negabinary};
   uint32_t seen = 0;
   for (uint32_t k = 32; k-- > 0 && bits.count < 4 * rate;) {
-    uint32_t plane = (digits[0] >> k & 1) | (digits[1] >> k & 1) << 1 | (digits[2] >> k & 1) << 2 |
-                     (digits[3] >> k & 1) << 3;
+    uint32_t plane =
+        (digits[0] >> k & 1) | (digits[1] >> k & 1) << 1 | (digits[2] >> k & 1) << 2 | (digits[3] >> k & 1) << 3;
     bits.put(plane & ((1u << seen) - 1), seen);
     plane >>= seen;
     while (seen < 4) {
@@ -219,7 +221,8 @@ static void decode_sum_zfp(const hz_bucket& bucket, const Span& span) {
     for (uint32_t peer = 0; peer < bucket.outer; ++peer) {
       zfp_read(first.codes + peer * (int64_t)bucket.inner * bucket.row_bytes, tensor.record_bytes, group, count,
                bucket.rate, values);
-      for (uint32_t i = 0; i < zfp_group; i += lanes) store(sums + i, load<Floats>(sums + i) + load<Floats>(values + i));
+      for (uint32_t i = 0; i < zfp_group; i += lanes)
+        store(sums + i, load<Floats>(sums + i) + load<Floats>(values + i));
     }
     std::memcpy((float*)tensor.data + place, sums, count * sizeof(float));
   }

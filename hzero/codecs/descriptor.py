@@ -103,8 +103,8 @@ class Shape:
     def fits(self) -> bool:
         """Whether kernels can do it.
 
-        They take shards of fewer than 2**31 elements and records of fewer than 2**32 bytes, rows of at most six axes, and no more workgroups than a device
-        starts: AMD's devices count threads in 32 bits.
+        They take shards of fewer than 2**31 elements and records of fewer than 2**32 bytes, rows of at most six axes, and
+        no more workgroups than a device starts: AMD's devices count threads in 32 bits.
         """
         longest = max(self.chunks)
         if longest >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
@@ -130,7 +130,11 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
         bucket = np.zeros((), BUCKET)
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
         bucket["block_size"], bucket["scale_bytes"] = shape.block_size, shape.fmt.scale_bytes
-        bucket["rotation"], bucket["rate"], bucket["dimension"] = shape.fmt.rotation, shape.fmt.rate, shape.fmt.dimension
+        bucket["rotation"], bucket["rate"], bucket["dimension"] = (
+            shape.fmt.rotation,
+            shape.fmt.rate,
+            shape.fmt.dimension,
+        )
         if shape.fmt.scale_bytes:
             bucket["limit"] = scale_limit(shape.out or shape.fmt, torch.float32 if shape.out else shape.dtype)
         bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes

@@ -59,7 +59,9 @@ def _check_format(prefix: str, fmt: RecordFormat) -> RecordFormat:
             )
     for name, codec, low, high in (("rate", "zfp", 4, 24), ("dimension", "mpc", 1, 32)):
         if fmt.codec == codec and not low <= getattr(fmt, name) <= high:
-            raise ValueError(f"{prefix}{name}: found {getattr(fmt, name)}, possible with codec {codec}: {low} to {high}")
+            raise ValueError(
+                f"{prefix}{name}: found {getattr(fmt, name)}, possible with codec {codec}: {low} to {high}"
+            )
     return RecordFormat.of(*fmt)
 
 

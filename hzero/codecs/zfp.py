@@ -99,7 +99,9 @@ def _writing(device: torch.device) -> torch.Tensor:
 @functools.cache
 def _reading(device: torch.device) -> torch.Tensor:
     """int64 ``[3, 5 * 8 * 128]``: `values_of` by ``seen``, bits present, up to 7, and bits."""
-    every = [values_of(bits, n, seen) for seen in range(5) for n in range(_LONGEST + 1) for bits in range(1 << _LONGEST)]
+    every = [
+        values_of(bits, n, seen) for seen in range(5) for n in range(_LONGEST + 1) for bits in range(1 << _LONGEST)
+    ]
     return torch.tensor(every).t().contiguous().to(device)
 
 

@@ -41,7 +41,9 @@ def checked(lengths: torch.Tensor, size: int, what: str) -> list[int]:
     found: list[int] = lengths.view(torch.int64).tolist()
     for length in found:
         if not 0 < length <= size or length % 16:
-            raise HopError(f"hzero: {what} in codec mpc: found a record of {length} bytes, expected a multiple of 16 to {size}")
+            raise HopError(
+                f"hzero: {what} in codec mpc: found a record of {length} bytes, expected a multiple of 16 to {size}"
+            )
     return found
 
 
@@ -137,7 +139,8 @@ def cut_of(
     else:
         told = yield from transport.spread(lane, lengths, root, what, **how)
     every = [
-        [checked(part, sizes[0], bucket.label) for part in sender] for sender in told.view(torch.int64).view(-1, parts, rows)
+        [checked(part, sizes[0], bucket.label) for part in sender]
+        for sender in told.view(torch.int64).view(-1, parts, rows)
     ]
     length = max(sum(part) for sender in every for part in sender)
     arriving = [sender[place if parts > 1 else 0] for sender in every]

@@ -65,7 +65,9 @@ class TieredMoves(TieredCollectives):
             message = rows.transpose(0, 1).contiguous().view(-1)
             outer *= hop.size
             message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=world, seed=seed)
-            cut = yield from cut_of(self, self._transport, hop, bucket, message, codec, world // hop.size, parts=hop.size)
+            cut = yield from cut_of(
+                self, self._transport, hop, bucket, message, codec, world // hop.size, parts=hop.size
+            )
             message = cut.of(message)
             arrived = yield from self._transport.scatter(
                 bucket.lane(hop.tier),

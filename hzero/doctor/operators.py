@@ -29,7 +29,10 @@ def examine_operators(findings: Findings) -> list[dict[str, Any]]:
             findings.add(DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}")
         groups: tuple[tuple[tuple[CodecName, ...], str, str], ...] = (
             (("int8", "int4", "exp"), chosen.name, chosen.why),
-            (("zfp", "mpc"), *((chosen.name, chosen.why) if kind == "cpu" else ("reference", "no kernels for devices"))),
+            (
+                ("zfp", "mpc"),
+                *((chosen.name, chosen.why) if kind == "cpu" else ("reference", "no kernels for devices")),
+            ),
             (("none", "bf16"), "reference", "copies and casts, which torch does at the speed of memory"),
         )
         for codecs, name, why in groups:

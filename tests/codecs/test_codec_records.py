@@ -46,7 +46,9 @@ from hzero.sharding.records import RecordFormat, chunk_numel, record_format
 def test_record_sizes(
     codec: str, scale: str, block_size: int, numel: int, itemsize: int, codes: int, scales_at: int, record: int
 ) -> None:
-    fmt = record_format(CodecConfig(codec=codec, scale=scale, block_size=block_size, rate=9 if codec == "zfp" else None))
+    fmt = record_format(
+        CodecConfig(codec=codec, scale=scale, block_size=block_size, rate=9 if codec == "zfp" else None)
+    )
     assert fmt.code_bytes(numel, itemsize) == codes
     assert fmt.scales_offset(numel, itemsize) == scales_at
     assert fmt.record_bytes(numel, itemsize) == record

@@ -160,7 +160,9 @@ def test_sums_and_other_sources_are_refused() -> None:
     with pytest.raises(TypeError, match=r"source\[0\]: found torch.bfloat16, expected float32: codec mpc encodes no"):
         own.encode([x.bfloat16()], [40])
     message = own.encode([x], [40])
-    with pytest.raises(ValueError, match="out_codec: found 'mpc', whose messages have no fixed size, as those of sums have"):
+    with pytest.raises(
+        ValueError, match="out_codec: found 'mpc', whose messages have no fixed size, as those of sums have"
+    ):
         own.decode_sum_encode(message, 1, [40], inner=1, dtype=torch.float32, to=own, outer=1)
     assert torch.equal(own.decode_sum(message, 1, [40], inner=1, dtype=torch.float32)[0], x)
 

@@ -137,7 +137,9 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         yield "decode_add: sums differ"
     outs = itertools.product(("int8", "int4"), ("bf16", "fp32"))
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 4):
-        out = RecordFormat.of(codec, case.fmt.block_size if case.fmt.scale_bytes else 64, scale, case.fmt.rotation * (scale == "bf16"))
+        out = RecordFormat.of(
+            codec, case.fmt.block_size if case.fmt.scale_bytes else 64, scale, case.fmt.rotation * (scale == "bf16")
+        )
         how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
         if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
             yield f"decode_sum_encode: to {codec} with {scale} scales differs"
