@@ -40,13 +40,16 @@ struct hz_bucket {
   hz_u32 outer;  // pieces of the payload; the peers of a sum
   hz_u32 inner;  // rows of a piece
   hz_u32 out_inner;
-  hz_u32 block_size;   // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line
+  hz_u32 block_size;   // elements that share a scale, a multiple of 16; in codec exp those of a block or of a line;
+                       // in codecs zfp and mpc, which are the host's alone, those that are worked on together
   hz_u32 scale_bytes;  // of a scale: 4, 2, or 1 with a bfloat16 factor before those of every HZ_FACTOR_SPAN elements
   hz_u32 out_scale_bytes;
   float limit;        // largest scale to be written; of one byte, largest factor
   hz_u32 stochastic;  // 0: to nearest even
   hz_u32 key;         // of stochastic rounding, made from the seed
   hz_u32 rotation;    // elements that are rotated together, 64 or 128, which divide a block; 0: none
+  hz_u32 rate;        // bits of a value in codec zfp
+  hz_u32 dimension;   // distance of the values that codec mpc subtracts
   hz_u32 difference;  // 1: residuals of an encoding have the type of the source and a factor of -1
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..

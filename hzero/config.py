@@ -16,7 +16,7 @@ Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
 #: The ranks that a state is sharded over, see `tiers_inside`. The order of `SCOPES` is narrowest first.
 Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluster", "world"]
 #: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp"]
+CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mpc"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
 #: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
@@ -32,10 +32,17 @@ CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 #: Block sizes whose scales may be codes themselves, with one factor for 512 elements.
 CODED_SCALES = (32, 64, 128, 256)
 #: Codecs that give back every bit of what they take.
-LOSSLESS: tuple[CodecName, ...] = ("none", "exp")
+LOSSLESS: tuple[CodecName, ...] = ("none", "exp", "mpc")
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 #: Codecs that take any type, and so sums, which are float32.
-SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
+SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4", "zfp")
+#: Codecs of sums, and of a stage's weights, that need no setting beside their name.
+NAMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
+#: Why the others take no sums.
+NOT_SUMMED: dict[CodecName, str] = {
+    "exp": "which holds bfloat16 numbers, and sums are float32",
+    "mpc": "whose messages have no fixed size, as those of sums have",
+}
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 
 
@@ -98,7 +105,8 @@ class CodecConfig(Frozen):
 
     Attributes:
         codec: Codec of the hop. Its name alone, in place of the block, takes the defaults of the other keys. `exp` gives back
-            every bit of bfloat16 weights in three quarters of their bytes.
+            every bit of bfloat16 weights in three quarters of their bytes. `zfp` has a fixed `rate`. `mpc` gives back every bit
+            of float32 in a number of bytes that depends on the data, in copies of a `Communicator` alone.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder.
         scale: Type of the scales. `int8` codes the scales themselves, with a bf16 factor for every 512 elements: blocks of
@@ -107,6 +115,9 @@ class CodecConfig(Frozen):
         rotation: Of `int8` and `int4`: elements that a Hadamard rotation mixes before they are coded, 64 or 128, which have to
             divide `block_size`; 0, the default, mixes none. Less is lost where few elements are far larger than the rest.
             Elements near the end of their type's range, as float16's 65504, may overflow.
+        rate: Of `zfp`, which needs it: bits of a value.
+        dimension: Of `mpc`: distance of the earlier value that is subtracted from each, such as the number of interleaved
+            series; by default 1.
     """
 
     codec: CodecName
@@ -114,6 +125,8 @@ class CodecConfig(Frozen):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale: Literal["bf16", "fp32", "int8"] = "bf16"
     rotation: Literal[0, 64, 128] = 0
+    rate: int | None = Field(default=None, ge=4, le=24)
+    dimension: int | None = Field(default=None, ge=1, le=32)
 
     @model_validator(mode="after")
     def _rotates(self) -> CodecConfig:
@@ -126,7 +139,18 @@ class CodecConfig(Frozen):
     def _codes_scales(self) -> CodecConfig:
         if self.scale == "int8" and (self.codec not in ("int8", "int4") or self.block_size not in CODED_SCALES):
             found = f"found scale 'int8' with codec {self.codec} and block_size {self.block_size}"
-            raise ValueError(f"{found}; possible with int8 and int4 and a block_size of {', '.join(map(str, CODED_SCALES))}")
+            raise ValueError(
+                f"{found}; possible with int8 and int4 and a block_size of {', '.join(map(str, CODED_SCALES))}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _own_settings(self) -> CodecConfig:
+        if self.codec == "zfp" and self.rate is None:
+            raise ValueError("found codec zfp without rate, the bits of a value; possible: 4 to 24")
+        for name, codec in (("rate", "zfp"), ("dimension", "mpc")):
+            if self.codec != codec and (value := getattr(self, name)) is not None:
+                raise ValueError(f"found {name} {value} with codec {self.codec}; possible with {codec}")
         return self
 
 

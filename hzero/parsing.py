@@ -8,8 +8,10 @@ from typing import Any
 
 from hzero.config import (
     BASE_TIERS,
+    CODECS,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PRESET,
+    NOT_SUMMED,
     OPTIONAL_TIERS,
     PRESETS,
     ROLES,
@@ -25,7 +27,7 @@ from hzero.config import (
 from hzero.validation import ConfigError, one_of, validated
 
 #: Codecs of differences between weights.
-_OF_DIFFERENCES = ("int4", "int8", "bf16")
+_OF_DIFFERENCES = ("int4", "int8", "bf16", "zfp")
 
 
 def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
@@ -82,8 +84,13 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     for key, codec in summed.items():
         if codec.codec not in SUMMED:
             raise ConfigError(
-                f"{path}.codecs.{key}: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: "
-                f"{', '.join(SUMMED)}"
+                f"{path}.codecs.{key}: found {codec.codec!r}, {NOT_SUMMED[codec.codec]}; possible: {', '.join(SUMMED)}"
+            )
+    for tier in parsed.codecs.weights.written:
+        if parsed.codecs.weights[tier].codec == "mpc":
+            raise ConfigError(
+                f"{path}.codecs.weights.{tier}: found 'mpc', whose messages have no fixed size, as resident weights have; "
+                f"possible: {', '.join(codec for codec in CODECS if codec != 'mpc')}"
             )
     every = tiers_outside(shard.weights)
     refreshed = [tier for tier in every if tier in parsed.codecs.weights.written] or every

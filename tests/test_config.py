@@ -131,6 +131,28 @@ BAD: list[tuple[Any, str]] = [
         "hzero.codecs.gradients.gpu: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, int8",
     ),
     (
+        {"codecs": {"gradients": {"node": "mpc"}}},
+        "hzero.codecs.gradients.node: found 'mpc', whose messages have no fixed size, as those of sums have; possible: none",
+    ),
+    (
+        {"codecs": {"weights": {"gpu": "mpc"}}},
+        "hzero.codecs.weights.gpu: found 'mpc', whose messages have no fixed size, as resident weights have; possible: none",
+    ),
+    ({"codecs": {"except": {"*": "mpc"}}}, "hzero.codecs.except.*: found 'mpc', whose messages have no fixed size"),
+    (
+        {"codecs": {"weights": {"gpu": "zfp"}}},
+        "hzero.codecs.weights.gpu: found codec zfp without rate, the bits of a value",
+    ),
+    ({"codecs": {"weights": {"gpu": {"codec": "zfp", "rate": 25}}}}, "hzero.codecs.weights.gpu.rate: found 25"),
+    (
+        {"codecs": {"weights": {"gpu": {"codec": "int8", "rate": 8}}}},
+        "hzero.codecs.weights.gpu: found rate 8 with codec int8; possible with zfp",
+    ),
+    (
+        {"codecs": {"weights": {"gpu": {"codec": "bf16", "dimension": 1}}}},
+        "hzero.codecs.weights.gpu: found dimension 1 with codec bf16; possible with mpc",
+    ),
+    (
         {"codecs": {"weights": {"node": "exp"}}, "refresh_differences": True},
         "hzero.refresh_differences: weights are refreshed on gpu, node with codec exp",
     ),
@@ -141,7 +163,7 @@ BAD: list[tuple[Any, str]] = [
     (
         {"preset": "lossless", "refresh_differences": True},
         "weights are refreshed on gpu, node with codec none, where a difference has no fewer bytes and is rounded; possible "
-        "with int4, int8, bf16 in hzero.codecs.weights",
+        "with int4, int8, bf16, zfp in hzero.codecs.weights",
     ),
     (
         {"codecs": {"except": {"*norm*": "nine"}}},

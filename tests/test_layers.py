@@ -27,7 +27,7 @@ LAYERS = [
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
     "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report", "benchmarks.paper_region",
-    "benchmarks.tune_report", "benchmarks.ddp_hooks",
+    "benchmarks.tune_report", "benchmarks.ddp_hooks", "benchmarks.paper_codecs",
     "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.memory", "benchmarks.safeguards",
     "benchmarks.saves", "benchmarks.faults", "benchmarks.soak", "benchmarks.step_time",
     "examples", "tests",

@@ -515,6 +515,8 @@ static void decode_sum_encode(const hz_bucket& bucket, const Span& span) {
 }  // namespace hz
 
 #include "exponents.h"
+#include "mpc.h"
+#include "zfp.h"
 
 namespace hz {
 namespace HZ_ISA {

@@ -26,7 +26,18 @@
   DO(decode_exp_fp32, decode_exponents<Fp32>)              \
   DO(decode_exp_bf16, decode_exponents<Bf16>)              \
   DO(decode_exp_fp16, decode_exponents<Fp16>)              \
-  DO(decode_sum_exp, decode_sum_exponents)
+  DO(decode_sum_exp, decode_sum_exponents)                 \
+  DO(encode_zfp_fp32, encode_zfp<Fp32>)                    \
+  DO(encode_zfp_bf16, encode_zfp<Bf16>)                    \
+  DO(encode_zfp_fp16, encode_zfp<Fp16>)                    \
+  DO(decode_zfp_fp32, decode_zfp<Fp32>)                    \
+  DO(decode_zfp_bf16, decode_zfp<Bf16>)                    \
+  DO(decode_zfp_fp16, decode_zfp<Fp16>)                    \
+  DO(decode_sum_zfp, decode_sum_zfp)                       \
+  DO(encode_mpc_fp32, encode_mpc)                          \
+  DO(decode_mpc_fp32, decode_mpc<Fp32>)                    \
+  DO(decode_mpc_bf16, decode_mpc<Bf16>)                    \
+  DO(decode_mpc_fp16, decode_mpc<Fp16>)
 
 namespace hz {
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from hzero.arguments import Parser
-from hzero.config import SUMMED, CodecName, TopologyConfig
+from hzero.config import NAMED, NOT_SUMMED, CodecName, TopologyConfig
 from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, validated
 
@@ -93,8 +93,9 @@ class LinksSettings(BaseModel):
     @classmethod
     def _split(cls, value: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(value.split(",")))
-        if "exp" in names:
-            raise ValueError(f"found 'exp', which gradients cannot have; possible: {', '.join(SUMMED)}")
+        for name, why in {**NOT_SUMMED, "zfp": "which needs a rate beside its name"}.items():
+            if name in names:
+                raise ValueError(f"found {name!r}, {why}; possible: {', '.join(NAMED)}")
         return names
 
     @field_validator("out")
@@ -149,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     add("--min-bytes", default="4K", metavar="SIZE", help="smallest size, such as 512, 4K, 16M or 1G (default 4K)")
     add("--max-bytes", default="16M", metavar="SIZE", help="largest size (default 16M)")
     add("--factor", default="4", metavar="N", help="ratio of one size to the one before (default 4)")
-    add("--codecs", default="none,int8,int4", help=f"codecs of the hops, of {', '.join(SUMMED)} (default %(default)s)")
+    add("--codecs", default="none,int8,int4", help=f"codecs of the hops, of {', '.join(NAMED)} (default %(default)s)")
     add("--dtype", default="auto", help="type of the elements: auto (bf16 on GPUs, fp32 on processors), fp32, bf16")
     add("--device", default="auto", help="auto (GPUs if torch has them) or cpu")
     add("--iterations", default="20", metavar="N", help="timed iterations per measurement (default 20)")

@@ -12,6 +12,7 @@ import torch
 from hzero.codecs import (
     exponents,
     ops,  # noqa: F401 - defines the operators
+    zfp,
 )
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.layout import layout_of
@@ -52,12 +53,12 @@ class Codec:
 
     @property
     def block_size(self) -> int:
-        """Elements that share a scale; no meaning for ``none``, ``bf16`` and ``exp``, which have no scales."""
+        """Elements that share a scale; no meaning for codecs other than ``int8`` and ``int4``, which have no scales."""
         return self.config.block_size
 
     @property
     def scale(self) -> str:
-        """Type of the scales, ``bf16``, ``fp32`` or ``int8``; no meaning for ``none``, ``bf16`` and ``exp``."""
+        """Type of the scales, ``bf16``, ``fp32`` or ``int8``; no meaning for codecs without scales."""
         return self.config.scale
 
     @property
@@ -72,7 +73,7 @@ class Codec:
 
     @property
     def bits(self) -> float:
-        """Bits per element in a long record, scales included; for codec ``none`` those of float32."""
+        """Bits per element in a long record, scales included; for ``none`` those of float32, for ``mpc`` the most."""
         numel = EXP_BLOCK * self.config.block_size
         return 8 * self.format.record_bytes(numel, torch.float32.itemsize) / numel
 
@@ -80,17 +81,17 @@ class Codec:
         """Largest absolute error of one round trip of a finite element.
 
         Args:
-            block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself; scale ``int8``: of
-                the 512 elements that share a factor).
+            block_absmax: Largest magnitude in the element's block (codec ``bf16``: of the element itself; codec ``zfp``: of its
+                four; scale ``int8``: of the 512 elements that share a factor).
             dtype: Target type; also the source type, unless that is wider and nothing exceeds the range of ``dtype``.
 
         Returns:
-            The bound, in the unit of the elements; infinity where ``bf16``, ``exp`` or a rotation may overflow.
+            The bound, in the unit of the elements; infinity where a decoded element may overflow.
             docs/payload_format.md derives it.
         """
         relative, tiny = _ROUNDOFF[dtype]
         if self.exact:
-            if self.name == "none" or dtype != torch.float16:
+            if self.name == "none" or dtype == torch.float32 or (self.name, dtype) == ("exp", torch.bfloat16):
                 return 0.0
             return block_absmax * relative + tiny if block_absmax <= torch.finfo(dtype).max else math.inf
         if self.name == "bf16":
@@ -102,6 +103,8 @@ class Codec:
             error, exact = self._block_error(block_absmax), (torch.float32, torch.float32)
         if dtype not in exact:
             error += (block_absmax + error) * relative + tiny
+        if self.name == "zfp" and block_absmax + error > torch.finfo(dtype).max:
+            return math.inf
         if self.format.rotation:
             summed = self.format.rotation * block_absmax + error  # the largest partial sum, in float32
             if summed > torch.finfo(torch.float32).max or block_absmax + error > torch.finfo(dtype).max:
@@ -109,7 +112,9 @@ class Codec:
         return error
 
     def _block_error(self, absmax: float) -> float:
-        """`error_bound` of a block codec in float32."""
+        """`error_bound` of a codec with blocks in float32."""
+        if self.name == "zfp":
+            return zfp.error_bound(absmax, self.format.rate)
         size = self.format.rotation
         if not size:
             return self._code_error(absmax)

@@ -18,6 +18,8 @@ from hzero.sharding.records import EXP_BLOCK, RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
 VERSION, TENSORS, AXES, THREADS = 5, 40, 6, 256
+#: ``zfp_group`` of the host's codec ``zfp``: elements whose blocks take whole words.
+ZFP_GROUP = 64
 
 _TENSOR = np.dtype(
     [
@@ -37,7 +39,7 @@ BUCKET = np.dtype(
         *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
         *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size", "scale_bytes", "out_scale_bytes")),
         ("limit", "f4"),
-        *((name, "u4") for name in ("stochastic", "key", "rotation", "difference", "axes")),
+        *((name, "u4") for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "axes")),
         *((name, "u4", AXES) for name in ("sizes", "strides")),
         *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
         ("tensor", _TENSOR, TENSORS),
@@ -62,7 +64,8 @@ class Shape:
         out: Format of a second payload, to write, or None.
         out_outer: Pieces of that payload.
         wave: Lanes of the device's wave; 0 for a processor.
-        encodes: Whether the payload is written. Codec ``exp`` encodes whole blocks and decodes single lines.
+        encodes: Whether the payload is written. Codec ``exp`` encodes whole blocks and decodes single lines, codec ``mpc``
+            encodes whole records and decodes single chunks.
     """
 
     chunks: tuple[int, ...]
@@ -81,7 +84,11 @@ class Shape:
     @property
     def block_size(self) -> int:
         """Elements that are worked on together."""
-        return EXP_BLOCK if self.encodes and self.fmt.codec == "exp" else self.fmt.block_size
+        if self.fmt.codec == "zfp":
+            return ZFP_GROUP
+        if self.encodes and self.fmt.codec in ("exp", "mpc"):
+            return EXP_BLOCK if self.fmt.codec == "exp" else max(self.chunks)
+        return self.fmt.block_size
 
     @property
     def lanes(self) -> int:
@@ -97,10 +104,13 @@ class Shape:
     def fits(self) -> bool:
         """Whether kernels can do it.
 
-        They take shards of fewer than 2**31 elements, rows of at most six axes, and no more workgroups than a device
-        starts: AMD's devices count threads in 32 bits.
+        They take shards of fewer than 2**31 elements and records of fewer than 2**32 bytes, rows of at most six axes, and
+        no more workgroups than a device starts: AMD's devices count threads in 32 bits.
         """
-        if max(self.chunks) >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
+        longest = max(self.chunks)
+        if longest >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
+            return False
+        if self.fmt.record_bytes(longest, self.dtype.itemsize) >= 2**32:
             return False
         return not self.wave or sum(self.groups(chunk) for chunk in self.chunks) * THREADS < 2**32
 
@@ -121,7 +131,11 @@ def _templates(shape: Shape) -> tuple[tuple[bytes, list[int]], ...]:
         bucket = np.zeros((), BUCKET)
         bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
         bucket["block_size"], bucket["scale_bytes"] = shape.block_size, shape.fmt.scale_bytes
-        bucket["rotation"] = shape.fmt.rotation
+        bucket["rotation"], bucket["rate"], bucket["dimension"] = (
+            shape.fmt.rotation,
+            shape.fmt.rate,
+            shape.fmt.dimension,
+        )
         if shape.fmt.scale_bytes:
             bucket["limit"] = scale_limit(shape.out or shape.fmt, torch.float32 if shape.out else shape.dtype)
         bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes

@@ -115,8 +115,9 @@ def _lines(layout: Layout, fmt: RecordFormat, device: torch.device) -> _Lines:
     return _Lines(block, first, last, numel, limit, torch.cat(heads).to(device))
 
 
-def encode(bits: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:
-    """Writes records of zeroed memory from the bits of bfloat16, int16 ``[rows, lines * 512]``, zero beyond a record."""
+def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:
+    """Writes records of zeroed memory from bfloat16 ``[rows, lines * 512]``, zero beyond a record."""
+    bits = values.view(torch.int16)
     rows, lines = bits.shape[0], _lines(layout, fmt, bits.device)
     exponents = ((bits >> 7) & 0xFF).view(rows, -1, EXP_LINE)
     bases = _bases(exponents)

@@ -17,7 +17,7 @@ import torch
 from hzero.codecs import outputs, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.descriptor import Shape, axes_of, buckets_of
-from hzero.sharding.records import RecordFormat
+from hzero.sharding.records import BLOCK_CODECS, RecordFormat
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -67,7 +67,7 @@ class Prepared:
 
 
 def _family(operation: str, fmt: RecordFormat) -> str:
-    """The file of a kernel: codec ``exp`` has one of its own."""
+    """The file of a kernel: codec ``exp`` has one of its own. The host's library has no files."""
     return "exponents" if fmt.codec == "exp" else operation
 
 
@@ -109,7 +109,11 @@ class KernelBackend:
     def decode_onto(self, *arguments: Any) -> None:
         """Adds what a message decodes to, where the tensors lie."""
         payload, rows, fmt, tensors = arguments
-        call = None if fmt.codec == "exp" else self.prepare_decode(payload, rows, fmt, tensors[0].dtype, onto=tensors)
+        if not tensors or fmt.codec not in BLOCK_CODECS:
+            dtype = tensors[0].dtype if tensors and fmt.codec == "none" else torch.float32
+            reference.add_onto(tensors, self.decode(payload, rows, fmt, dtype))
+            return
+        call = self.prepare_decode(payload, rows, fmt, tensors[0].dtype, onto=tensors)
         if call:
             call.run()
         else:
@@ -160,7 +164,7 @@ class KernelBackend:
         """`encode`, `encode_feedback` if residuals are given, or `encode_difference`; None if no kernel supports it."""
         dtype = source[0].dtype
         # With residuals, float32 sums are encoded.
-        shape = self._shape(rows, fmt, torch.float32 if residuals else dtype, encodes=fmt.codec == "exp")
+        shape = self._shape(rows, fmt, torch.float32 if residuals else dtype, encodes=fmt.codec not in BLOCK_CODECS)
         if shape is None:
             return None
         left: list[torch.Tensor] = []
@@ -233,11 +237,15 @@ class KernelBackend:
         kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{self._wide(shape)}"
         return Prepared([message], kernel, "decode_sum_encode", list(buckets), self.launcher, [payload])
 
+    def _has(self, fmt: RecordFormat) -> bool:
+        """Whether kernels have the codec: ``zfp`` and ``mpc`` only those of a processor."""
+        return fmt.block_size > 0 and not (self._wave and fmt.codec in ("zfp", "mpc"))
+
     # A bucket comes back in every step: its shape is found once.
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a process has few backends, and they last
     def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, encodes: bool = False) -> Shape | None:
-        if not fmt.block_size:
+        if not self._has(fmt):
             return None
         sizes, strides = axes_of(rows.sizes, rows.strides)
         where = (tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner)
@@ -252,7 +260,7 @@ class KernelBackend:
         out: RecordFormat | None = None,
         out_outer: int = 1,
     ) -> Shape | None:
-        if not fmt.block_size:
+        if not self._has(fmt) or fmt.codec == "mpc":
             return None
         peers, chunks, inner = messages
         sizes, strides = axes_of((inner,), (1,))

@@ -19,7 +19,7 @@ import torch
 
 from hzero.codecs import backends, outputs, reference
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
-from hzero.config import CODECS, CODED_SCALES, SUMMED
+from hzero.config import CODECS, CODED_SCALES, NOT_SUMMED, SUMMED
 from hzero.sharding.records import BLOCK_CODECS, ROTATIONS, SCALE_BYTES, RecordFormat
 
 #: Names of the operators.
@@ -34,6 +34,8 @@ OPERATORS = (
     "decode_sum_encode",
 )
 
+#: Codecs that encode one type alone.
+_ONLY = {"exp": torch.bfloat16, "mpc": torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: More rows than any world has ranks: their number is a 32-bit integer in kernels.
 _ROWS = 2**31
@@ -57,6 +59,11 @@ def _check_format(prefix: str, fmt: RecordFormat) -> RecordFormat:
             raise ValueError(
                 f"{prefix}rotation: found {fmt.rotation}, possible: {', '.join(map(str, ROTATIONS))}, if it divides the "
                 f"block size {fmt.block_size}"
+            )
+    for name, codec, low, high in (("rate", "zfp", 4, 24), ("dimension", "mpc", 1, 32)):
+        if fmt.codec == codec and not low <= getattr(fmt, name) <= high:
+            raise ValueError(
+                f"{prefix}{name}: found {getattr(fmt, name)}, possible with codec {codec}: {low} to {high}"
             )
     return RecordFormat.of(*fmt)
 
@@ -129,8 +136,10 @@ def _check_source(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat)
     if len(source) != len(rows.chunks):
         raise ValueError(f"source: found {len(source)} tensors for {len(rows.chunks)} chunks")
     dtype, device, total = source[0].dtype, source[0].device, rows.total
-    if fmt.codec == "exp" and dtype != torch.bfloat16:
-        raise TypeError(f"source[0]: found {dtype}, expected bfloat16: codec exp encodes no other type")
+    if dtype != (only := _ONLY.get(fmt.codec, dtype)):
+        raise TypeError(
+            f"source[0]: found {dtype}, expected {str(only).removeprefix('torch.')}: codec {fmt.codec} encodes no other type"
+        )
     for index, (tensor, chunk) in enumerate(zip(source, rows.chunks)):
         _check_dtype(tensor.dtype, f"source[{index}]")
         if tensor.dtype != dtype or tensor.device != device:
@@ -195,9 +204,7 @@ def _check_payload(
 
 def _check_sums(name: str, fmt: RecordFormat) -> None:
     if fmt.codec not in SUMMED:
-        raise ValueError(
-            f"{name}: found {fmt.codec!r}, which encodes bfloat16 alone, and sums are float32; possible: {', '.join(SUMMED)}"
-        )
+        raise ValueError(f"{name}: found {fmt.codec!r}, {NOT_SUMMED[fmt.codec]}; possible: {', '.join(SUMMED)}")
 
 
 class _Checks:

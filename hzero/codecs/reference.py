@@ -13,16 +13,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from hzero.codecs import exponents, scales
+from hzero.codecs import exponents, mpc, scales, zfp
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
 from hzero.codecs.layout import Layout, layout_of
 from hzero.codecs.rotation import rotate
+from hzero.config import CodecName
 from hzero.sharding.records import RecordFormat
 
 _WORD = 0xFFFFFFFF
+#: Codecs with modules of their own.
+_OWN: dict[CodecName, Any] = {"exp": exponents, "zfp": zfp, "mpc": mpc}
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
@@ -37,7 +41,7 @@ def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, roundi
     if not fmt.block_size:
         return _encode_elements(source, layout, fmt, rows)
     total = rows.total
-    kind = torch.float32 if fmt.scale_bytes else torch.bfloat16
+    kind = torch.bfloat16 if fmt.codec == "exp" else torch.float32
     staged = source[0].new_empty(total, layout.row_blocks * fmt.block_size, dtype=kind)
     for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, rows.chunks, total), rows.chunks):
         if column.shape[1] > chunk:
@@ -45,11 +49,11 @@ def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, roundi
             column = column[:, :chunk]
         column.view(*rows.sizes, chunk).copy_(_shards(flat, chunk, rows.sizes, rows.strides))
         rotate(column, chunk, fmt, 1 / max(fmt.rotation, 1))
-    if fmt.codec == "exp":
+    if fmt.codec in _OWN:
         payload = staged.new_zeros(total * layout.row_bytes, dtype=torch.uint8)
         if payload.numel():
             records = _records(payload, layout, rows.outer, rows.inner, torch.uint8)
-            exponents.encode(staged.view(torch.int16), records, layout, fmt)
+            _OWN[fmt.codec].encode(staged, records, layout, fmt)
         return payload
     return _encode_staged(staged, layout, fmt, rows.outer, dtype, rounding)
 
@@ -121,7 +125,12 @@ def decode_onto(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, tensors: C
     """Adds what a message decodes to; see `hzero.codecs.Codec.decode_onto`."""
     # Only codec none has to be told the type that was encoded.
     dtype = tensors[0].dtype if fmt.codec == "none" else torch.float32
-    for tensor, part in zip(tensors, decode(payload, rows, fmt, dtype)):
+    add_onto(tensors, decode(payload, rows, fmt, dtype))
+
+
+def add_onto(tensors: Changed, parts: Sequence[torch.Tensor]) -> None:
+    """Adds flat tensors in float32 to others, which have the sums rounded once."""
+    for tensor, part in zip(tensors, parts):
         tensor.copy_(part.to(torch.float32).add_(tensor.view(-1)).view(tensor.shape))
 
 
@@ -234,7 +243,7 @@ def alike(fmt: RecordFormat, out: RecordFormat) -> bool:
     return (fmt.block_size, fmt.rotation) == (out.block_size, out.rotation)
 
 
-# ---- blocks: codecs int8 and int4; codec exp is in hzero.codecs.exponents ---------------------------------------------
+# ---- blocks: codecs int8 and int4; the others have modules of their own -----------------------------------------------
 
 
 def _encode_staged(
@@ -273,10 +282,10 @@ def _encode_staged(
 def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, inner: int) -> torch.Tensor:
     """Float32 ``[rows, blocks * block_size]``; beyond a record's elements zero, or NaN where the block is.
 
-    Codec ``exp`` gives bfloat16, and anything beyond a record's elements.
+    Codecs with modules of their own give anything beyond a record's elements; codec ``exp`` gives bfloat16.
     """
-    if fmt.codec == "exp" and payload.numel():
-        return exponents.decode(_records(payload, layout, outer, inner, torch.uint8), outer * inner, layout, fmt)
+    if fmt.codec in _OWN and payload.numel():
+        return _OWN[fmt.codec].decode(_records(payload, layout, outer, inner, torch.uint8), outer * inner, layout, fmt)
     rows, width = outer * inner, layout.row_blocks * fmt.block_size
     width = width * fmt.codes.bits // 8 if fmt.scale_bytes else 0
     if not width:

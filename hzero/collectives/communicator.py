@@ -177,7 +177,7 @@ class Communicator:
             shard = self._tiered.used(held.pop())
             if codec.name == "none":
                 shard = shard.to(tensor.dtype)
-            elif hops[0].tier in self.plan.error_feedback:
+            elif hops[0].tier in self.plan.error_feedback and not codec.exact:
                 residuals, factors = self._feedback.of(hops[0].tier, bucket, [shard], 1.0)
                 message, left = codec.encode_feedback(
                     [shard], residuals, factors, [chunk], sizes=(1,), strides=(1,), seed=own
@@ -417,6 +417,9 @@ class Communicator:
             if isinstance(tensor, torch.Tensor):
                 found = f"{tensor.dtype} in layout {tensor.layout}"
             raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
+        copied = operation != "reduce_scatter" and any(hop.codec.codec == "mpc" for hop in self.plan.gather_hops())
+        if copied and tensor.dtype != torch.float32:
+            raise TypeError(f"{operation}: tensor: found {tensor.dtype}, possible with codec mpc in gather: float32")
         if tensor.device.type != self._device:
             raise ValueError(
                 f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {self._device}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hzero.collectives.errors import HopError
+from hzero.collectives.pipeline import Streams
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,13 @@ class Lost:
 
     blocks: torch.Tensor
     what: str
+
+    def check_or_keep(self, streams: Streams | None, kept: list[tuple[Any, Lost]]) -> None:
+        """`check` at once; on an asynchronous device, where that would make the host wait, keeps it behind an event."""
+        if streams is None:
+            self.check()
+        else:
+            kept.append((streams.event(), self))
 
     def check(self) -> None:
         """Raises HopError if there are any; the same on all ranks that have the message."""

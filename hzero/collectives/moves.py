@@ -10,6 +10,7 @@ import torch
 
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
+from hzero.collectives.cut import cut_of
 from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.tiered import TieredCollectives
 from hzero.config import TIERS
@@ -40,7 +41,7 @@ class TieredMoves(TieredCollectives):
             seed: Seed of stochastic rounding.
         """
         hops = self.plan.gather_hops()[::-1]
-        lanes = [bucket.lane(hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)]
+        lanes = [lane for hop in hops for lane in self.steps(hop, bucket)]
         return self.pipeline.submit(self._all_to_all(hops, bucket, tensor, then, seed), lanes)
 
     def _all_to_all(
@@ -64,7 +65,11 @@ class TieredMoves(TieredCollectives):
             message = rows.transpose(0, 1).contiguous().view(-1)
             outer *= hop.size
             message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=world, seed=seed)
-            message = yield from self._transport.scatter(
+            cut = yield from cut_of(
+                self, self._transport, hop, bucket, message, codec, world // hop.size, parts=hop.size
+            )
+            message = cut.of(message)
+            arrived = yield from self._transport.scatter(
                 bucket.lane(hop.tier),
                 message,
                 self._what(hop, bucket),
@@ -72,9 +77,10 @@ class TieredMoves(TieredCollectives):
                 self.received,
                 self.compare,
             )
+            message = cut.whole(arrived)
         # Rows are now those of the senders, outermost tier first.
         if grid.regular:
-            (arrived,) = codec.decode(
+            (swapped,) = codec.decode(
                 message,
                 bucket.chunks,
                 dtype=bucket.dtype,
@@ -85,8 +91,8 @@ class TieredMoves(TieredCollectives):
             (rows,) = codec.decode(message, bucket.chunks, dtype=bucket.dtype)
             places = product(*map(range, self.plan.hop_sizes[::-1]))
             senders = [grid.rank(**dict(zip(TIERS[::-1], place))) for place in places]
-            arrived = rows.view(world, -1)[torch.tensor(senders, device=rows.device).argsort()].view(-1)
-        return then(arrived)
+            swapped = rows.view(world, -1)[torch.tensor(senders, device=rows.device).argsort()].view(-1)
+        return then(swapped)
 
     def broadcast(
         self, bucket: Bucket, tensor: torch.Tensor, source: int, then: Callable[[torch.Tensor], T], *, seed: int = 0
@@ -107,7 +113,7 @@ class TieredMoves(TieredCollectives):
             # A rank takes part once its coordinates on the tiers further inside are the source's.
             if all(getattr(place, tier) == getattr(home, tier) for tier in TIERS[: TIERS.index(hop.tier)])
         )
-        lanes = [bucket.lane(hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)]
+        lanes = [lane for hop in hops for lane in self.steps(hop, bucket)]
         return self.pipeline.submit(self._broadcast(hops, bucket, tensor, source, then, seed), lanes)
 
     def _broadcast(
@@ -132,7 +138,9 @@ class TieredMoves(TieredCollectives):
             else:
                 message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=1, seed=seed)
             root = getattr(home, hop.tier)
-            message = yield from self._transport.spread(
+            cut = yield from cut_of(self, self._transport, hop, bucket, message, codec, 1, root=root)
+            message = cut.of(message)
+            arrived = yield from self._transport.spread(
                 bucket.lane(hop.tier),
                 message,
                 root,
@@ -147,5 +155,6 @@ class TieredMoves(TieredCollectives):
                 self.received,
                 self.compare,
             )
+            message = cut.whole(arrived)
         assert message is not None  # every rank takes part in the innermost hop
         return then(codec.decode(message, bucket.chunks, dtype=bucket.dtype)[0])

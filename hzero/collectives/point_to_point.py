@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hzero.codecs import Codec
+from hzero.codecs import Codec, mpc
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison, addressed, checksums
+from hzero.collectives.cut import checked, exchanges
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.record import Lane
@@ -86,6 +87,12 @@ class PointToPoint:
         def hops() -> Hops[None]:
             message = Codec.from_config(hop.codec).encode([self._tiered.used(tensor)], bucket.chunks, seed=seed)
             yield None
+            if exchanges(hop.codec):
+                length = mpc.used(message, [message.numel()])
+                pending = self._start(lane, length.view(torch.uint8), bucket, hop, target, sends=True)
+                yield pending
+                self._tiered.received(pending, length)
+                message = message[: int(length)]
             number = self._next(lane)
             pending = self._start(lane, message, bucket, hop, target, sends=True, counted=True)
             yield pending
@@ -96,7 +103,7 @@ class PointToPoint:
                 yield pending
                 self._tiered.received(pending, sums)
 
-        return self._tiered.pipeline.submit(hops(), self._lanes(lane))
+        return self._tiered.pipeline.submit(hops(), self._lanes(lane, hop))
 
     def receive(self, bucket: Bucket, like: torch.Tensor, source: int, then: Callable[[torch.Tensor], T]) -> Chain[T]:
         """Submits the receipt of a message.
@@ -113,7 +120,13 @@ class PointToPoint:
         def hops() -> Hops[T]:
             yield None
             number = self._next(lane)
-            message = like.new_empty(codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize), dtype=torch.uint8)
+            size = codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
+            message = like.new_zeros(size, dtype=torch.uint8)
+            if exchanges(hop.codec):
+                told = like.new_empty(8, dtype=torch.uint8)
+                pending = self._start(lane, told, bucket, hop, source, sends=False)
+                yield pending
+                message = message[: checked(self._tiered.received(pending, told), size, bucket.label)[0]]
             pending = self._start(lane, message, bucket, hop, source, sends=False, counted=True)
             yield pending
             self._tiered.received(pending, message)
@@ -125,9 +138,10 @@ class PointToPoint:
                 what = partial(self._describe, bucket, hop, source, False, message.nbytes)
                 arrived = _sums(message, number)
                 self._tiered.compare(Comparison(sent, arrived, [self._ranks[source]], number, what), message)
+            message = torch.nn.functional.pad(message, (0, size - message.numel()))
             return then(codec.decode(message, bucket.chunks, dtype=bucket.dtype)[0])
 
-        return self._tiered.pipeline.submit(hops(), self._lanes(lane))
+        return self._tiered.pipeline.submit(hops(), self._lanes(lane, hop))
 
     def _way(self, source: int, target: int) -> tuple[Hop, Lane]:
         """The outermost tier on which two ranks differ, and the lane of their messages.
@@ -140,8 +154,8 @@ class PointToPoint:
         lane = f"{self._name} {self._ranks[source]} to {self._ranks[target]}", tier
         return Hop(tier, 2, plan.codecs.weights[tier]), lane
 
-    def _lanes(self, lane: Lane) -> list[Lane]:
-        return [lane] * (1 + self._tiered.plan.checksum)
+    def _lanes(self, lane: Lane, hop: Hop) -> list[Lane]:
+        return [lane] * (1 + exchanges(hop.codec) + self._tiered.plan.checksum)
 
     def _next(self, lane: Lane) -> int:
         self._numbers[lane] += 1

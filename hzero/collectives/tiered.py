@@ -16,6 +16,7 @@ import torch
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison
+from hzero.collectives.cut import cut_of, exchanges
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.lost import Lost
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
@@ -115,8 +116,7 @@ class TieredCollectives:
             A chain with the result of ``then``.
         """
         algorithms = self._algorithms(hops, bucket, rows)
-        counts = [rounds(one, hop.size) * self._messages_of_a_hop for hop, one in zip(hops, algorithms)]
-        lanes = [bucket.lane(hop.tier) for hop, count in zip(hops, counts) for _ in range(count)]
+        lanes = [lane for hop, one in zip(hops, algorithms) for lane in self.steps(hop, bucket, one)]
         return self.pipeline.submit(
             self._gather(hops, algorithms, bucket, payload, codec, then, rows, seed), lanes, after
         )
@@ -147,9 +147,13 @@ class TieredCollectives:
         return self.used(received)
 
     @property
-    def _messages_of_a_hop(self) -> int:
+    def _messages(self) -> int:
         """The payload's, and that of the checksums."""
         return 1 + self.plan.checksum
+
+    def steps(self, hop: Hop, bucket: Bucket, algorithm: Algorithm = "library") -> list[Lane]:
+        """The lane of a hop, once for each collective."""
+        return [bucket.lane(hop.tier)] * ((rounds(algorithm, hop.size) + exchanges(hop.codec)) * self._messages)
 
     def compare(self, comparison: Comparison, message: torch.Tensor) -> None:
         """Compares checksums: at once, or on an asynchronous device, where that would make the host wait, in `verify`."""
@@ -202,7 +206,9 @@ class TieredCollectives:
         for hop, algorithm in zip(hops, algorithms):
             message, codec = self.transcode(bucket, message, codec, hop.codec, outer=outer, rows=rows, seed=seed)
             elements = outer * rows * sum(bucket.chunks)
-            message = yield from self._transport.gather(
+            cut = yield from cut_of(self, self._transport, hop, bucket, message, codec, outer * rows)
+            message = cut.of(message)
+            arrived = yield from self._transport.gather(
                 algorithm,
                 bucket.lane(hop.tier),
                 message,
@@ -211,18 +217,13 @@ class TieredCollectives:
                 self.received,
                 self.compare,
             )
+            message = cut.whole(arrived)
             outer *= hop.size
             if codec.name == "exp":
-                self._refuse_lost(hop, bucket, message, codec, outer)
+                lost = codec.lost(message, bucket.chunks, outer=outer)
+                found = Lost(lost, f"{self._what(hop, bucket)} on tier {hop.tier!r}")
+                found.check_or_keep(self.pipeline.streams, self._lost)
         return then(message, codec, outer)
-
-    def _refuse_lost(self, hop: Hop, bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int) -> None:
-        """Raises for blocks that codec ``exp`` could not hold: at once, or on an asynchronous device in `verify`."""
-        found = Lost(codec.lost(message, bucket.chunks, outer=outer), f"{self._what(hop, bucket)} on tier {hop.tier!r}")
-        if self.pipeline.streams is None:
-            found.check()
-        else:
-            self._lost.append((self.pipeline.streams.event(), found))
 
     def transcode(
         self,
@@ -330,7 +331,7 @@ class TieredCollectives:
         """
         return self.pipeline.submit(
             self._reduce(hops, bucket, tensors, rows, shard_order, seed, scale, into, then),
-            [bucket.lane(hop.tier) for hop in hops for _ in range(self._messages_of_a_hop)],
+            [lane for hop in hops for lane in self.steps(hop, bucket)],
         )
 
     def _reduce(
@@ -464,7 +465,7 @@ class TieredCollectives:
             )
 
         count = rounds(algorithm if lane[0] == "weights" else "library", self.plan.grid.size(lane[1]))
-        return self.pipeline.submit(hops(), [lane] * (count * self._messages_of_a_hop))
+        return self.pipeline.submit(hops(), [lane] * (count * self._messages))
 
     # ---- one hop -----------------------------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ import torch
 
 from hzero.codecs import Codec, backends
 from hzero.codecs.ops import OPERATORS
-from hzero.config import CodecConfig, CodecName
+from hzero.config import SUMMED, CodecConfig, CodecName
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 
 _CHUNKS = (517, 64)
+_RATE = 9  # bits of a value in codec zfp: blocks that end in the middle of a byte
 
 
 def examine_operators(findings: Findings) -> list[dict[str, Any]]:
@@ -28,6 +29,10 @@ def examine_operators(findings: Findings) -> list[dict[str, Any]]:
             findings.add(DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}")
         groups: tuple[tuple[tuple[CodecName, ...], str, str], ...] = (
             (("int8", "int4", "exp"), chosen.name, chosen.why),
+            (
+                ("zfp", "mpc"),
+                *((chosen.name, chosen.why) if kind == "cpu" else ("reference", "no kernels for devices")),
+            ),
             (("none", "bf16"), "reference", "copies and casts, which torch does at the speed of memory"),
         )
         for codecs, name, why in groups:
@@ -48,7 +53,7 @@ def examine_operators(findings: Findings) -> list[dict[str, Any]]:
 
 def _wrong(kind: str, codec: CodecName) -> list[str]:
     """Tries a codec's operators on a bucket of awkward sizes: differences from the reference on the same device."""
-    plain = Codec.from_config(CodecConfig(codec=codec, block_size=128))
+    plain = Codec.from_config(CodecConfig(codec=codec, block_size=128, rate=_RATE if codec == "zfp" else None))
     tried: dict[str, Codec] = {codec: plain}
     if plain.format.scale_bytes:
         tried[f"{codec} rotated"] = Codec.from_config(CodecConfig(codec=codec, block_size=128, rotation=128))
@@ -69,7 +74,7 @@ def _wrong(kind: str, codec: CodecName) -> list[str]:
 
 
 def _try(codec: Codec, source: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Results of every operator that the codec has: ``exp`` encodes no sums."""
+    """Results of every operator that the codec has: ``exp`` and ``mpc`` encode no sums."""
     sizes, strides, dtype = [2, 2], [1, 2], source[0].dtype
     message = codec.encode(source, _CHUNKS, sizes=sizes, strides=strides, outer=2)
     sums = [torch.ones(2 * chunk, device=message.device) for chunk in _CHUNKS]
@@ -82,7 +87,7 @@ def _try(codec: Codec, source: list[torch.Tensor]) -> dict[str, list[torch.Tenso
         "decode_sum": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=dtype),
         "decode_add": codec.decode_sum(message, 2, _CHUNKS, inner=2, dtype=dtype, into=sums),
     }
-    if codec.name == "exp":
+    if codec.name not in SUMMED:
         return results
     residuals = [torch.ones_like(tensor) for tensor in source]
     fed, left = codec.encode_feedback(source, residuals, [0.5, 2.0], _CHUNKS, sizes=sizes, strides=strides, outer=2)

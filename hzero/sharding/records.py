@@ -39,6 +39,9 @@ class BlockCodes(NamedTuple):
 BLOCK_CODECS: dict[CodecName, BlockCodes] = {"int8": BlockCodes(8, -127, 127), "int4": BlockCodes(4, -8, 7)}
 
 
+#: Codec ``zfp``: elements of a block. Codec ``mpc``: words of a chunk, and bytes before the bitmaps of a record.
+ZFP_BLOCK, MPC_CHUNK, MPC_HEADER = 4, 1024, 16
+
 #: Codec ``exp``: elements that share a window of exponents, those that share a list of escapes, and the longest list.
 EXP_LINE, EXP_BLOCK, EXP_ESCAPES = 512, 32768, 512
 
@@ -62,21 +65,32 @@ class RecordFormat(NamedTuple):
 
     Attributes:
         codec: Name of the codec.
-        block_size: Elements that share a scale, or in codec ``exp`` a window of exponents; 0 for the other codecs.
+        block_size: Elements that share a scale, or in codec ``exp`` a window of exponents; those of a block of codec ``zfp`` or
+            a chunk of codec ``mpc``; 0 for the other codecs.
         scale: Type of the scales, a key of `SCALE_BYTES`; "" without scales.
         rotation: Elements that are rotated together before they are coded, a divisor of the block's; 0: none are.
+        rate: Bits of a value in codec ``zfp``; else 0.
+        dimension: Distance of the values that codec ``mpc`` subtracts; else 0.
     """
 
     codec: CodecName
     block_size: int
     scale: str
     rotation: int = 0
+    rate: int = 0
+    dimension: int = 0
 
     @classmethod
-    def of(cls, codec: CodecName, block_size: int, scale: str, rotation: int = 0) -> RecordFormat:
+    def of(
+        cls, codec: CodecName, block_size: int, scale: str, rotation: int = 0, rate: int = 0, dimension: int = 0
+    ) -> RecordFormat:
         """The format of valid settings: two that differ only in settings without meaning give the same format."""
         if codec in BLOCK_CODECS:
             return cls(codec, block_size, scale, rotation)
+        if codec == "zfp":
+            return cls(codec, ZFP_BLOCK, "", rate=rate)
+        if codec == "mpc":
+            return cls(codec, MPC_CHUNK, "", dimension=dimension)
         return cls(codec, EXP_LINE if codec == "exp" else 0, "")
 
     @property
@@ -95,11 +109,21 @@ class RecordFormat(NamedTuple):
         return BLOCK_CODECS[self.codec]
 
     def blocks(self, numel: int) -> int:
-        """Scales of a record of ``numel`` elements, or windows of exponents."""
+        """Scales of a record of ``numel`` elements, or windows of exponents; blocks of ``zfp``, chunks of ``mpc``."""
         return -(-numel // self.block_size) if self.block_size else 0
 
     def code_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of the codes. ``itemsize`` is that of the decoded type; only codec ``none`` depends on it."""
+        """Bytes of the codes; in codec ``mpc`` the most that they can take.
+
+        ``itemsize`` is that of the decoded type; only codec ``none`` depends on it.
+        """
+        if self.codec == "zfp":
+            return -(-self.blocks(numel) * self.rate // 2)
+        if self.codec == "mpc":
+            # Bitmaps, and the words of bit planes, of which the last chunk has as many as its groups of 32 words and one.
+            rest = -(-(numel % MPC_CHUNK) // 32) * 32
+            words = numel // MPC_CHUNK * MPC_CHUNK + (min(rest + 1, MPC_CHUNK) if rest else 0)
+            return MPC_HEADER + self.blocks(numel) * MPC_CHUNK // 8 + 4 * words if numel else 0
         if self.codec == "exp":
             return _aligned(numel) + -(-numel // 2)
         if self.block_size:
@@ -129,9 +153,10 @@ def _row_bytes(fmt: RecordFormat, chunks: tuple[int, ...], itemsize: int) -> int
 
 def record_format(config: CodecConfig) -> RecordFormat:
     """The format of a codec's settings."""
-    return RecordFormat.of(config.codec, config.block_size, config.scale, config.rotation)
+    own = (config.rate or 0, config.dimension or 1)
+    return RecordFormat.of(config.codec, config.block_size, config.scale, config.rotation, *own)
 
 
 def element_bytes(config: CodecConfig, itemsize: int) -> float:
-    """Bytes of one element in a long record, scales included; ``itemsize`` is that of the decoded type."""
+    """Bytes of one element in a long record, scales included; of codec ``mpc`` the most. ``itemsize``: of the decoded type."""
     return record_format(config).record_bytes(1 << 16, itemsize) / (1 << 16)

@@ -37,13 +37,22 @@ from hzero.sharding.records import RecordFormat, chunk_numel, record_format
         ("exp", "bf16", 128, 1, 2, 17, 32, 48),
         ("exp", "fp32", 16, 513, 2, 528 + 257, 800, 800 + 528),
         ("exp", "bf16", 128, 32768, 4, 49152, 49152, 49152 + 704),
+        ("zfp", "bf16", 128, 0, 4, 0, 0, 0),
+        ("zfp", "bf16", 128, 1, 4, 5, 16, 16),
+        ("zfp", "fp32", 16, 29, 2, 36, 48, 48),
+        ("mpc", "bf16", 128, 0, 4, 0, 0, 0),
+        ("mpc", "bf16", 128, 1, 4, 16 + 128 + 4 * 33, 288, 288),
+        ("mpc", "bf16", 128, 1023, 4, 16 + 128 + 4096, 4240, 4240),
+        ("mpc", "bf16", 128, 2048 + 33, 2, 16 + 3 * 128 + 4 * (2048 + 65), 8864, 8864),
         ("exp", "bf16", 128, 32770, 2, 32784 + 16385, 49184, 49184 + 720),
     ],
 )
 def test_record_sizes(
     codec: str, scale: str, block_size: int, numel: int, itemsize: int, codes: int, scales_at: int, record: int
 ) -> None:
-    fmt = record_format(CodecConfig(codec=codec, scale=scale, block_size=block_size))
+    fmt = record_format(
+        CodecConfig(codec=codec, scale=scale, block_size=block_size, rate=9 if codec == "zfp" else None)
+    )
     assert fmt.code_bytes(numel, itemsize) == codes
     assert fmt.scales_offset(numel, itemsize) == scales_at
     assert fmt.record_bytes(numel, itemsize) == record
@@ -67,7 +76,7 @@ def test_chunk_is_deepspeeds_partition(numel: int, world: int, chunk: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_records_can_be_cut_out_and_joined_into_other_buckets(codec: str, dtype: torch.dtype) -> None:
     """Three tensors in one bucket, [outer][tensor][inner]; then two of them in another, by bytes alone."""
-    own = Codec.from_config(CodecConfig(codec=codec, block_size=16))
+    own = Codec.from_config(CodecConfig(codec=codec, block_size=16, rate=9 if codec == "zfp" else None))
     chunks, outer, inner = [21, 1, 40], 2, 3
     source = [
         torch.randn(outer * inner * chunk, generator=torch.Generator().manual_seed(chunk)).to(dtype) for chunk in chunks
@@ -95,3 +104,5 @@ def test_bits_an_element() -> None:
     assert Codec.from_config(CodecConfig(codec="bf16")).bits == 16
     assert Codec.from_config(CodecConfig(codec="none")).bits == 32
     assert Codec.from_config(CodecConfig(codec="exp")).bits == 12 + 11 * 8 / 512
+    assert Codec.from_config(CodecConfig(codec="zfp", rate=9)).bits == 9
+    assert Codec.from_config(CodecConfig(codec="mpc")).bits == 33 + 1 / 2**15

@@ -226,7 +226,7 @@ def test_sums_are_those_of_the_decoded_values_in_float32() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_opcheck() -> None:
-    ops, how = torch.ops.hzero, ("exp", 128, "bf16", 0)
+    ops, how = torch.ops.hzero, ("exp", 128, "bf16", 0, 0, 0)
     source, chunks = [source_of("weights", 84), source_of("weights", 4)], [21, 1]
     payload = EXP.encode(source, chunks, sizes=[4], outer=2)
     torch.library.opcheck(ops.encode, (source, chunks, [4], [1], 2, *how, False, 0))
@@ -234,7 +234,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.decode_sum, (payload, 2, chunks, 2, *how, BF16))
     torch.library.opcheck(ops.decode_add, (payload, 2, chunks, 2, *how, BF16, [torch.zeros(42), torch.zeros(2)]))
     torch.library.opcheck(
-        ops.decode_sum_encode, (payload, 2, chunks, 2, *how, BF16, 2, "int4", 32, "fp32", 0, False, 0)
+        ops.decode_sum_encode, (payload, 2, chunks, 2, *how, BF16, 2, "int4", 32, "fp32", 0, 0, 0, False, 0)
     )
 
 
@@ -251,7 +251,7 @@ def test_other_sources_are_refused() -> None:
         with pytest.raises(TypeError, match=rf"source\[0\]: found {dtype}, expected bfloat16: codec exp encodes no"):
             EXP.encode([x.to(dtype)], [40])
     message = EXP.encode([x.to(BF16)], [40])
-    with pytest.raises(ValueError, match="out_codec: found 'exp', which encodes bfloat16 alone, and sums are float32"):
+    with pytest.raises(ValueError, match="out_codec: found 'exp', which holds bfloat16 numbers, and sums are float32"):
         EXP.decode_sum_encode(message, 1, [40], inner=1, dtype=BF16, to=EXP, outer=1)
-    with pytest.raises(ValueError, match="codec: found 'exp', which encodes bfloat16 alone"):
+    with pytest.raises(ValueError, match="codec: found 'exp', which holds bfloat16 numbers"):
         EXP.encode_feedback([x.to(BF16)], [x], [1.0], [40], sizes=[1], strides=[1])

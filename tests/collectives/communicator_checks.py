@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.codecs import Codec
+from hzero.codecs import Codec, mpc
 from hzero.collectives import Communicator, HopError, Transport, communicator
 from hzero.collectives.point_to_point import PointToPoint
-from hzero.config import TIERS
+from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
 from tests.collectives.tiered_checks import GRIDS, WORLD, _same_everywhere
@@ -26,6 +26,7 @@ MIXES = [
     {"codecs": "int8"},
     {"codecs": {"node": "int4", "gpu": "int8"}, "gather": {"node": "int8", "gpu": "bf16"}},
     {"codecs": {"node": {"codec": "int8", "rounding": "stochastic"}, "gcd": "int8"}, "gather": "int4"},
+    {"codecs": {"node": {"codec": "zfp", "rate": 9}, "gpu": {"codec": "zfp", "rate": 16}, "gcd": "int8"}},
 ]
 
 
@@ -81,6 +82,54 @@ def check_copies_with_codec_none_are_the_same_bits() -> None:
             for source in (0, WORLD - 1):
                 assert _bits_equal(group.broadcast(mine, source), everyone[source])
         assert _bits_equal(group.all_gather(mine[0, 0, 0]), torch.stack([tensor[0, 0, 0] for tensor in everyone]))
+
+
+def check_copies_with_codec_mpc_are_the_same_bits_in_fewer_bytes() -> None:
+    """Each rank's data need another number of bytes; some have bits of NaNs."""
+    rank = dist.get_rank()
+    after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
+    algorithm = {"algorithm": "doubling", "below_bytes": 1 << 20}
+    for grid, checksum in itertools.product(SOME, (False, True)):
+        group = _communicator(grid, gather="mpc", checksum=checksum, node_all_gather=algorithm)
+        everyone = [tensor.round(decimals=member) for member, tensor in enumerate(_everyones((WORLD, 601)))]
+        everyone[1][1] = torch.arange(601).to(torch.int32).add(0x7F800001).view(torch.float32)
+        mine = everyone[rank]
+        assert _bits_equal(group.all_gather(mine), torch.cat(everyone))
+        assert _bits_equal(group.all_to_all(mine), torch.stack([tensor[rank] for tensor in everyone]))
+        for source in (0, 1):
+            assert _bits_equal(group.broadcast(mine, source), everyone[source])
+        sent = group.send(mine, after, async_op=True)
+        assert _bits_equal(group.recv(mine, before), everyone[before])
+        sent.wait()
+        plain = _communicator(grid)
+        whole = [tensor.nan_to_num() for tensor in everyone]
+        reduced = group.all_reduce(whole[rank])
+        _same_everywhere([reduced])
+        assert torch.equal(reduced, plain.all_reduce(whole[rank]))
+        entries = [entry for entry in group.wire_log.entries() if entry.codec == "mpc" and entry.wire_bytes]
+        assert {entry.role for entry in entries} >= {"all_gather", "all_to_all", "all_reduce", "recv"}
+        slot = Codec.from_config(CodecConfig(codec="mpc")).message_bytes([mine.numel()], 1, 4)
+        gathers = [entry.wire_bytes for entry in entries if entry.role == "all_gather"]
+        assert sum(gathers) < (WORLD - 1) * 4 * mine.numel() < (WORLD - 1) * slot
+    mixed = _communicator(SOME[0], gather={"node": "mpc", "gpu": "int8", "gcd": "mpc"})
+    gathered = mixed.all_gather(whole[rank])
+    _same_everywhere([gathered])
+    bound = Codec.from_config(CodecConfig(codec="int8")).error_bound(float(torch.cat(whole).abs().max()))
+    assert float((gathered - torch.cat(whole)).abs().max()) <= bound
+
+
+def check_lengths_that_codec_mpc_does_not_write_end_a_hop() -> None:
+    rank = dist.get_rank()
+    group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
+    for wrong in (0, 40, 1 << 40):
+        lengths = mock.patch.object(mpc, "used", lambda message, sizes, wrong=wrong: torch.tensor([wrong] * len(sizes)))
+        with (
+            lengths,
+            pytest.raises(HopError, match=f"codec mpc: found a record of {wrong} bytes, expected a multiple of 16"),
+        ):
+            group.all_gather(torch.ones(9))
+        group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
+    assert torch.equal(group.broadcast(torch.full((9,), float(rank)), 1), torch.ones(9))
 
 
 def check_sums_with_codec_none_are_made_in_float32_tier_by_tier() -> None:
@@ -271,6 +320,14 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
         (lambda: group.send(fine, own), rf"send: dst: found {own}, this rank itself"),
         (lambda: Communicator({"codec": "int8"}), "communicator: unknown key 'codec'; did you mean 'codecs'"),
         (lambda: Communicator({"codecs": {"node": "int3"}}), r"communicator.codecs.node.codec: unknown value 'int3'"),
+        (
+            lambda: Communicator({"codecs": {"node": "mpc"}}),
+            "communicator.codecs.node: found 'mpc', whose messages have no fixed .* 'mpc' is possible in communicator.gather",
+        ),
+        (
+            lambda: _communicator(SOME[0], gather="mpc").broadcast(fine.half(), 0),
+            "broadcast: tensor: found torch.float16, possible with codec mpc in gather: float32",
+        ),
         (lambda: Communicator({"codecs": 3}), "communicator.codecs: found 3"),
         (
             lambda: Communicator({"error_feedback": "node"}),

@@ -12,7 +12,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.config import CODED_SCALES
+from hzero.config import CODED_SCALES, SUMMED
 from hzero.sharding.records import ROTATIONS, RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,7 +108,7 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
         places = (got.cpu() != message).nonzero().flatten()[:8].tolist()
         yield f"encode: bytes {places} of {message.numel()} differ"
 
-    if case.fmt.codec != "exp":  # nothing is lost that could be fed back
+    if case.fmt.codec in SUMMED:  # of the others nothing is lost that could be fed back
         yield from _feedback_disagreements(backend, case, device, source, there)
 
     payload = message.to(device)
@@ -135,10 +135,10 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     backend.decode_add(payload, messages, case.fmt, case.dtype, got)
     if not same([t.cpu() for t in got], want):
         yield "decode_add: sums differ"
-    scales = ("bf16", "fp32", "int8") if case.fmt.block_size in CODED_SCALES else ("bf16", "fp32")
-    outs = itertools.product(("int8", "int4"), scales)
+    size = case.fmt.block_size if case.fmt.scale_bytes else 64
+    outs = itertools.product(("int8", "int4"), ("bf16", "fp32", "int8") if size in CODED_SCALES else ("bf16", "fp32"))
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 6):
-        out = RecordFormat.of(codec, case.fmt.block_size, scale, case.fmt.rotation * (scale != "fp32"))
+        out = RecordFormat.of(codec, size, scale, case.fmt.rotation * (scale != "fp32"))
         how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
         if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
             yield f"decode_sum_encode: to {codec} with {scale} scales differs"
@@ -174,7 +174,22 @@ def random_case(seed: int, *, largest: int = 3000) -> Case:
         sizes, strides = (outer, inner), (1, outer)
     else:
         sizes, strides = (inner, 1, outer), (outer, 1, 1)
-    lengths = [0, 1, 2, 15, 16, 17, 31, 33, 511, 513, block_size - 1, block_size, block_size + 1, draw.randint(1, largest)]
+    lengths = [
+        0,
+        1,
+        2,
+        15,
+        16,
+        17,
+        31,
+        33,
+        511,
+        513,
+        block_size - 1,
+        block_size,
+        block_size + 1,
+        draw.randint(1, largest),
+    ]
     chunks = tuple(draw.choice(lengths) for _ in range(draw.randint(1, 4)))
     return Case(
         chunks=chunks,

@@ -318,8 +318,9 @@ def test_doctor_finds_a_good_machine_good(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "good" and found["versions"]["torch"]
-    blocks, copies = found["operators"]
+    blocks, paper, copies = found["operators"]
     assert (blocks["backend"], blocks["codecs"], copies["backend"]) == ("host", ["int8", "int4", "exp"], "reference")
+    assert (paper["backend"], paper["codecs"], paper["equal_to_reference"]) == ("host", ["zfp", "mpc"], True)
     assert blocks["equal_to_reference"] and "compiled library" in blocks["why"]
     assert cli.main(["doctor"]) == 0
     assert "verdict: good" in capsys.readouterr().out

@@ -68,7 +68,8 @@ def _messages(draw: random.Random) -> tuple[Messages, RecordFormat, torch.dtype]
     """A bucket of whole vectors: the format leaves open what becomes of bytes behind a record's elements."""
     block_size = draw.choice((16, 48, 64, 128, 1040))
     rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
-    fmt = RecordFormat.of(draw.choice(CODECS), block_size, _scale(draw, block_size), rotation)
+    own = (draw.randint(4, 24), draw.randint(1, 32))
+    fmt = RecordFormat.of(draw.choice(CODECS), block_size, _scale(draw, block_size), rotation, *own)
     chunks = tuple(16 * draw.choice((0, 1, 2, 5, 9, 33)) for _ in range(draw.randint(1, 3)))
     return Messages(draw.randint(1, 4), chunks, draw.randint(1, 3)), fmt, draw.choice(FLOATS)
 
@@ -83,7 +84,7 @@ def test_any_bytes_are_decoded_alike(seed: int) -> None:
     rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
     payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
     before, sums = payload.clone(), [numbers("normal", messages.inner * c, torch.float32, 3) for c in messages.chunks]
-    size = fmt.block_size or 64
+    size = max(fmt.block_size, 64)
     out = RecordFormat.of(draw.choice(("int8", "int4")), size, _scale(draw, size))
     rounding = Rounding(draw.random() < 0.5, 5)
     for name, *more in (
@@ -146,12 +147,12 @@ def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
     counts: tuple[int, ...], codec: str, size: int
 ) -> None:
     """Zero, negative and huge: nothing is allocated for them, no loop takes for ever."""
-    payload, how = torch.zeros(size, dtype=torch.uint8), (codec, 16, "bf16", 0, torch.float32)
+    payload, how = torch.zeros(size, dtype=torch.uint8), (codec, 16, "bf16", 0, 9, 1, torch.float32)
     first, second, third, fourth = counts
     calls: dict[str, tuple[Any, ...]] = {
         "decode": ([first], [second], [third], fourth, *how),
         "decode_sum": (first, [second], third, *how),
-        "decode_sum_encode": (first, [second], third, *how, fourth, "int4", 16, "bf16", 0, False, 0),
+        "decode_sum_encode": (first, [second], third, *how, fourth, "int4", 16, "bf16", 0, 0, 0, False, 0),
     }
     for backend, (name, arguments) in ((b, call) for b in BACKENDS for call in calls.items()):
         try:
@@ -191,21 +192,20 @@ def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
             continue
         rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
         payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
-        out = RecordFormat.of(
-            draw.choice(("int8", "int4")), fmt.block_size, _scale(draw, fmt.block_size), fmt.rotation
-        )
+        out = RecordFormat.of(draw.choice(("int8", "int4")), fmt.block_size, _scale(draw, fmt.block_size), fmt.rotation)
         sums = [numbers("normal", messages.inner * c, torch.float32, 3) for c in messages.chunks]
         how = (messages, fmt, dtype)
         rounding = Rounding(draw.random() < 0.5, 5)
-        calls += [
-            backend.prepare_decode(payload, rows, fmt, dtype),
-            backend.prepare_decode_sum(payload, *how),
-            backend.prepare_decode_sum(payload, *how, sums),
-        ]
-        added = [tensor.clone() for tensor in sums]
-        reference.decode_add(payload, *how, added)
-        wants += [reference.decode(payload, rows, fmt, dtype), reference.decode_sum(payload, *how), added]
-        if fmt.codec != "exp":  # which has no kernel for it
+        if fmt.codec in ("zfp", "mpc") and target.startswith("wave"):
+            continue
+        calls.append(backend.prepare_decode(payload, rows, fmt, dtype))
+        wants.append(reference.decode(payload, rows, fmt, dtype))
+        if fmt.codec != "mpc":  # which has no kernel for sums
+            calls += [backend.prepare_decode_sum(payload, *how), backend.prepare_decode_sum(payload, *how, sums)]
+            added = [tensor.clone() for tensor in sums]
+            reference.decode_add(payload, *how, added)
+            wants += [reference.decode_sum(payload, *how), added]
+        if fmt.scale_bytes:  # the others have no kernels for these
             calls.append(backend.prepare_decode_sum_encode(payload, *how, messages.inner, out, rounding))
             wants.append([reference.decode_sum_encode(payload, *how, messages.inner, out, rounding)] if exact else None)
             tensors = [numbers("normal", rows.total * c, dtype, 4) for c in messages.chunks]

@@ -24,6 +24,8 @@ from tests.kernels.cases import FLOATS, KINDS, Case, disagreements, numbers, ran
 from tests.kernels.emulated import EmulatedKernels
 
 CPU = torch.device("cpu")
+ZFP = [RecordFormat.of("zfp", 0, "", rate=rate) for rate in (4, 9, 16, 23)]
+MPC = [RecordFormat.of("mpc", 0, "", dimension=dimension) for dimension in (1, 5, 32)]
 NEAREST = Rounding(stochastic=False, seed=0)
 TARGETS = ["avx512", "avx2", "baseline", "wave 64", "wave 32", "device"]
 
@@ -129,6 +131,19 @@ def test_exponents(target: tuple[Any, torch.device]) -> None:
             break
     assert_agrees(target, Case((700, 0, 1, 513), (2, 3), (1, 2), 3, fmt, torch.bfloat16, "subnormal", short=7))
     assert_agrees(target, Case((530,), (2,), (1,), 2, fmt, torch.bfloat16, "nan", unaligned=True))
+
+
+def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
+    """Codecs zfp and mpc, whose bits end inside bytes and groups of elements; a device leaves them to the reference."""
+    if hasattr(target[0].launcher, "wave") and target[0].launcher.wave:
+        assert target[0].prepare_encode([torch.ones(9)], Rows.in_order((9,), 1), ZFP[1], NEAREST) is None
+        return
+    chunks = [(700, 0, 1, 64), (1025, 5), (63,), (2048, 130)]
+    for index, (kind, chunk) in enumerate(itertools.product(KINDS, chunks)):
+        rows = {"sizes": (2, 3), "strides": (1, 2), "outer": 3, "short": index % 5, "unaligned": index % 2 > 0}
+        dtype = FLOATS[index % 3]
+        assert_agrees(target, Case(chunk, fmt=ZFP[index % 4], dtype=dtype, kind=kind, seed=index, **rows))
+        assert_agrees(target, Case(chunk, fmt=MPC[index % 3], dtype=torch.float32, kind=kind, seed=index, **rows))
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128, 192, 256, 448, 512, 576, 768, 1024, 1088, 1536, 2048, 4096])
@@ -246,14 +261,14 @@ def test_a_forked_process_can_go_on() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_graph_captures_the_operators() -> None:
     x = torch.randn(100_000, device="cuda", dtype=torch.bfloat16)
-    how = (["int8", 128, "bf16", 0], [x.numel()], [1], [1], 1)
+    how = (["int8", 128, "bf16", 0, 0, 0], [x.numel()], [1], [1], 1)
 
     def everything() -> list[torch.Tensor]:
         message = torch.ops.hzero.encode([x], *how[1:], *how[0], False, 0)
         decoded = torch.ops.hzero.decode(message, *how[1:], *how[0], torch.bfloat16)
         sums = torch.ops.hzero.decode_sum(message, 1, how[1], 1, *how[0], torch.bfloat16)
         again = torch.ops.hzero.decode_sum_encode(
-            message, 1, how[1], 1, *how[0], torch.bfloat16, 1, "int4", 128, "bf16", 0, False, 0
+            message, 1, how[1], 1, *how[0], torch.bfloat16, 1, "int4", 128, "bf16", 0, 0, 0, False, 0
         )
         return [message, *decoded, *sums, again]
 

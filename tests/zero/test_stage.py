@@ -16,6 +16,7 @@ STAGE = (
     "tests.zero.difference_checks",
     "tests.zero.exception_checks",
     "tests.zero.exponent_checks",
+    "tests.zero.zfp_checks",
     "tests.zero.audit_checks",
     "tests.zero.race_checks",
     "tests.zero.delay_checks",

@@ -1,0 +1,126 @@
+"""Reference of codec ``mpc``, in plain torch: lossless for float32, in a number of bytes that depends on the data.
+
+Yang, Mukka, Hesaaraki and Burtscher, "MPC: A Massively Parallel Compression Algorithm for Scientific Data" (IEEE CLUSTER
+2015): in chunks of 1024 words, ``LNVds | BIT | LNV1s | ZE``. From each word that ``d`` places before it is subtracted; the
+bits of 32 words each are transposed; from each word the one before it is subtracted; and of the words that are left only
+those that are not zero are kept, with a bitmap that tells which (docs/payload_format.md).
+
+A record has room for the most that its elements can take, and says in its head what it has used: `cut` leaves out the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hzero.codecs.layout import Layout
+from hzero.sharding.records import MPC_CHUNK, MPC_HEADER, RecordFormat
+
+#: Rows and columns of a transposed square of bits.
+_SIDE = 32
+#: Words of a chunk's bitmap.
+_BITMAP = MPC_CHUNK // _SIDE
+#: Bits of alternate columns, for each distance of the rows that are exchanged.
+_EXCHANGED = {16: 0x0000FFFF, 8: 0x00FF00FF, 4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
+
+
+def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:
+    """Writes records of zeroed memory from float32 ``[rows, chunks * 1024]``."""
+    rows = values.shape[0]
+    for record, chunk, first in zip(records, layout.chunks, layout.block_starts):
+        if not chunk:
+            continue
+        chunks = fmt.blocks(chunk)
+        words = values[:, first * MPC_CHUNK : (first + chunks) * MPC_CHUNK].reshape(rows, chunks, MPC_CHUNK)
+        left = _less(words.view(torch.int32), fmt.dimension)
+        left.view(rows, -1)[:, chunk:] = 0
+        planes = _less(_transposed(left.view(rows, -1, _SIDE)).view(rows, chunks, MPC_CHUNK), 1).view(rows, -1)
+        kept = planes != 0
+        bits = kept.view(rows, -1, _SIDE).to(torch.int64) << torch.arange(_SIDE, device=values.device)
+        counts = kept.sum(-1)
+        head = _aligned(MPC_HEADER + 4 * (chunks * _BITMAP + counts))
+        # All that is zero goes to one place behind the words that are kept.
+        room = (record.shape[-1] - MPC_HEADER) // 4 - chunks * _BITMAP
+        places = (kept.cumsum(-1) - 1).masked_fill_(~kept, room)
+        stream = planes.new_zeros(rows, room + 1).scatter_(1, places, planes.masked_fill(~kept, 0))[:, :-1]
+        shape = record.shape[:2]
+        record[..., :8].view(torch.int64).copy_(head.view(*shape, 1))
+        body = record[..., MPC_HEADER:].view(torch.int32)
+        body[..., : chunks * _BITMAP] = bits.sum(-1).to(torch.int32).view(*shape, -1)
+        body[..., chunks * _BITMAP :] = stream.reshape(*shape, -1)
+
+
+def decode(records: Sequence[torch.Tensor], rows: int, layout: Layout, fmt: RecordFormat) -> torch.Tensor:
+    """float32 ``[rows, chunks * 1024]``; what is beyond a record has no meaning."""
+    values = records[0].new_empty(rows, layout.row_blocks * MPC_CHUNK, dtype=torch.int32)
+    for record, chunk, first in zip(records, layout.chunks, layout.block_starts):
+        if not chunk:
+            continue
+        chunks = fmt.blocks(chunk)
+        body = record[..., MPC_HEADER:].view(torch.int32).reshape(rows, -1)
+        bits, stream = body[:, : chunks * _BITMAP], body[:, chunks * _BITMAP :]
+        kept = (bits.unsqueeze(-1) >> torch.arange(_SIDE, device=body.device) & 1).view(rows, -1) == 1
+        # In bytes that no encoder writes, more words may be kept than the record has.
+        places = (kept.cumsum(-1) - 1).clamp_(0, stream.shape[1] - 1)
+        planes = stream.gather(1, places).masked_fill_(~kept, 0).view(rows, chunks, MPC_CHUNK)
+        left = _transposed(_more(planes, 1).view(rows, -1, _SIDE)).view(rows, chunks, MPC_CHUNK)
+        values[:, first * MPC_CHUNK : (first + chunks) * MPC_CHUNK] = _more(left, fmt.dimension).view(rows, -1)
+    return values.view(torch.float32)
+
+
+def _less(words: torch.Tensor, distance: int) -> torch.Tensor:
+    """Every word less the one ``distance`` before it in its chunk, int32 ``[.., 1024]``, which wraps."""
+    left = words.clone()
+    left[..., distance:] -= words[..., :-distance]
+    return left
+
+
+def _more(left: torch.Tensor, distance: int) -> torch.Tensor:
+    """The inverse of `_less`: sums along each of ``distance`` series."""
+    padded = torch.nn.functional.pad(left, (0, -MPC_CHUNK % distance)).to(torch.int64)
+    sums = padded.unflatten(-1, (-1, distance)).cumsum(-2)
+    return sums.flatten(-2)[..., :MPC_CHUNK].to(torch.int32)
+
+
+def _transposed(words: torch.Tensor) -> torch.Tensor:
+    """Squares of bits, int32 ``[.., 32]``, with rows and columns exchanged; column 0 is the highest bit."""
+    shape, words = words.shape, words.reshape(-1, _SIDE)
+    for distance, mask in _EXCHANGED.items():
+        pairs = words.view(-1, _SIDE // (2 * distance), 2, distance)
+        above, below = pairs[:, :, 0], pairs[:, :, 1]
+        moved = (above ^ (below >> distance & (1 << (32 - distance)) - 1)) & mask
+        words = torch.stack((above ^ moved, below ^ moved << distance), dim=2)
+    return words.reshape(shape)
+
+
+def _aligned(sizes: torch.Tensor) -> torch.Tensor:
+    return (sizes + 15) // 16 * 16
+
+
+# ---- messages without what their records leave unused ----------------------------------------------------------------
+
+
+def used(message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The bytes that each record of a message uses, int64 ``[records]``.
+
+    Args:
+        message: uint8.
+        sizes: Bytes of each record, in the order of the message; none is zero.
+    """
+    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).unsqueeze(-1) + torch.arange(8)
+    return message[starts.to(message.device)].view(torch.int64).view(-1)
+
+
+def cut(message: torch.Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """A message with the bytes that its records use, one after the other."""
+    return torch.cat([record[:length] for record, length in zip(message.split(list(sizes)), lengths)])
+
+
+def whole(message: torch.Tensor, sizes: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """The message that was `cut`, with zeros where it was; what follows the last record is left out."""
+    padded = message.new_zeros(sum(sizes))
+    parts = message[: sum(lengths)].split(list(lengths))
+    for record, part in zip(padded.split(list(sizes)), parts):
+        record[: part.numel()] = part
+    return padded

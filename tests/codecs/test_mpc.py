@@ -1,0 +1,182 @@
+"""Codec ``mpc``: every bit back, the bytes of the page by another decoder, and messages that are cut and made whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs import Codec, mpc
+from hzero.config import CodecConfig
+
+DIMENSIONS = (1, 2, 7, 32)
+LENGTHS = (1, 2, 31, 32, 33, 992, 1023, 1024, 1025, 1057, 3000)
+
+
+def codec_of(dimension: int | None = None) -> Codec:
+    return Codec.from_config(CodecConfig(codec="mpc", dimension=dimension))
+
+
+def _bits(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
+
+
+KINDS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
+    "any bits": _bits,
+    "nan": lambda n, g: (_bits(n, g).view(torch.int32) | 0x7F800001).view(torch.float32),
+    "normal": lambda n, g: torch.randn(n, generator=g),
+    "constant": lambda n, g: torch.full((n,), -0.3),
+    "zero": lambda n, g: torch.zeros(n) * -1.0,
+    "smooth": lambda n, g: torch.linspace(-3, 3, n).exp(),
+    "subnormal": lambda n, g: torch.randn(n, generator=g) * 1e-41,
+    "bfloat16": lambda n, g: torch.randn(n, generator=g).bfloat16().float(),
+}
+
+
+def numbers(kind: str, count: int, seed: int = 0) -> torch.Tensor:
+    return KINDS[kind](count, torch.Generator().manual_seed(seed))
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+# ---- the page, naively, in the other direction ------------------------------------------------------------------------
+
+
+def naive_decoded(record: bytes, count: int, dimension: int) -> np.ndarray:
+    """The words of a record: one stage of the paper undone after the other, with matrices of bits."""
+    chunks = -(-count // 1024)
+    used = int.from_bytes(record[:8], "little")
+    assert used % 16 == 0 and not any(record[8:16]) and not any(record[used:])
+    bitmaps = np.frombuffer(record, np.uint8, chunks * 128, 16)
+    kept = np.unpackbits(bitmaps, bitorder="little").astype(bool)
+    total = int(kept.sum())
+    assert used == -(-(16 + 128 * chunks + 4 * total) // 16) * 16
+    planes = np.zeros(1024 * chunks, np.uint32)
+    planes[kept] = np.frombuffer(record, np.uint32, total, 16 + 128 * chunks)
+    words = []
+    for chunk in planes.reshape(-1, 1024):
+        summed = np.cumsum(chunk, dtype=np.uint32)
+        for square in summed.reshape(-1, 32):
+            bits = np.unpackbits(square.astype(">u4").view(np.uint8)).reshape(32, 32)
+            words.append(np.packbits(bits.T, axis=1).reshape(-1).view(">u4").astype(np.uint32))
+    found = np.concatenate(words).reshape(-1, 1024)
+    for chunk in found:
+        for place in range(dimension, 1024):
+            chunk[place] += chunk[place - dimension]
+    return found.reshape(-1)[:count]
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@np.errstate(over="ignore")
+def test_another_decoder_finds_the_words(kind: str, dimension: int) -> None:
+    own = codec_of(dimension)
+    for count in (1, 33, 1025):
+        x = numbers(kind, count, count)
+        record = bytes(own.encode([x], [count]).tolist())
+        assert np.array_equal(naive_decoded(record, count, dimension), x.numpy().view(np.uint32)), count
+
+
+def test_a_record_byte_for_byte() -> None:
+    """1.0 and 1.5: the difference 0x00400000 of the second one has one bit, so planes 2 to 9 (from the highest) differ."""
+    record = codec_of().encode([torch.tensor([1.0, 1.5])], [2])
+    words = record[16:].view(torch.int32).tolist()
+    # 0x3f800000 has bits 29 to 23, in rows 2 to 8; of 0x00400000 bit 22, row 9. Element 0 is column 31.
+    first, second = -(2**31), 1 << 30
+    assert record[:8].view(torch.int64).tolist() == [16 + 128 + 16]
+    assert words[0] == 1 << 2 | 1 << 9 | 1 << 10 and not any(words[1:32])
+    assert words[32:35] == [first, (second - first + 2**31) % 2**32 - 2**31, -second] and not any(words[35:])
+
+
+# ---- nothing is lost ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_comes_back(kind: str, dimension: int) -> None:
+    own = codec_of(dimension)
+    for count in LENGTHS:
+        x = numbers(kind, count, count)
+        assert same(own.decode(own.encode([x], [count]), [count], dtype=torch.float32)[0], x)
+    assert own.exact and own.error_bound(3e38) == 0.0
+
+
+@settings(max_examples=80)
+@given(data=st.binary(min_size=4, max_size=600), dimension=st.integers(1, 32), repeats=st.integers(1, 9))
+def test_any_words_come_back(data: bytes, dimension: int, repeats: int) -> None:
+    x = torch.frombuffer(bytearray(data[: len(data) // 4 * 4] * repeats), dtype=torch.float32)
+    own = codec_of(dimension)
+    assert same(own.decode(own.encode([x], [x.numel()]), [x.numel()], dtype=torch.float32)[0], x)
+
+
+def test_data_decide_on_the_bytes() -> None:
+    used = {}
+    for kind in KINDS:
+        record = codec_of().encode([numbers(kind, 8192)], [8192])
+        used[kind] = int(record[:8].view(torch.int64))
+        assert used[kind] <= record.numel() == codec_of().message_bytes([8192], 1, 4)
+    assert used["any bits"] == codec_of().message_bytes([8192], 1, 4) > 4 * 8192
+    assert used["constant"] < 2500 and used["zero"] < 2500 and used["smooth"] < 3 * 8192 and used["bfloat16"] < 3 * 8192
+    pairs = torch.stack((torch.full((4096,), 1.0), torch.full((4096,), -7.3)), 1).view(-1)
+    one, two = (int(codec_of(d).encode([pairs], [8192])[:8].view(torch.int64)) for d in (1, 2))
+    assert two < one
+
+
+def test_a_message_has_the_records_of_its_rows() -> None:
+    own, chunks, sizes, strides, outer = codec_of(3), [1030, 0, 1, 37], [2, 3], [1, 2], 3
+    source = [numbers("normal", max(6 * chunk - 5, 0), chunk) for chunk in chunks]
+    message = own.encode(source, chunks, sizes=sizes, strides=strides, outer=outer)
+    want = []
+    for piece in range(outer):
+        for tensor, chunk in zip(source, chunks):
+            for row in (2 * piece, 2 * piece + 1):
+                shard = row // 3 + row % 3 * 2
+                found = tensor[shard * chunk : (shard + 1) * chunk]
+                want.append(own.encode([found], [chunk], sizes=[1]))
+    assert torch.equal(message, torch.cat(want))
+    decoded = own.decode(message, chunks, dtype=torch.float32, sizes=sizes, strides=strides, outer=outer)
+    for got, tensor in zip(decoded, source):
+        assert same(got[: tensor.numel()], tensor) and not got[tensor.numel() :].view(torch.int32).any()
+
+
+def test_other_types_are_those_of_float32_converted() -> None:
+    own, x = codec_of(), torch.cat([numbers("nan", 40), numbers("normal", 1000) * 1e3])
+    message = own.encode([x], [1040])
+    for dtype in (torch.bfloat16, torch.float16):
+        got = own.decode(message, [1040], dtype=dtype)[0]
+        torch.testing.assert_close(got, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+        largest = float(x[40:].abs().max())
+        assert float((got[40:].float() - x[40:]).abs().max()) <= own.error_bound(largest, dtype)
+
+
+def test_sums_and_other_sources_are_refused() -> None:
+    own, x = codec_of(), torch.randn(40)
+    with pytest.raises(TypeError, match=r"source\[0\]: found torch.bfloat16, expected float32: codec mpc encodes no"):
+        own.encode([x.bfloat16()], [40])
+    message = own.encode([x], [40])
+    with pytest.raises(
+        ValueError, match="out_codec: found 'mpc', whose messages have no fixed size, as those of sums have"
+    ):
+        own.decode_sum_encode(message, 1, [40], inner=1, dtype=torch.float32, to=own, outer=1)
+    assert torch.equal(own.decode_sum(message, 1, [40], inner=1, dtype=torch.float32)[0], x)
+
+
+# ---- cut messages ---------------------------------------------------------------------------------------------------
+
+
+def test_messages_are_cut_and_made_whole() -> None:
+    own, count = codec_of(), 1500
+    source = torch.cat([numbers(kind, count, 5) for kind in KINDS])
+    message = own.encode([source], [count])
+    sizes = [own.message_bytes([count], 1, 4)] * len(KINDS)
+    lengths = mpc.used(message, sizes).tolist()
+    assert len(set(lengths)) > 3 and max(lengths) <= sizes[0]
+    cut = mpc.cut(message, sizes, lengths)
+    assert cut.numel() == sum(lengths) < message.numel()
+    assert torch.equal(mpc.whole(torch.nn.functional.pad(cut, (0, 48), value=7), sizes, lengths), message)
