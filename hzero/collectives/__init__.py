@@ -3,6 +3,7 @@
 `Communicator` and `ddp_hook` are for programs without a stage; the rest is what the stage is made of.
 """
 
+from hzero.collectives import activations
 from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.canary import Canary
 from hzero.collectives.communicator import Communicator
@@ -34,6 +35,7 @@ __all__ = [
     "Transport",
     "WireEntry",
     "WireLog",
+    "activations",
     "blaming",
     "ddp_hook",
     "in_buckets",
