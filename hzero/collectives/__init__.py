@@ -8,6 +8,7 @@ from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.canary import Canary
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.ddp import DdpState, ddp_hook
+from hzero.collectives.dimensions import for_dimension, in_use
 from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
@@ -38,7 +39,9 @@ __all__ = [
     "activations",
     "blaming",
     "ddp_hook",
+    "for_dimension",
     "in_buckets",
+    "in_use",
     "shared_pipeline",
     "shared_recorder",
 ]

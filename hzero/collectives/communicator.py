@@ -62,7 +62,7 @@ class Communicator:
     Attributes:
         config: The settings.
         plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
-        wire_log: Bytes, codec and time of every hop that has ended, by operation and tier.
+        role: What it carries; None if nobody has said.
         streams: Streams of the lanes on a GPU; None on processors.
 
     Raises:
@@ -102,12 +102,11 @@ class Communicator:
             node_all_gather=settings.node_all_gather,
             checksum=settings.checksum,
         )
-        self.wire_log = WireLog()
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
         pipeline = shared_pipeline(DeviceStreams(torch.cuda) if self._device == "cuda" else None)
         pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
-        self._role = role
+        self.role = role
         name = role or "collectives"
         name = name if whole else f"{name} {zlib.crc32(repr(ranks).encode()):08x}"
         self._sums, self._copies = f"{name} sums", f"{name} copies"
@@ -121,12 +120,21 @@ class Communicator:
             sums=False,
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
-        self._tiered = TieredMoves(self.plan, transport, self.wire_log, feedback, pipeline)
+        self._tiered = TieredMoves(self.plan, transport, WireLog(), feedback, pipeline)
         self.streams = pipeline.streams
         self._points = PointToPoint(self._tiered, group, ranks, name, timeout)
         # The second half of an all-reduce encodes once more, what this rank owns of the sums.
         self._feedback = ErrorFeedback()
         self._calls = 0
+
+    @property
+    def wire_log(self) -> WireLog:
+        """Bytes, codec and time of every hop that has ended, by operation, or by `role`, and tier. Another one may be set."""
+        return self._tiered.wire_log
+
+    @wire_log.setter
+    def wire_log(self, wire_log: WireLog) -> None:
+        self._tiered.wire_log = wire_log
 
     # ---- sums ------------------------------------------------------------------------------------------------
 
@@ -413,7 +421,7 @@ class Communicator:
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
         name = f"{role} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return Bucket((key or 0,), (chunk,), tensor.dtype, self._role or role, channel, name)
+        return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)
 
     def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as one contiguous row, without gradient."""

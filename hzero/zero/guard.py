@@ -72,7 +72,7 @@ class Guard:
         at_minimum = loss_scaler.dynamic
         self._discarded += 1
         if self._discarded < self._limit and not (at_minimum and loss_scaler.raise_error_at_min_scale):
-            if self._plan.rank == 0:
+            if dist.get_rank() == 0:
                 logger.warning(
                     "hzero: step %d is discarded: the norm of the gradients is not finite (guard: %d of %d in a row)",
                     self._steps,
@@ -86,7 +86,7 @@ class Guard:
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
             f"{self._where(gradient_of)}"
         )
-        error.elsewhere = self._plan.rank != 0
+        error.elsewhere = dist.get_rank() != 0
         raise error
 
     @torch.no_grad()
