@@ -40,8 +40,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.tensor not in (possible := sizes(self.grid)):
             raise ConfigError(
-                f"tensor_parallel: found {self.tensor}, which does not divide a node of {self.grid} from the innermost tier "
-                f"outwards; possible: {', '.join(map(str, possible))}"
+                f"model.tensor_parallel: found {self.tensor}, which does not divide a node of {self.grid} from the innermost "
+                f"tier outwards; possible: {', '.join(map(str, possible))}"
             )
 
     @property

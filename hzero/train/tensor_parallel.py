@@ -7,6 +7,7 @@ are whole on every rank. Their gradients are the same bits on all ranks of a gro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from hzero.collectives import Communicator
 from hzero.collectives.activations import copy_to, reduce_from
-from hzero.collectives.process_groups import order_of_ranks
+from hzero.collectives.process_groups import shared_groups
+from hzero.collectives.recorder import world_timeout
 from hzero.sharding.layout import Layout
 
 
 class Groups:
-    """The groups of a layout, as DeepSpeed asks an ``mpu`` for them. All ranks of the world make it at the same point.
+    """The groups of a layout, as DeepSpeed asks an ``mpu`` for them. A rank makes its own two, as they live, once a world.
 
     Args:
         layout: The layout.
@@ -28,16 +30,9 @@ class Groups:
 
     def __init__(self, layout: Layout) -> None:
         self._rank, self._layout = dist.get_rank(), layout
-        self._tensor = self._of([layout.tensor_group(rank) for rank in range(layout.grid.world_size)])
-        self._data = self._of([layout.data_group(rank) for rank in range(layout.grid.world_size)])
-
-    def _of(self, of_rank: list[list[int]]) -> Any:
-        """This rank's process group; every rank makes all of them, as torch asks for."""
-        made = {}
-        with order_of_ranks() as in_order:
-            for ranks in dict.fromkeys(map(tuple, of_rank)):
-                made[ranks] = dist.new_group(list(ranks), **in_order)
-        return made[tuple(of_rank[self._rank])]
+        timeout = world_timeout()
+        self._tensor = shared_groups.get(("mpu tensor", "gcd"), layout.tensor_group(self._rank), timeout)
+        self._data = shared_groups.get(("mpu data", "node"), layout.data_group(self._rank), timeout)
 
     def get_model_parallel_group(self) -> Any:
         """The tensor group."""
@@ -119,6 +114,15 @@ SPLIT: dict[str, type[ColumnParallel] | type[RowParallel]] = {
     "mlp.dense_h_to_4h": ColumnParallel,
     "mlp.dense_4h_to_h": RowParallel,
 }
+
+
+def joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A whole parameter from those of all ranks of a tensor group, in order, by its name in the model."""
+    layer, _, own = name.rpartition(".")
+    kind = next((kind for split, kind in SPLIT.items() if layer.endswith(f".{split}")), None)
+    if kind is ColumnParallel:
+        return torch.cat(list(parts), 0)
+    return torch.cat(list(parts), 1) if kind is RowParallel and own == "weight" else parts[0]
 
 
 def split(model: Any, group: Communicator) -> None:

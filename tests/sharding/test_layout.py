@@ -75,7 +75,7 @@ def test_any_product_of_coordinates_is_a_grid_and_nothing_else(grid: Grid, data:
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     assert sizes(Grid(48, 4, 2)) == [1, 2, 4, 8] and sizes(Grid(1, 3, 4)) == [1, 2, 4, 12]
     for tensor in (0, 3, 16):
-        with pytest.raises(ConfigError, match=rf"tensor_parallel: found {tensor}, .*possible: 1, 2, 4, 8$"):
+        with pytest.raises(ConfigError, match=rf"model.tensor_parallel: found {tensor}, .*possible: 1, 2, 4, 8$"):
             Layout(Grid(48, 4, 2), tensor)
 
 
