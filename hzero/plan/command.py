@@ -265,6 +265,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
             *_padding_note(plan, numels),
             *_checksum_note(traffic),
             *_exceptions_note(plan),
+            *_layout_note(settings),
         ],
         **_memory(settings, own, profile, itemsize),
         "traffic": traffic_plan.as_dicts(traffic),
@@ -360,6 +361,15 @@ def _measured(path: Path, grid: Grid) -> dict[str, Any]:
 
 def _exceptions_note(plan: ShardPlan) -> list[str]:
     return ["codecs.except: bytes and memory are those without exceptions"] if plan.exceptions else []
+
+
+def _layout_note(settings: Settings) -> list[str]:
+    if settings.layout.tensor == 1:
+        return []
+    return [
+        "with tensor parallelism degrees are over data-parallel ranks, and memory leaves out activations and the communicators "
+        "of tensor groups"
+    ]
 
 
 def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:
