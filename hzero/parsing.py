@@ -117,7 +117,7 @@ def _codecs(start: Preset, written: Any, size: Any) -> Any:
     def each(role: str, tiers: Any) -> Any:
         if role == "except":
             return _over({}, tiers, lambda _, one: leaf(one, block_size=size))
-        if isinstance(tiers, str):  # one for all
+        if isinstance(tiers, str) or (isinstance(tiers, Mapping) and "codec" in tiers):  # one for all
             tiers = dict.fromkeys(BASE_TIERS, tiers)
         optional = [tier for tier in OPTIONAL_TIERS if isinstance(tiers, Mapping) and tier in tiers]
         default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), of[role])

@@ -71,6 +71,8 @@ def test_a_dimension_takes_codecs_by_tier_or_one_name_for_all() -> None:
         "int4",
     ]
     assert {codecs.sequence[tier].codec for tier in TIERS} == {"none"}
+    rotated = parse_config({"codecs": {"sequence": {"codec": "int4", "rotation": 64}}}).codecs.sequence
+    assert {rotated[tier] for tier in TIERS} == {CodecConfig(codec="int4", rotation=64)}
     weights = parse_config({"preset": "lossless", "codecs": {"weights": "int8"}}).codecs.weights
     assert {weights[tier].codec for tier in TIERS} == {"int8"}
 

@@ -420,8 +420,8 @@ class Communicator:
         return same & 0x7FFFFFFF, (same + self.plan.rank + 1) & 0x7FFFFFFF
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
-        named = f"{self.role} {role}" if self.role else role
-        name = f"{named} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        of = f"{self.role} in " if self.role else ""
+        name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)
 
     def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from hzero.sharding.layout import Layout
 from hzero.topology import resolve_grid
 from hzero.train.tensor_parallel import ColumnParallel, Groups, RowParallel
 from hzero.validation import ConfigError
+from tests.zero.delay_checks import _Late, _late
 from tests.zero.training import (
     TOPOLOGY,
     VOCAB,
@@ -58,7 +59,7 @@ class SplitNet(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _groups(tensor: int, **topology: Any) -> Iterator[Groups]:
+def tensor_groups(tensor: int, **topology: Any) -> Iterator[Groups]:
     """Groups on the 2 x 2 x 2 grid; afterwards DeepSpeed, which keeps an mpu for all later engines, forgets them."""
     layout = Layout(resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size()), tensor)
     try:
@@ -67,7 +68,7 @@ def _groups(tensor: int, **topology: Any) -> Iterator[Groups]:
         groups.mpu = None
 
 
-def _train(
+def train_split(
     config: dict[str, Any], mpu: Groups, steps: int, accumulation: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], Any]:
     """Losses, gradient norms, this rank's masters, and the engine."""
@@ -98,13 +99,13 @@ def check_tensor_groups_give_the_losses_and_masters_of_stock() -> None:
     """
     cases = ((2, 1, "lossless"), (2, 3, "lossless"), (2, 3, "hpz"), (4, 3, "zero1"), (4, 1, "zero3"), (4, 3, "zero3"))
     for tensor, accumulation, preset in cases:
-        with _groups(tensor) as mpu:
+        with tensor_groups(tensor) as mpu:
             config = ds_config(None, accumulation)
-            stock, stock_norms, want, engine = _train(config, mpu, 3, accumulation)
+            stock, stock_norms, want, engine = train_split(config, mpu, 3, accumulation)
             assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
             engine.destroy()
             config = ds_config(block_of(preset), accumulation)
-            losses, norms, got, engine = _train(config, mpu, 3, accumulation)
+            losses, norms, got, engine = train_split(config, mpu, 3, accumulation)
             assert type(engine.optimizer).__name__ == "HZeroStage3"
             assert_losses(losses, stock, what=f"losses of {preset} and ZeRO-3 with {tensor} x {accumulation}")
             assert_losses(norms, stock_norms, what="gradient norms")
@@ -122,8 +123,8 @@ def check_tensor_groups_give_the_losses_and_masters_of_stock() -> None:
 
 def check_a_split_model_trains_as_the_whole_one() -> None:
     """The losses of tensor parallelism 2 are those of the whole model with the same batches."""
-    with _groups(2) as mpu:
-        losses, norms, _, engine = _train(ds_config(block_of("lossless")), mpu, 3, 1)
+    with tensor_groups(2) as mpu:
+        losses, norms, _, engine = train_split(ds_config(block_of("lossless")), mpu, 3, 1)
         engine.destroy()
     alone = engine_of(ds_config(block_of("lossless")), SplitNet(None))
     want, want_norms = [], []
@@ -140,11 +141,11 @@ def check_a_split_model_trains_as_the_whole_one() -> None:
 
 def check_codecs_by_dimension_and_their_wire_log() -> None:
     """Aggressive on gradients, mild on activations: losses stay near, and the wire log has the role by tier and codec."""
-    with _groups(2) as mpu:
-        exact, *_, engine = _train(ds_config(block_of("lossless"), 2), mpu, 3, 2)
+    with tensor_groups(2) as mpu:
+        exact, *_, engine = train_split(ds_config(block_of("lossless"), 2), mpu, 3, 2)
         engine.destroy()
         block = block_of("topo", codecs={"tensor": {"gcd": "int8"}}, guard={"every": 2}, canary={"every_steps": 2})
-        losses, _, masters, engine = _train(ds_config(block, 2), mpu, 3, 2)
+        losses, _, masters, engine = train_split(ds_config(block, 2), mpu, 3, 2)
         assert_losses(losses, exact, 0.02)
         own = hzero.state(engine)
         own.settle()
@@ -169,9 +170,9 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
 def check_checkpoints_beside_tensor_groups() -> None:
     """Stock's files, one set for each tensor rank, load again into the same layout and go on alike."""
     folder = shared_folder()
-    with _groups(2) as mpu:
+    with tensor_groups(2) as mpu:
         config = ds_config(block_of("lossless"))
-        _, _, _, engine = _train(config, mpu, 2, 1)
+        _, _, _, engine = train_split(config, mpu, 2, 1)
         engine.save_checkpoint(str(folder), tag="here")
         tokens = [batch(step, 0, mpu.get_data_parallel_rank()) for step in (7, 8)]
 
@@ -202,9 +203,11 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
         assert "\n" not in str(error.value)
         groups.mpu = None
 
-    with _groups(2, order=["gcd", "gpu", "node"]) as mpu:  # as if the ranks were numbered otherwise than the block says
+    with tensor_groups(
+        2, order=["gcd", "gpu", "node"]
+    ) as mpu:  # as if the ranks were numbered otherwise than the block says
         refused(mpu, r"the tensor group of ranks \d, \d crosses nodes \(2 nodes x 2 GPUs x 2 GCDs\)")
-    with _groups(2) as mpu:
+    with tensor_groups(2) as mpu:
         with mock.patch.object(mpu, "get_data_parallel_group", mpu.get_model_parallel_group):
             refused(mpu, "mpu: found 2 data-parallel and 2 model-parallel ranks in a world of 8")
         mpu.get_pipe_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
@@ -219,7 +222,7 @@ def check_groups_that_do_not_fit_are_refused_in_one_line() -> None:
 
 
 def check_models_that_are_built_in_shards_of_the_data_parallel_group() -> None:
-    with _groups(2) as mpu:
+    with tensor_groups(2) as mpu:
         with deepspeed.zero.Init(config_dict_or_path=ds_config(), data_parallel_group=mpu.get_data_parallel_group()):
             model = SplitNet(None)  # the same on both tensor ranks, which is enough here
         engine = engine_of(ds_config(block_of("topo")), model, mpu=mpu)
@@ -232,6 +235,22 @@ def check_models_that_are_built_in_shards_of_the_data_parallel_group() -> None:
             losses.append(mean_over_ranks(loss))
         assert losses[2] < losses[0]
         engine.destroy()
+
+
+def check_late_hops_beside_tensor_groups_change_no_bit() -> None:
+    """Hops of weights, gradients and activations that arrive late."""
+    block = block_of("topo", codecs={"tensor": {"codec": "int8", "rounding": "stochastic"}})
+    with tensor_groups(2) as mpu:
+        runs = []
+        for delay in (contextlib.nullcontext(), _late(1, did := _Late()), _late(2, did)):
+            with delay:
+                config = ds_config(block, 2, zero_optimization={"reduce_bucket_size": 200})
+                losses, norms, masters, engine = train_split(config, mpu, 3, 2)
+                hzero.state(engine).settle()
+            runs.append((losses, norms, {name: master.tolist() for name, master in masters.items()}))
+            engine.destroy()
+        assert runs[0] == runs[1] == runs[2]
+        assert did.delayed > 0
 
 
 def check_codecs_that_nothing_uses_are_warned_about() -> None:
