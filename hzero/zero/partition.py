@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +66,8 @@ def ranks_of(group: Any) -> list[int]:
 
 def group_of(mpu: Any) -> Any:
     """The process group over which DeepSpeed will partition with this ``mpu``; None for the world."""
-    if mpu is None or hasattr(
-        mpu, "initialize_sequence_parallel"
-    ):  # of Ulysses: sequences are split, parameters are not
-        return None
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+        return None  # of Ulysses, which splits sequences and no parameters
     if hasattr(mpu, "get_sequence_data_parallel_group"):
         return mpu.get_sequence_data_parallel_group()
     return mpu.get_data_parallel_group()
@@ -98,17 +95,7 @@ def check_mpu(mpu: Any, topology: str | TopologyConfig) -> None:
             f"mpu: found {len(data)} data-parallel and {len(ranks)} model-parallel ranks in a world of {world.world_size}; "
             "the one number times the other has to be the world, and a rank may meet another one in one of them only"
         )
-    check_tensor_group(world, ranks)
-
-
-def check_tensor_group(world: Grid, ranks: Sequence[int]) -> None:
-    """Refuses a tensor group that is not the innermost part of a node.
-
-    Raises:
-        ConfigError: Naming the group, the machine, and sizes that fit.
-    """
-    inside = world.of_ranks(ranks)
-    if inside.nodes > 1:
+    if world.of_ranks(ranks).nodes > 1:
         raise ConfigError(
             f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); tensor groups have to lie "
             "inside a node, devices of a package first"
