@@ -31,7 +31,7 @@ from hzero.validation import ConfigError
 from hzero.zero.audit import Audit
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
-from hzero.zero.partition import Partition, ranks_of
+from hzero.zero.partition import Partition, ranks_of, speaks
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
 from hzero.zero.saved import SavedState
@@ -93,7 +93,7 @@ class StageState:
             self.weights.follow_mode()
         self.gradients = Gradients(collectives, routes, bucket_numel)
         self.guard = Guard(module, self.plan, config.guard.discarded_steps)
-        if dist.get_rank() == 0:
+        if speaks():
             self._announce()
         self._steps = 0
         self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback, config.save_residuals)
@@ -109,7 +109,7 @@ class StageState:
         for communicator in used:
             communicator.wire_log = self.wire_log
         for dimension in self.config.codecs.dimensions:
-            if all(communicator.role != dimension for communicator in used) and dist.get_rank() == 0:
+            if all(communicator.role != dimension for communicator in used) and speaks():
                 logger.warning(
                     "hzero: codecs.%s has no effect: nothing in this process sends over such a group; a model does, with "
                     "hzero.collectives.for_dimension(%r, config, group), before its engine is built",
