@@ -12,7 +12,7 @@ from typing import Any
 from griffe import Docstring
 from pydantic import BaseModel
 
-from hzero.config import DEFAULT_PRESET, PRESETS, ROLES, TIERS, HZeroConfig
+from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig
 from hzero.model.profile import Constants, load_profile
 from hzero.parsing import parse_config
 from hzero.settings import groups
@@ -143,7 +143,7 @@ def _at(values: Any, path: str) -> list[Any]:
 
 def _pattern(paths: list[str]) -> str:
     """One name for the paths of all roles and tiers: ``codecs.ROLE.TIER.scale``."""
-    names = {ROLES: "ROLE", TIERS: "TIER"}
+    names = {(*ROLES, *DIMENSIONS): "ROLE", TIERS: "TIER"}
     parts = (tuple(dict.fromkeys(part)) for part in zip(*(path.split(".") for path in paths)))
     return ".".join(part[0] if len(part) == 1 else names[part] for part in parts)
 

@@ -19,6 +19,8 @@ Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluste
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mpc"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
+#: A parallel dimension of a model, over whose groups activations and their gradients travel.
+Dimension: TypeAlias = Literal["tensor", "sequence", "expert"]
 #: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 
@@ -34,6 +36,7 @@ CODED_SCALES = (32, 64, 128, 256)
 #: Codecs that give back every bit of what they take.
 LOSSLESS: tuple[CodecName, ...] = ("none", "exp", "mpc")
 ROLES: tuple[Role, ...] = typing.get_args(Role)
+DIMENSIONS: tuple[Dimension, ...] = typing.get_args(Dimension)
 #: Codecs that take any type, and so sums, which are float32.
 SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4", "zfp")
 #: Codecs of sums, and of a stage's weights, that need no setting beside their name.
@@ -187,20 +190,37 @@ class TierCodecs(Frozen):
         return tuple(tier for tier in TIERS if getattr(self, tier) is not None)
 
 
+#: No codec on any tier.
+UNCODED = TierCodecs(gcd=PLAIN, gpu=PLAIN, node=PLAIN)
+
+
 class CodecsConfig(Frozen):
     """One codec for each role and tier.
 
     Attributes:
+        tensor: Of activations and their gradients in layers that are split over ranks, as by `model.tensor_parallel` of the
+            trainer. Of a script's own model, as the next two: where `hzero.collectives.for_dimension` has made the group's
+            communicator.
+        sequence: The same where sequences are split over ranks, as in Ulysses.
+        expert: The same of what goes to experts and back.
         exceptions: Written `except`: codecs of parameters by their names, with `*` for any part, as in `{"*norm*": "none"}`. The
             first pattern that a name matches gives the codec of both roles on all tiers.
     """
 
     weights: TierCodecs
     gradients: TierCodecs
+    tensor: TierCodecs = UNCODED
+    sequence: TierCodecs = UNCODED
+    expert: TierCodecs = UNCODED
     exceptions: dict[str, CodecConfig] = Field(default_factory=dict, alias="except")
 
-    def __getitem__(self, role: Role) -> TierCodecs:
+    def __getitem__(self, role: Role | Dimension) -> TierCodecs:
         return getattr(self, role)
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """The parallel dimensions that have a codec other than ``none`` on a tier."""
+        return tuple(one for one in DIMENSIONS if any(self[one][tier].codec != "none" for tier in TIERS))
 
 
 class ShardConfig(Frozen):

@@ -11,6 +11,7 @@ from hzero.config import (
     CODECS,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PRESET,
+    DIMENSIONS,
     NOT_SUMMED,
     OPTIONAL_TIERS,
     PRESETS,
@@ -19,8 +20,11 @@ from hzero.config import (
     SUMMED,
     Block,
     CodecConfig,
+    CodecName,
+    Dimension,
     HZeroConfig,
     Preset,
+    Role,
     TopologyConfig,
     tiers_outside,
 )
@@ -79,7 +83,8 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
-    summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
+    roles: tuple[Role | Dimension, ...] = ("gradients", *DIMENSIONS)
+    summed = {f"{role}.{tier}": parsed.codecs[role][tier] for role in roles for tier in parsed.codecs[role].written}
     summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
     for key, codec in summed.items():
         if codec.codec not in SUMMED:
@@ -110,7 +115,8 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
 
 def _codecs(start: Preset, written: Any, size: Any) -> Any:
     """Codecs as written over those of the preset, leaf by leaf."""
-    of = {"weights": start.weights_codec, "gradients": start.gradients_codec}
+    of: dict[str, CodecName] = {"weights": start.weights_codec, "gradients": start.gradients_codec}
+    of |= dict.fromkeys(DIMENSIONS, "none")
 
     def leaf(written: Any, **default: Any) -> Any:  # its name alone, or some of its settings
         return _over(default, written if isinstance(written, Mapping) else {"codec": written})
@@ -118,11 +124,13 @@ def _codecs(start: Preset, written: Any, size: Any) -> Any:
     def each(role: str, tiers: Any) -> Any:
         if role == "except":
             return _over({}, tiers, lambda _, one: leaf(one, block_size=size))
+        if isinstance(tiers, str) or (isinstance(tiers, Mapping) and "codec" in tiers):  # one for all
+            tiers = dict.fromkeys(BASE_TIERS, tiers)
         optional = [tier for tier in OPTIONAL_TIERS if isinstance(tiers, Mapping) and tier in tiers]
         default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), of[role])
         return _over(default, tiers, lambda _, one: leaf(one, codec=of[role], block_size=size))
 
-    return _over({role: {} for role in (*ROLES, "except")}, written, each)
+    return _over({role: {} for role in (*ROLES, *DIMENSIONS, "except")}, written, each)
 
 
 def parse_topology(path: str, value: Any) -> TopologyConfig:

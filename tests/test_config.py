@@ -59,6 +59,24 @@ def test_an_override_replaces_one_leaf() -> None:
     assert (kept.codecs["gradients"]["node"].codec, kept.codecs["gradients"]["node"].block_size) == ("int4", 64)
 
 
+def test_a_dimension_takes_codecs_by_tier_or_one_name_for_all() -> None:
+    assert parse_config({}).codecs.dimensions == ()
+    codecs = parse_config({"block_size": 64, "codecs": {"tensor": "int8", "expert": {"node": "int4"}}}).codecs
+    assert codecs.dimensions == ("tensor", "expert")
+    assert {codecs.tensor[tier] for tier in TIERS} == {CodecConfig(codec="int8", block_size=64)}
+    assert [codecs["expert"][tier].codec for tier in ("gcd", "gpu", "node", "group")] == [
+        "none",
+        "none",
+        "int4",
+        "int4",
+    ]
+    assert {codecs.sequence[tier].codec for tier in TIERS} == {"none"}
+    rotated = parse_config({"codecs": {"sequence": {"codec": "int4", "rotation": 64}}}).codecs.sequence
+    assert {rotated[tier] for tier in TIERS} == {CodecConfig(codec="int4", rotation=64)}
+    weights = parse_config({"preset": "lossless", "codecs": {"weights": "int8"}}).codecs.weights
+    assert {weights[tier].codec for tier in TIERS} == {"int8"}
+
+
 def test_short_messages_between_nodes_take_the_algorithm_of_the_block() -> None:
     setting = parse_config({"node_all_gather": {"algorithm": "pairs", "below_bytes": 1024}}).node_all_gather
     assert [setting.of(size) for size in (0, 1023, 1024)] == ["pairs", "pairs", "library"]
@@ -89,6 +107,10 @@ BAD: list[tuple[Any, str]] = [
     ({"shard": "node"}, "hzero.shard: found 'node'"),
     ({"codecs": {"weights": {"gpuu": "int8"}}}, "hzero.codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
     ({"codecs": {"weights": {"gpu": "int9"}}}, "hzero.codecs.weights.gpu.codec: unknown value 'int9'"),
+    ({"codecs": {"tensors": "int8"}}, "hzero.codecs: unknown key 'tensors'; did you mean 'tensor'"),
+    ({"codecs": {"tensor": "int9"}}, "hzero.codecs.tensor.gcd.codec: unknown value 'int9'"),
+    ({"codecs": {"tensor": 8}}, "hzero.codecs.tensor: found 8"),
+    ({"codecs": {"sequence": {"gcd": "exp"}}}, "hzero.codecs.sequence.gcd: found 'exp', which holds bfloat16 numbers"),
     ({"codecs": {"weights": {"gpu": 8}}}, "hzero.codecs.weights.gpu.codec: unknown value 8"),
     ({"codecs": {"weights": {"gpu": {"codec": "int8", "rounding": "up"}}}}, "hzero.codecs.weights.gpu.rounding"),
     ({"codecs": {"weights": {"gpu": {"codec": "int8", "scale": "fp16"}}}}, "hzero.codecs.weights.gpu.scale"),

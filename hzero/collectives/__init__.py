@@ -3,10 +3,12 @@
 `Communicator` and `ddp_hook` are for programs without a stage; the rest is what the stage is made of.
 """
 
+from hzero.collectives import activations
 from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.canary import Canary
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.ddp import DdpState, ddp_hook
+from hzero.collectives.dimensions import for_dimension, in_use
 from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
@@ -34,9 +36,12 @@ __all__ = [
     "Transport",
     "WireEntry",
     "WireLog",
+    "activations",
     "blaming",
     "ddp_hook",
+    "for_dimension",
     "in_buckets",
+    "in_use",
     "shared_pipeline",
     "shared_recorder",
 ]

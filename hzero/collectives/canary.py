@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,9 +27,13 @@ class Canary:
         collectives: Their lanes are tested.
         size: Bytes that a rank receives on each lane; each peer sends at least 16.
         device: Where the messages are.
+        names: Rank in the world of each rank of the plan, for messages; None where they are the same.
     """
 
-    def __init__(self, collectives: TieredCollectives, size: int, device: torch.device) -> None:
+    def __init__(
+        self, collectives: TieredCollectives, size: int, device: torch.device, names: Sequence[int] | None = None
+    ) -> None:
+        self._names = names
         self._collectives = collectives
         self._size = size
         self._device = device
@@ -66,8 +71,8 @@ class Canary:
             for sender in np.flatnonzero((arrived != want).any(axis=1)):
                 offsets = np.flatnonzero(arrived[sender] != want[sender])
                 wrong.append(
-                    f"{where}: rank {plan.rank} received {len(offsets):,} wrong bytes of {want.shape[1]:,} from rank "
-                    f"{ranks[sender]}, the first at offset {offsets[0]} "
+                    f"{where}: rank {self._name(plan.rank)} received {len(offsets):,} wrong bytes of {want.shape[1]:,} from "
+                    f"rank {self._name(ranks[sender])}, the first at offset {offsets[0]} "
                     f"({arrived[sender][offsets[0]]:#04x}, sent as {want[sender][offsets[0]]:#04x})"
                 )
         if wrong:
@@ -76,6 +81,9 @@ class Canary:
                 f"hzero: canary {self._sent} arrived changed. {'; '.join([*wrong[:_NAMED], *more])}. What these wires "
                 "carried since the last canary may be wrong too: go back to a checkpoint from before"
             )
+
+    def _name(self, rank: int) -> int:
+        return rank if self._names is None else self._names[rank]
 
     def _pattern(self, senders: np.ndarray, receivers: np.ndarray, words: int) -> np.ndarray:
         """uint8 ``[senders or receivers, 8 * words]``; one of the two may have one entry."""

@@ -25,7 +25,7 @@ from hzero.collectives.wirelog import WireLog
 from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
-from hzero.topology import resolve_grid, sub_grid
+from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,11 +56,13 @@ class Communicator:
         group: The process group; None takes the world. With a smaller group and a topology that is discovered, all ranks of
             the world must make a communicator at the same point.
         timeout: Longest wait for one hop; None takes that of the group.
+        role: What it carries, for the wire log and the names of its lanes; None: the wire log has each operation by its name.
+        grid: Where the ranks of the group sit, in the group's own numbers; None takes the topology of ``config``.
 
     Attributes:
         config: The settings.
         plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
-        wire_log: Bytes, codec and time of every hop that has ended, by operation and tier.
+        role: What it carries; None if nobody has said.
         streams: Streams of the lanes on a GPU; None on processors.
 
     Raises:
@@ -73,6 +75,8 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         *,
         timeout: timedelta | None = None,
+        role: str | None = None,
+        grid: Grid | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
@@ -84,11 +88,10 @@ class Communicator:
             raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
         whole = ranks == list(range(dist.get_world_size()))
         topology, where = settings.topology, "communicator.topology"
-        grid = (
-            resolve_grid(topology, len(ranks), where)
-            if whole
-            else sub_grid(topology, ranks, dist.get_world_size(), where)
-        )
+        if grid is None and whole:
+            grid = resolve_grid(topology, len(ranks), where)
+        elif grid is None:
+            grid = sub_grid(topology, ranks, dist.get_world_size(), where)
         self.plan = ShardPlan(
             grid,
             rank,
@@ -99,12 +102,13 @@ class Communicator:
             node_all_gather=settings.node_all_gather,
             checksum=settings.checksum,
         )
-        self.wire_log = WireLog()
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
         pipeline = shared_pipeline(DeviceStreams(torch.cuda) if self._device == "cuda" else None)
         pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
-        name = "collectives" if whole else f"collectives {zlib.crc32(repr(ranks).encode()):08x}"
+        self.role = role
+        name = role or "collectives"
+        name = name if whole else f"{name} {zlib.crc32(repr(ranks).encode()):08x}"
         self._sums, self._copies = f"{name} sums", f"{name} copies"
         timeout = timeout or group_timeout(group)
         transport = Transport(
@@ -116,12 +120,21 @@ class Communicator:
             sums=False,
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
-        self._tiered = TieredMoves(self.plan, transport, self.wire_log, feedback, pipeline)
+        self._tiered = TieredMoves(self.plan, transport, WireLog(), feedback, pipeline)
         self.streams = pipeline.streams
         self._points = PointToPoint(self._tiered, group, ranks, name, timeout)
         # The second half of an all-reduce encodes once more, what this rank owns of the sums.
         self._feedback = ErrorFeedback()
         self._calls = 0
+
+    @property
+    def wire_log(self) -> WireLog:
+        """Bytes, codec and time of every hop that has ended, by operation, or by `role`, and tier. Another one may be set."""
+        return self._tiered.wire_log
+
+    @wire_log.setter
+    def wire_log(self, wire_log: WireLog) -> None:
+        self._tiered.wire_log = wire_log
 
     # ---- sums ------------------------------------------------------------------------------------------------
 
@@ -407,8 +420,9 @@ class Communicator:
         return same & 0x7FFFFFFF, (same + self.plan.rank + 1) & 0x7FFFFFFF
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
-        name = f"{role} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return Bucket((key or 0,), (chunk,), tensor.dtype, role, channel, name)
+        of = f"{self.role} in " if self.role else ""
+        name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)
 
     def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as one contiguous row, without gradient."""
@@ -424,7 +438,7 @@ class Communicator:
             raise ValueError(
                 f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {self._device}"
             )
-        return tensor.detach().reshape(-1)
+        return tensor.detach().reshape(-1).contiguous()  # of an expanded tensor reshape makes a view
 
     def _part(self, operation: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """The shape of one rank's part."""

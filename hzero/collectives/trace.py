@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hzero.collectives.wirelog import HopTimer
-from hzero.config import ROLES, TIERS, CodecName, Tier
+from hzero.config import DIMENSIONS, ROLES, TIERS, CodecName, Tier
 from hzero.files import replacing
 
 #: Start and end in seconds.
@@ -23,7 +23,7 @@ Interval = tuple[float, float]
 LIMIT = 50_000
 _STEPS, _COMPUTE, _WAITING = "steps", "compute", "waiting for hops"
 _TRACK_OF = {"step": _STEPS, "forward": _COMPUTE, "backward": _COMPUTE, "optimizer": _COMPUTE, "wait": _WAITING}
-_TRACKS = (_STEPS, _COMPUTE, _WAITING, *(f"{role} {tier}" for role in ROLES for tier in TIERS))
+_TRACKS = (_STEPS, _COMPUTE, _WAITING, *(f"{role} {tier}" for role in (*ROLES, *DIMENSIONS) for tier in TIERS))
 
 
 class Span(NamedTuple):

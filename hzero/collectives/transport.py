@@ -155,9 +155,11 @@ def rounds(algorithm: Algorithm, ranks: int) -> int:
 
 
 def _peers(plan: ShardPlan, everyone: Sequence[int], tier: Tier, rank: int) -> Sequence[int]:
-    """Ranks of the world in the tier group of one of them."""
+    """Ranks of the world in the tier group of one of them; of a rank outside the plan, such as a tensor peer, itself alone."""
     if isinstance(everyone, range):
         return plan.grid.tier_group(rank, tier)
+    if rank not in everyone:
+        return [rank]
     return [everyone[peer] for peer in plan.grid.tier_group(everyone.index(rank), tier)]
 
 

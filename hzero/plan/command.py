@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from hzero.arguments import Parser
+from hzero.config import UNCODED
 from hzero.model.footprint import footprint
 from hzero.model.profile import Profile
 from hzero.model.step import predict
@@ -48,7 +49,7 @@ from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
-from hzero.validation import ConfigError, nearest
+from hzero.validation import ConfigError, nearest, some
 
 #: Short names of the keys that plans are mostly about.
 SHORT = {
@@ -215,7 +216,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         modes = "--tune or --fit, which alone read it" if key in FITTED else "--tune, which alone reads it"
         raise ConfigError(f"{key}: given without {modes}")
     settings = Settings(plain(compose(kept)))
-    plan, grid = _plan_of(settings), settings.grid
+    plan, grid, layout = _plan_of(settings), settings.grid, settings.layout
     profile = profile_of(kept, own.get("profile"))
     if profile is not None and "profile" not in own and not _holds(profile, grid):
         profile = None  # the topology's name stands for the machine, but not its shape here
@@ -229,11 +230,18 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
                 f"zero.codecs.weights.{hop.tier}: found 'exp', which holds bfloat16 numbers, with weights of {itemsize} bytes; "
                 "possible with train.dtype=bf16 or --itemsize 2"
             )
-    numels = model_numels(model)
+    numels = settings.numels
     traffic = traffic_plan.plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation)
-    stock = traffic_plan.zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation)
+    stock = traffic_plan.zero3_traffic(layout.data_grid, numels, itemsize=itemsize, accumulation=accumulation)
+    into_node = {
+        f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
+        **traffic_plan.schemes_node_bytes(layout.data_grid, numels, itemsize=itemsize, accumulation=accumulation),
+    }
+    sums: Any = _sums(settings) | {"itemsize": itemsize, "checksum": plan.checksum}
+    traffic += traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums)
+    stock += traffic_plan.tensor_traffic(layout.tensor_grid, UNCODED, **sums)
     scenario = None
-    if profile is not None and shape_of(model) is not None:
+    if profile is not None and shape_of(model) is not None and layout.tensor == 1:
         scenario = scenario_of(settings, own, profile, itemsize)
     measured = None if links is None else _measured(links, grid)
     rates = settings["topology"].get("bandwidth_gb_s") or {}
@@ -241,7 +249,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         rates = {tier: rate["gb_s"] for tier, rate in measured["tiers"].items()}
     return {
         "model": model["name"],
-        "parameters": sum(numels),
+        "parameters": sum(model_numels(model)),
         "grid": {tier: grid.size(tier) for tier in grid.tiers},
         "grid_text": str(grid),
         "world_size": grid.world_size,
@@ -250,20 +258,19 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
+        "layout": _layout(settings),
         "notes": [
             *plan.adaptations,
             *plan.notes,
             *_padding_note(plan, numels),
             *_checksum_note(traffic),
             *_exceptions_note(plan),
+            *_layout_note(settings),
         ],
         **_memory(settings, own, profile, itemsize),
         "traffic": traffic_plan.as_dicts(traffic),
         "zero3_traffic": traffic_plan.as_dicts(stock),
-        "node_bytes": {
-            f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
-            **traffic_plan.schemes_node_bytes(grid, numels, itemsize=itemsize, accumulation=accumulation),
-        },
+        "node_bytes": {scheme: layout.tensor * count for scheme, count in into_node.items()},
         "link_seconds": traffic_plan.link_seconds(traffic, rates),
         "zero3_link_seconds": traffic_plan.link_seconds(stock, rates),
         "rates_gb_s": rates,
@@ -274,13 +281,13 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
 
 def _memory(settings: Settings, own: dict[str, str], profile: Profile | None, itemsize: int) -> dict[str, Any]:
     """Memory of a plan and of plain ZeRO-3, and what each preset would take of a device."""
-    plan, grid, numels = _plan_of(settings), settings.grid, model_numels(settings["model"])
+    plan, grid, numels = _plan_of(settings), settings.layout.data_grid, settings.numels
     channels = CHANNELS if profile is None else profile.channels
     there = None
     if profile is not None or "memory" in own:
         there = bytes_of(own["memory"]) if profile is None else memory_of(own, profile)
     attention = attention_of(own)
-    if shape_of(settings["model"]) is None:  # activations are not known
+    if shape_of(settings["model"]) is None or settings.layout.tensor > 1:  # activations are not known
         about: Any = {"itemsize": itemsize, "channels": channels, "buffers": buffers_of(settings)}
         accumulation = settings["train"]["grad_accumulation"]
         states = memory_plan.plan_memory(plan, numels, accumulation=accumulation, **about)
@@ -306,6 +313,33 @@ def _memory(settings: Settings, own: dict[str, str], profile: Profile | None, it
     }
 
 
+def _sums(settings: Settings) -> dict[str, int]:
+    """Elements of the activations that a tensor group sums, and how many it sums in a step.
+
+    Each layer has two sums in forward, of attention and MLP, and two in backward. Recomputation repeats that of attention
+    and ends before that of the MLP, which nothing of backward needs.
+    """
+    model, train = settings["model"], settings["train"]
+    if settings.layout.tensor == 1:
+        return {"numel": 0, "sums": 0}
+    each = 5 if train["activation_checkpointing"] else 4
+    return {
+        "numel": train["micro_batch"] * model["seq_length"] * model["hidden_size"],
+        "sums": each * model["num_layers"] * train["grad_accumulation"],
+    }
+
+
+def _layout(settings: Settings) -> dict[str, str] | None:
+    """Where tensor groups and data-parallel groups lie; None without tensor parallelism."""
+    layout = settings.layout
+    if layout.tensor == 1:
+        return None
+    return {
+        "tensor": f"{layout.tensor} ranks, {layout.tensor_grid}, such as {layout.tensor_group(0)}",
+        "data": f"{layout.data} ranks, {layout.data_grid}, such as {some(list(map(str, layout.data_group(0))), 8)}",
+    }
+
+
 def _holds(profile: Profile, grid: Grid) -> bool:
     """Whether a profile's machine has such a grid."""
     shape = grid.gpus_per_node, grid.gcds_per_gpu, grid.gpus_per_hive, grid.clusters
@@ -327,6 +361,15 @@ def _measured(path: Path, grid: Grid) -> dict[str, Any]:
 
 def _exceptions_note(plan: ShardPlan) -> list[str]:
     return ["codecs.except: bytes and memory are those without exceptions"] if plan.exceptions else []
+
+
+def _layout_note(settings: Settings) -> list[str]:
+    if settings.layout.tensor == 1:
+        return []
+    return [
+        "with tensor parallelism degrees are over data-parallel ranks, and memory leaves out activations and the communicators "
+        "of tensor groups"
+    ]
 
 
 def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:

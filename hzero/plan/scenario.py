@@ -201,8 +201,13 @@ def job_of(settings: Settings, itemsize: int) -> Job:
     used again soon.
 
     Raises:
-        ConfigError: The layers of the model differ.
+        ConfigError: The layers of the model differ, or are split over ranks.
     """
+    if settings.layout.tensor > 1:
+        raise ConfigError(
+            f"model.tensor_parallel: found {settings.layout.tensor}, which predictions do not know; possible: 1, or hzero plan "
+            "without --tune, --fit, --sweep, --from and --trace"
+        )
     shape = shape_of(settings["model"])
     if shape is None:
         raise ConfigError(

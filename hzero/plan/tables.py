@@ -10,6 +10,9 @@ from rich.table import Table
 from hzero.formatting import size_text, table_of
 from hzero.plan.predicted import show_steps
 
+#: Why activations are not known, without tensor parallelism and with it.
+_UNKNOWN = ("the layers of the model differ", "predictions know no tensor parallelism")
+
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints what `hzero.plan.command.compute` returns."""
@@ -23,6 +26,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"preset {result['preset']}: weights over the {result['weights']}, gradients over the "
         f"{result['gradients']}, optimizer over the world; micro-steps per step: {result['accumulation']}"
     )
+    for dimension, text in (result["layout"] or {}).items():
+        say(f"{dimension} parallel: {text}")
     for note in result["notes"]:
         say(f"note: {note}")
     console.print(_memory(result))
@@ -65,7 +70,9 @@ def _fits(result: dict[str, Any]) -> str:
     """Whether the plan, and other presets, fit into a device."""
     there, needs = result["device_bytes"], result["presets_bytes"]
     if there is None or not needs:
-        return "whether it fits is not known: " + ("give memory=64GB" if needs else "the layers of the model differ")
+        return "whether it fits is not known: " + (
+            "give memory=64GB" if needs else _UNKNOWN[result["layout"] is not None]
+        )
     own = result["memory_bytes"]
     verdict = f"fits into {size_text(there)}"
     if own > there:

@@ -31,7 +31,11 @@ class AnyModel(Frozen):
 
 
 class ModelGroup(AnyModel):
-    """A GPT-NeoX."""
+    """A GPT-NeoX.
+
+    Attributes:
+        tensor_parallel: Ranks among which heads of attention and hidden units of the MLP are divided; they divide both.
+    """
 
     name: str
     hidden_size: Positive
@@ -39,6 +43,20 @@ class ModelGroup(AnyModel):
     num_heads: Positive
     intermediate_size: Positive
     vocab_size: int = Field(ge=257)
+    tensor_parallel: Positive = 1
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _divides_layers(cls, value: int, info: ValidationInfo) -> int:
+        for key in ("num_heads", "intermediate_size"):
+            if info.data.get(key, value) % value:
+                raise ValueError(f"found {value}, which does not divide model.{key} {info.data[key]}")
+        if value > 1 and info.data.get("zero_init") is True:
+            raise ValueError(
+                f"found {value} with model.zero_init true, and layers are split once they are built; possible: zero_init auto "
+                "or false"
+            )
+        return value
 
     @field_validator("num_heads")
     @classmethod

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import TopologyConfig
+from hzero.config import HZeroConfig, TopologyConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
+from hzero.sharding.layout import Layout
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
 from hzero.topology import Grid, foreseen_grid, resolve_grid
@@ -42,8 +43,13 @@ def without_nulls(value: Any) -> Any:
     return {key: item for key, item in kept.items() if item != {}}
 
 
-def model_numels(model: dict[str, Any]) -> list[int]:
-    """Elements of every parameter of the ``model`` group's model. Needs torch for ``model=hf`` alone."""
+def model_numels(model: dict[str, Any], tensor: int = 1) -> list[int]:
+    """Elements of every parameter of the ``model`` group's model. Needs torch for ``model=hf`` alone.
+
+    Args:
+        model: The group.
+        tensor: Ranks that share every layer; the elements are those of one of them.
+    """
     if architecture.is_general(model):
         return list(architecture.architecture(model).numels)
     return gpt_neox_numels(
@@ -51,6 +57,7 @@ def model_numels(model: dict[str, Any]) -> list[int]:
         layers=model["num_layers"],
         vocab=model["vocab_size"],
         intermediate=model["intermediate_size"],
+        tensor=tensor,
     )
 
 
@@ -68,6 +75,7 @@ class Settings:
         config: The configuration as plain dictionaries.
         world_size: Ranks of the run.
         grid: Where the ranks sit.
+        layout: Their tensor groups and data-parallel groups.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
         plan: The shard plan of rank 0; None for stock ZeRO-3.
 
@@ -93,8 +101,12 @@ class Settings:
         else:
             where = "topology.source" if isinstance(declared, str) else "topology"
             self.grid = resolve_grid(declared, self.world_size, where=where)
+        self.layout = Layout(self.grid, self["model"].get("tensor_parallel", 1))
         self.block = self._block(declared)
-        self.plan = ShardPlan.from_config(parse_config(self.block, "zero"), self.grid, 0) if self.block else None
+        parsed = parse_config(self.block, "zero") if self.block else None
+        if parsed is not None:
+            self._check_dimensions(parsed)
+        self.plan = ShardPlan.from_config(parsed, self.layout.data_grid, 0) if parsed is not None else None
         self._check_windows()
 
     def with_accumulation(self, count: int) -> Settings:
@@ -126,6 +138,24 @@ class Settings:
             steps = self.config[block]["steps"]
             if steps is not None and steps[1] > last:
                 raise ConfigError(f"{block}.steps: found {steps}, and the run ends with step {last} (train.steps)")
+
+    def _check_dimensions(self, parsed: HZeroConfig) -> None:
+        """Refuses codecs of activations that this run does not send."""
+        for dimension in parsed.codecs.dimensions:
+            if dimension != "tensor":
+                raise ConfigError(
+                    f"zero.codecs.{dimension}: given, and nothing of the trainer's models is split like that; possible: "
+                    "zero.codecs.tensor with model.tensor_parallel, or a script of your own (hzero.collectives.for_dimension)"
+                )
+            if self.layout.tensor == 1:
+                raise ConfigError(
+                    "zero.codecs.tensor: given without model.tensor_parallel, and so no activations are sent"
+                )
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of every parameter of the model; with tensor parallelism of one rank's parts."""
+        return model_numels(self["model"], self.layout.tensor)
 
     @property
     def preset(self) -> str:

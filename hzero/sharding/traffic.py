@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, Role, Tier
+from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, Dimension, Role, Tier, TierCodecs
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.records import chunk_numel
+from hzero.sharding.records import chunk_numel, record_format
 from hzero.sharding.sequence import stage_chains
 from hzero.topology import Grid
 
@@ -26,18 +26,18 @@ class TierTraffic:
     """Bytes that enter one rank over one tier for one role, in one optimizer step.
 
     Attributes:
-        role: The kind of state.
+        role: The kind of state; of activations the parallel dimension.
         tier: The tier.
         codec: Codec of the messages.
         wire_bytes: Bytes received, scales and record padding included.
         raw_bytes: The same with codec ``none``, without padding.
-        crossings: How often per step a whole set of parameters crosses the tier.
+        crossings: How often per step a whole set of parameters crosses the tier; of activations the number of sums.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
         checksum_bytes: Bytes received on top with each collective, where messages carry checksums. They are in no other
             number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
     """
 
-    role: Role
+    role: Role | Dimension
     tier: Tier
     codec: CodecName
     wire_bytes: int
@@ -97,6 +97,46 @@ def plan_traffic(
         for role in ROLES
         for tier in plan.grid.tiers
     ]
+
+
+def tensor_traffic(
+    grid: Grid, codecs: TierCodecs, numel: int, sums: int, *, itemsize: int = 2, checksum: bool = False
+) -> list[TierTraffic]:
+    """Bytes of the sums of activations in a tensor group, exactly as its wire log counts them.
+
+    A sum is a reduction over the tiers, from the innermost outwards, and a gather back (`Communicator.all_reduce`).
+
+    Args:
+        grid: Of the tensor group.
+        codecs: Of the tiers.
+        numel: Elements of an activation.
+        sums: Sums per step.
+        itemsize: Bytes of an element.
+        checksum: Whether messages carry checksums.
+
+    Returns:
+        One entry per tier of more than one rank, innermost first.
+    """
+    chunk, rows, found = chunk_numel(numel, grid.world_size), grid.world_size, []
+    for tier in (tier for tier in grid.tiers if grid.size(tier) > 1):
+        size, form = grid.size(tier), record_format(codecs[tier])
+        left = rows // size  # rows that the reduction leaves, and that the gather begins with
+        wire = round(form.message_bytes([chunk], rows, itemsize) * (1 - 1 / size))
+        wire += form.message_bytes([chunk], left, itemsize) * (size - 1)
+        found.append(
+            TierTraffic(
+                role="tensor",
+                tier=tier,
+                codec=codecs[tier].codec,
+                wire_bytes=sums * wire,
+                raw_bytes=sums * 2 * left * chunk * itemsize * (size - 1),
+                crossings=sums,
+                used=True,
+                checksum_bytes=CHECKSUM_BYTES * (size - 1) if checksum else 0,
+            )
+        )
+        rows = left
+    return found
 
 
 def node_bytes(traffic: Sequence[TierTraffic], plan: ShardPlan) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hzero.config import BASE_TIERS, SCOPES, TIERS, Scope, Tier, complete_order, tiers_inside
+from hzero.validation import ConfigError, some
 
 
 class Coordinates(NamedTuple):
@@ -143,6 +145,46 @@ class Grid:
             return [self.rank(*place._replace(**{tier: index})) for index in range(self.size(tier))]
         first = rank - getattr(place, tier) * self.stride(tier)
         return range(first, first + self.size(tier) * self.stride(tier), self.stride(tier))
+
+    def of_ranks(self, ranks: Sequence[int]) -> Grid:
+        """The grid of a group of ranks, in the group's own numbers. They keep their places.
+
+        Args:
+            ranks: Of this grid, in the order in which the group numbers them.
+
+        Raises:
+            ConfigError: They do not fill a part of every tier evenly.
+        """
+        places = {self.coordinates(rank): number for number, rank in enumerate(ranks)}
+        used = {tier: sorted({getattr(place, tier) for place in places}) for tier in TIERS}
+        sizes = {tier: len(indices) for tier, indices in used.items()}
+        if not len(ranks) == len(places) == math.prod(sizes.values()):
+            raise ConfigError(
+                f"topology: the group of ranks {some(list(map(str, ranks)), 16)} fills no part of {self} evenly: it has "
+                f"{', '.join(f'{size} on {tier}' for tier, size in sizes.items() if size > 1)}, and {len(ranks)} ranks in all; "
+                "possible are groups that have the same ranks of every package, node and so on that they touch"
+            )
+        own = Grid(
+            sizes["node"] * sizes["group"] * sizes["cluster"],
+            sizes["gpu"] * sizes["hive"],
+            sizes["gcd"],
+            gpus_per_hive=sizes["hive"],
+            nodes_per_group=sizes["node"] if sizes["group"] > 1 else None,
+            clusters=sizes["cluster"],
+        )
+        cells = itertools.product(*(used[tier] for tier in TIERS[::-1]))
+        numbers = tuple(places[Coordinates(**dict(zip(TIERS[::-1], cell)))] for cell in cells)
+        # Distance to the neighbour on each tier, which tells the order if they have one.
+        distance = {tier: numbers[stride] if sizes[tier] > 1 else 0 for tier, stride in own._strides.items()}
+        for order in (TIERS[::-1], tuple(sorted(TIERS[::-1], key=lambda tier: -distance[tier]))):
+            ordered = dataclasses.replace(own, order=order)
+            steps = [(stride, sizes[tier], ordered.stride(tier)) for tier, stride in own._strides.items()]
+            if all(
+                number == sum(place // stride % size * step for stride, size, step in steps)
+                for place, number in enumerate(numbers)
+            ):
+                return ordered
+        return dataclasses.replace(own, ranks=numbers)
 
     @functools.cached_property
     def _place_of(self) -> dict[int, int]:

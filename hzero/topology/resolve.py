@@ -11,7 +11,6 @@ from hzero.config import TopologyConfig
 from hzero.parsing import parse_topology
 from hzero.topology.discovery import discover, foresee
 from hzero.topology.grid import Grid
-from hzero.topology.placement import Place, grid_of
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.readers.declared import grid_in, load
 from hzero.topology.rendezvous import release_store
@@ -86,9 +85,7 @@ def sub_grid(topology: str | TopologyConfig, ranks: Sequence[int], world_size: i
     """
     if not isinstance(topology, str) or declared_grid(topology, where) is not None:
         return resolve_grid(topology, len(ranks), where)
-    world = resolve_grid(topology, world_size, where)
-    places = map(world.coordinates, ranks)
-    return grid_of([Place(index, str(place.node), place.gpu, place.gcd) for index, place in enumerate(places)])
+    return resolve_grid(topology, world_size, where).of_ranks(ranks)
 
 
 def foreseen_grid(topology: str, ranks: int) -> Grid:

@@ -35,7 +35,7 @@ from hzero.launcher import (
 from hzero.reasons import PeerError, PlainError, disk_error
 from hzero.settings.buffers import buffers_of
 from hzero.settings.conf import conf_dir, one_line, plain
-from hzero.settings.settings import Settings, model_numels
+from hzero.settings.settings import Settings
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.slurm.job import INSIDE, job_with
 from hzero.slurm.submission import submit
@@ -263,12 +263,12 @@ def _check_machine(settings: Settings) -> None:
     if torch.cuda.is_available() or _rank_of_a_launcher() is not None:
         return
     model = settings["model"]
-    sizes, itemsize = model_numels(model), settings.itemsize
+    sizes, itemsize = settings.numels, settings.itemsize
     about: Any = {"itemsize": itemsize, "channels": 0, "buffers": buffers_of(settings)}
     if settings.plan is not None:
         states = plan_memory(settings.plan, sizes, accumulation=settings["train"]["grad_accumulation"], **about)
     else:
-        states = zero3_memory(settings.grid, sizes, **about)
+        states = zero3_memory(settings.layout.data_grid, sizes, **about)
     needed = sum(state.bytes for state in states if not state.name.startswith("transient")) * settings.world_size
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:

@@ -36,6 +36,7 @@ class Identity:
         world_size: Ranks; ZeRO-3 writes two files per rank.
         dtype: Type of the weights.
         sequences: Of all ranks in a step; None for a checkpoint of an earlier release.
+        tensor_parallel: Ranks that share every layer.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Identity:
     world_size: int
     dtype: str
     sequences: int | None = None
+    tensor_parallel: int = 1
 
 
 def identity_of(settings: Settings, data_key: str) -> Identity:
@@ -53,7 +55,7 @@ def identity_of(settings: Settings, data_key: str) -> Identity:
     shape = (
         architecture.shape_of(model)
         if architecture.is_general(model)
-        else {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init")}
+        else {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init", "tensor_parallel")}
     )
     return Identity(
         model=hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
@@ -61,7 +63,8 @@ def identity_of(settings: Settings, data_key: str) -> Identity:
         seed=train["seed"],
         world_size=settings.world_size,
         dtype=settings.dtype,
-        sequences=settings.world_size * train["micro_batch"] * train["grad_accumulation"],
+        sequences=settings.layout.data * train["micro_batch"] * train["grad_accumulation"],
+        tensor_parallel=settings.layout.tensor,
     )
 
 
@@ -322,7 +325,7 @@ def with_its_batch(settings: Settings, found: Checkpoint) -> Settings:
     Raises:
         ConfigError: No accumulation does; the message says which ranks and micro-batches could.
     """
-    wanted, train, world = found.identity.sequences, settings["train"], settings.world_size
+    wanted, train, world = found.identity.sequences, settings["train"], settings.layout.data
     at_once = train["micro_batch"] * world
     if wanted is None or wanted == at_once * train["grad_accumulation"]:
         return settings
@@ -347,8 +350,15 @@ def _compare(found: Checkpoint, identity: Identity) -> None:
         "model": "was saved by a model of another shape (the model group differs)",
         "data": "was trained on other text (data.path, data.max_bytes, data.eval_share, data.packing or the tokenizer differ)",
         "seed": f"was trained with train.seed={found.identity.seed}, not {identity.seed}",
+        "tensor_parallel": f"was trained with model.tensor_parallel={found.identity.tensor_parallel}, and goes on with the same "
+        f"alone; found {identity.tensor_parallel}",
         "dtype": f"was trained in {found.identity.dtype}, not {identity.dtype}",
     }
     for name, message in said.items():
         if getattr(found.identity, name) != getattr(identity, name):
             raise ConfigError(f"resume: {str(found.folder)!r} {message}")
+    if identity.tensor_parallel > 1 and found.identity.world_size != identity.world_size:
+        raise ConfigError(
+            f"resume: {str(found.folder)!r} was written by {found.identity.world_size} ranks with tensor parallelism, and goes "
+            f"on with as many alone; found {identity.world_size}"
+        )

@@ -47,7 +47,7 @@ def prepare(settings: Settings, say: Callable[[str], None]) -> tuple[data.Tokens
     """
     group, model = settings["data"], settings["model"]
     vocab, length = model_vocab(model), model["seq_length"]
-    least = settings.world_size * settings["train"]["micro_batch"]
+    least = settings.layout.data * settings["train"]["micro_batch"]
     tokenizer = tokenizers.of_folder(architecture.checkpoint_folder(model), vocab)
     if form(group) == "text":
         text = data.prepare(group, vocab, length, least, say, tokenizer)

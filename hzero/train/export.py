@@ -150,14 +150,10 @@ def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: s
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    noise = io.StringIO()
-    with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from hzero.train.tensor_parallel import joined
 
-        with safe_load.only_tensors(trust):
-            lazy = get_fp32_state_dict_from_zero_checkpoint(
-                str(found.folder.parent), tag=found.folder.name, lazy_mode=True
-            )
+    ranks = _of_tensor_ranks(found, trust)
+    lazy = ranks[0]
     kind = getattr(torch, DTYPES[dtype])
     config = AutoConfig.from_pretrained(described)
     with torch.device("meta"):
@@ -167,7 +163,7 @@ def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: s
     with Progress(len(lazy)) as progress:
         for number, (name, tensor) in enumerate(lazy.items(), 1):
             if id(tensor) not in cast:
-                whole = tensor.contiguous()
+                whole = joined(name, [of[name].contiguous() for of in ranks])
                 cast[id(tensor)] = whole.to(kind) if whole.is_floating_point() else whole
             weights[name] = cast[id(tensor)]
             progress.update(number, f"{number}/{len(lazy)} tensors", always=number == len(lazy))
@@ -183,6 +179,25 @@ def export(described: Path, found: checkpoint.Checkpoint, target: Path, dtype: s
         if file.is_file() and not (target / file.name).exists():
             shutil.copy(file, target / file.name)
     (target / _MARK).write_text(f"{found.folder.resolve()}\n")
+
+
+def _of_tensor_ranks(found: checkpoint.Checkpoint, trust: bool) -> list[dict[str, Any]]:
+    """The float32 weights of every rank of a tensor group, by name, to be read one by one.
+
+    DeepSpeed's tool knows the files of one tensor rank, number 0. So those of each are linked under such names.
+    """
+    noise, ranks = io.StringIO(), []
+    for rank in range(found.identity.tensor_parallel):
+        with tempfile.TemporaryDirectory() as linked:
+            for file in found.folder.glob(f"*_mp_rank_{rank:02d}_*"):
+                link = file.name.replace(f"_mp_rank_{rank:02d}_", "_mp_rank_00_")
+                (Path(linked) / link).symlink_to(file.resolve())
+            with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise), safe_load.only_tensors(trust):
+                from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+                folder, tag = os.path.split(linked)
+                ranks.append(get_fp32_state_dict_from_zero_checkpoint(folder, tag=tag, lazy_mode=True))
+    return ranks
 
 
 def _umask() -> int:

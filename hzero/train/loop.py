@@ -21,11 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from omegaconf import OmegaConf
 
 import hzero
-from hzero.collectives import shared_recorder
+from hzero.collectives import WireLog, for_dimension, shared_recorder
 from hzero.launcher import STARTED
 from hzero.progress import Progress
 from hzero.reasons import PeerError, PlainError
-from hzero.settings.settings import Settings, model_vocab
+from hzero.settings.settings import Settings, model_numels, model_vocab
 from hzero.train import checkpoint, folder, model
 from hzero.train.batches import Batch, batches_of
 from hzero.train.data import Tokens
@@ -39,6 +39,7 @@ from hzero.train.status import Status
 from hzero.train.stop import Reason, Stop
 from hzero.train.stragglers import Stragglers, described
 from hzero.train.summary import build_summary, print_summary
+from hzero.train.tensor_parallel import Groups
 from hzero.validation import seconds_of
 from hzero.zero.guard import scaling_can_help
 
@@ -110,15 +111,23 @@ class Loop:
     ) -> None:
         self._settings, self._run_dir = settings, run_dir
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._batches = batches_of(corpus, settings, self._rank)
+        self._layout = settings.layout
+        self._batches = batches_of(corpus, settings, self._layout.data_rank(self._rank))
         self._sampler = Sampler(settings, run_dir, self._batches, corpus)
         self._flops_per_token = model.flops_per_token(settings["model"])
         self._device = torch.device(get_accelerator().current_device_name())
         config = deepspeed_config(settings)
         train = settings["train"]
-        built = model.build(settings["model"], train["seed"], config, train["activation_checkpointing"])
+        groups = self._tensor = None
+        if self._layout.tensor > 1:
+            groups = Groups(self._layout)
+            self._tensor = for_dimension("tensor", config, groups.get_model_parallel_group(), grid=settings.grid)
+        recompute = train["activation_checkpointing"]
+        built = model.build(settings["model"], train["seed"], config, recompute, self._tensor)
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in built.parameters())
-        self._engine = hzero.initialize(model=built, model_parameters=built.parameters(), config=config)[0]
+        if self._tensor is not None:
+            self._parameters = sum(model_numels(settings["model"]))
+        self._engine = hzero.initialize(model=built, model_parameters=built.parameters(), config=config, mpu=groups)[0]
         saves = settings["checkpoint"]
         self._saver = Saver(
             self._engine,
@@ -169,7 +178,8 @@ class Loop:
         if own is not None:
             own.weights.refresh()  # this one belongs to no step
             own.settle()
-            own.wire_log.reset()
+        if (log := self._wire_log) is not None:
+            log.reset()
         if first:
             with folder.must_write(self._run_dir):
                 (self._run_dir / folder.LOGS / STARTED).touch()
@@ -234,7 +244,8 @@ class Loop:
         if own is not None:
             own.weights.refresh()  # the last step's
             own.settle()
-        traffic = own.wire_log.as_dicts() if own is not None else []
+        log = self._wire_log
+        traffic = log.as_dicts() if log is not None else []
         if not stopped:
             evaluation = self._evaluate(self._done, metrics, monitor)
             self._warn_of_saves(self._saver.settle(last=True), metrics)
@@ -252,6 +263,12 @@ class Loop:
         if status is not None:
             status.end(stopped or "done", self._done)
         return stopped
+
+    @property
+    def _wire_log(self) -> WireLog | None:
+        """That of the stage, which counts the hops of tensor groups too; of stock ZeRO-3 beside such groups theirs alone."""
+        counted = hzero.state(self._engine) or self._tensor
+        return counted.wire_log if counted is not None else None
 
     @property
     def _waited_s(self) -> float:
@@ -279,7 +296,7 @@ class Loop:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         torch.manual_seed(
-            np.random.SeedSequence([train["seed"], step, self._rank]).generate_state(1).item()
+            np.random.SeedSequence([train["seed"], step, self._layout.data_rank(self._rank)]).generate_state(1).item()
         )  # of dropout
         total = torch.zeros((), device=self._device)
         for micro in range(train["grad_accumulation"]):

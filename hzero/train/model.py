@@ -12,15 +12,23 @@ from deepspeed.utils import set_z3_leaf_modules
 from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM
 
 import hzero
+from hzero.collectives import Communicator
 from hzero.settings import architecture
 from hzero.settings.settings import model_numels
+from hzero.train.tensor_parallel import split
 from hzero.validation import ConfigError
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
 ZERO_INIT_FROM = 500_000_000
 
 
-def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpointing: bool) -> torch.nn.Module:
+def build(
+    model: dict[str, Any],
+    seed: int,
+    ds_config: dict[str, Any],
+    checkpointing: bool,
+    tensor_group: Communicator | None = None,
+) -> torch.nn.Module:
     """A model whose weights depend on the configuration, the seed and the checkpoint alone.
 
     A GPT-NeoX has no dropout; of ``model=hf`` the configuration says so.
@@ -30,10 +38,14 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
         seed: Seed of the random weights.
         ds_config: DeepSpeed's configuration, for ``deepspeed.zero.Init``.
         checkpointing: Whether activations are recomputed in backward.
+        tensor_group: Ranks that share the layers of a GPT-NeoX; each builds the whole model, in host memory, and keeps its
+            parts.
     """
     torch.manual_seed(seed)
     partition = model["zero_init"]
-    if partition == "auto":
+    if tensor_group is not None:
+        partition = False
+    elif partition == "auto":
         partition = sum(model_numels(model)) >= ZERO_INIT_FROM
     if partition:
         hzero.enable()
@@ -45,6 +57,8 @@ def build(model: dict[str, Any], seed: int, ds_config: dict[str, Any], checkpoin
             built = GPTNeoXForCausalLM(architecture.transformers_config(model))
         if partition:
             _initialise_partitioned(built, seed)
+    if tensor_group is not None:
+        split(built, tensor_group)
     layers = _layers(built)
     if layers:
         # One gather per layer, as in FSDP: hooks and gathers of every linear and norm cost more than a small layer's compute.

@@ -240,6 +240,8 @@ def resharding(engine: Any, folder: Path, world_size: int, load: Callable[..., A
         world_size: Ranks that wrote it.
         load: As of `Resharding`.
     """
+    if engine.mp_world_size > 1:  # of tensor groups: settings have refused every other layout
+        return None
     zero = engine.optimizer
     layout = Layout(dist.get_world_size(), engine._get_zero_param_shapes())
     groups = [zero.sub_group_to_group_id[index] for index in range(len(zero.fp16_groups))]

@@ -8,12 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hzero
 from hzero.settings.settings import Settings
 from hzero.train import folder
 from hzero.train.batches import Batches
 from hzero.train.examples import Examples
+
+
+def _together(group: dist.ProcessGroup, device: torch.device, max_time: float) -> Any:
+    """Ends writing after a time on all ranks of a tensor group at once: their forwards exchange tensors of one shape."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class Together(StoppingCriteria):  # type: ignore[misc]
+        started = time.perf_counter()
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            over = torch.tensor([time.perf_counter() - self.started > max_time], dtype=torch.uint8, device=device)
+            dist.all_reduce(over, dist.ReduceOp.MAX, group)
+            return over.bool().expand(len(input_ids))
+
+    return StoppingCriteriaList([Together()])
 
 
 class Sampler:
@@ -62,6 +78,9 @@ class Sampler:
         warm = self._sample["temperature"] > 0
         choice = {"do_sample": True, "temperature": float(self._sample["temperature"]), "top_k": 0} if warm else {}
         devices = [device] if device.type == "cuda" else []
+        patience: dict[str, Any] = {"max_time": float(self._sample["max_s"])}
+        if engine.mp_world_size > 1:
+            patience = {"stopping_criteria": _together(engine.mpu.get_model_parallel_group(), device, **patience)}
         training = engine.module.training
         engine.eval()
         with hzero.exact_weights(engine), torch.random.fork_rng(devices=devices):
@@ -70,12 +89,12 @@ class Sampler:
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=self._tokens,
-                max_time=float(self._sample["max_s"]),
                 eos_token_id=self._end,
                 pad_token_id=0,
                 use_cache=True,
                 synced_gpus=True,
                 remove_invalid_values=True,  # of weights that are not finite any more: a sample ends no run
+                **patience,
                 **({"do_sample": False} | choice),
             )
         engine.train(training)

@@ -12,16 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hzero.config import ROLES, TIERS
+from hzero.config import DIMENSIONS, ROLES, TIERS
 from hzero.formatting import size_text, table_of
 from hzero.settings.buffers import buffers_of
-from hzero.settings.settings import Settings, model_numels
+from hzero.settings.settings import Settings
 from hzero.sharding.memory import as_dicts as memory_dicts
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.traffic import as_dicts as traffic_dicts
 from hzero.sharding.traffic import zero3_traffic
 
+#: What a wire log counts, in the order of the tables.
+_SENT: tuple[str, ...] = (*ROLES, *DIMENSIONS)
 #: Maximum number of steps at either end whose mean is given as first and last loss.
 WINDOW = 10
 
@@ -53,8 +55,8 @@ def build_summary(
         status: ``finished``, or why the run was stopped before.
         plan: The stage's plan; None for stock ZeRO-3.
     """
-    sizes, accumulation = model_numels(settings["model"]), settings["train"]["grad_accumulation"]
-    itemsize = settings.itemsize
+    sizes, accumulation = settings.numels, settings["train"]["grad_accumulation"]
+    itemsize, grid = settings.itemsize, settings.layout.data_grid
     traffic = _summed(rank["traffic"] for rank in everyones)
     raw = sum(row["raw_bytes"] for row in traffic)
     wire = sum(row["wire_bytes"] for row in traffic)
@@ -67,7 +69,7 @@ def build_summary(
         else []
     )
     first, last, window = ends(losses)
-    fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation)
+    fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation, settings.world_size)
     return {
         "status": status,
         "steps": steps,
@@ -83,6 +85,7 @@ def build_summary(
         "world_size": settings.world_size,
         "grid": {tier: settings.grid.size(tier) for tier in settings.grid.tiers},
         "preset": settings.preset,
+        "tensor_parallel": settings.layout.tensor,
         "accumulation": accumulation,
         "traffic": traffic,
         "traced": _traced(traced),
@@ -94,9 +97,9 @@ def build_summary(
             "computed": True,
             "fetches": fetches,
             "traffic": traffic_dicts(
-                zero3_traffic(settings.grid, sizes, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
+                zero3_traffic(grid, sizes, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
             ),
-            "memory": memory_dicts(zero3_memory(settings.grid, sizes, itemsize=itemsize, buffers=buffers)),
+            "memory": memory_dicts(zero3_memory(grid, sizes, itemsize=itemsize, buffers=buffers)),
         },
         "eval": evaluation,
         "versions": {"python": platform.python_version(), **_versions("hzero", "torch", "deepspeed", "transformers")},
@@ -121,7 +124,12 @@ def loss_window(steps: int) -> int:
 
 
 def _fetches(
-    traffic: Sequence[dict[str, Any]], plan: ShardPlan | None, sizes: Sequence[int], itemsize: int, micro_steps: int
+    traffic: Sequence[dict[str, Any]],
+    plan: ShardPlan | None,
+    sizes: Sequence[int],
+    itemsize: int,
+    micro_steps: int,
+    world: int,
 ) -> float:
     """How often a micro-step gathered the whole model, by the innermost tier's log; 2 (forward, backward) without a log.
 
@@ -132,7 +140,7 @@ def _fetches(
     seen = [row for row in traffic if hops and (row["role"], row["tier"]) == ("weights", hops[-1].tier)]
     if plan is None or not seen or not micro_steps:
         return 2.0
-    tier, world = hops[-1].tier, plan.grid.world_size
+    tier = hops[-1].tier
     once = sum(sizes) * itemsize * (plan.grid.size(tier) - 1) / plan.grid.size(tier) * world
     return float(seen[0]["raw_bytes"] / once / micro_steps)
 
@@ -144,7 +152,7 @@ def _summed(logs: Any) -> list[dict[str, Any]]:
             into = total.setdefault((row["role"], row["tier"], row["codec"]), {**row, **dict.fromkeys(_COUNTS, 0)})
             for name in _COUNTS:
                 into[name] += row[name]
-    return [total[key] for key in sorted(total, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]), k[2]))]
+    return [total[key] for key in sorted(total, key=lambda k: (_SENT.index(k[0]), TIERS.index(k[1]), k[2]))]
 
 
 def _traced(steps: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -244,7 +252,7 @@ def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     stock = zero3_bytes(summary)
     own = {(row["role"], row["tier"]): row for row in summary["traffic"]}
     rows: list[tuple[str, ...]] = []
-    for key in sorted(stock, key=lambda k: (ROLES.index(k[0]), TIERS.index(k[1]))):  # type: ignore[arg-type]
+    for key in sorted({**stock, **own}, key=lambda k: (_SENT.index(k[0]), TIERS.index(k[1]))):  # type: ignore[arg-type]
         row = own.get(key)
         if row is not None:
             ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
@@ -255,7 +263,7 @@ def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
             cells = ("", "", "", "", "")
         else:
             continue
-        rows.append((*key, *cells, size_text(stock[key])))
+        rows.append((*key, *cells, size_text(stock[key]) if key in stock else ""))
     return rows
 
 

@@ -18,6 +18,7 @@ from hzero.sharding.plan import ShardPlan, plain
 from hzero.validation import some
 from hzero.zero import noise
 from hzero.zero.managed import Managed
+from hzero.zero.partition import speaks
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.weights import Weights
 
@@ -76,7 +77,7 @@ class Audit:
             self.ratios = self._measure(params, gradient_of)
             self._collectives.verify()
         self._count += 1
-        if self.ratios and self._plan.rank == 0:
+        if self.ratios and speaks():
             texts = [f"{name} {ratio:.1f}" for name, ratio in self.ratios.items()]
             logger.info("hzero: signal-to-noise ratios before step %d, in dB: %s", step, ", ".join(texts))
 
@@ -110,7 +111,7 @@ class Audit:
             )
         if parts:
             error = StaleWeightsError(f"hzero: guard before step {step} of this engine: {'; '.join(parts)}")
-            error.elsewhere = self._plan.rank != 0
+            error.elsewhere = not speaks()
             raise error
 
     def _is_stale(self, managed: Managed, kept: torch.Tensor) -> torch.Tensor:

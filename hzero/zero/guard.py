@@ -15,6 +15,7 @@ from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import owned_numel
 from hzero.validation import some
 from hzero.zero import noise
+from hzero.zero.partition import speaks
 from hzero.zero.refusals import ZeroParameter
 
 logger = logging.getLogger("hzero")
@@ -72,7 +73,7 @@ class Guard:
         at_minimum = loss_scaler.dynamic
         self._discarded += 1
         if self._discarded < self._limit and not (at_minimum and loss_scaler.raise_error_at_min_scale):
-            if self._plan.rank == 0:
+            if speaks():
                 logger.warning(
                     "hzero: step %d is discarded: the norm of the gradients is not finite (guard: %d of %d in a row)",
                     self._steps,
@@ -86,7 +87,7 @@ class Guard:
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
             f"{self._where(gradient_of)}"
         )
-        error.elsewhere = self._plan.rank != 0
+        error.elsewhere = not speaks()
         raise error
 
     @torch.no_grad()

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
-from hzero.topology import resolve_grid
 from hzero.zero.overridden import check_deepspeed
+from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.refusals import check_config, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
@@ -59,8 +58,9 @@ def _checked(stock: Any) -> Any:
         config = read_block(self._config._param_dict)
         if config is not None:
             check_config(self._config, self.optimizer_name())
-            grid = resolve_grid(config.topology, dist.get_world_size())
-            ShardPlan.from_config(config, grid, dist.get_rank())
+            check_mpu(self.mpu, config.topology)
+            partition = Partition.of(group_of(self.mpu), config.topology)
+            ShardPlan.from_config(config, partition.grid, partition.rank)
         stock(self)
 
     return check
@@ -87,7 +87,11 @@ def _with_weights(stock: Any) -> Any:
         for param in self.module.parameters():
             param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
         # A size of 0 turns prefetching off; it does not mean refreshes.
-        self.hzero = StageState(self.module, config, int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL))
+        bucket_numel = int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL)
+        group = self.dp_process_group
+        if group is None:  # of an engine without an optimizer
+            group = next(self.module.parameters()).ds_process_group
+        self.hzero = StageState(self.module, config, bucket_numel, group)
         # An engine without an optimizer announces checkpoints to this object only.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced
@@ -127,8 +131,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
     change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
-    not shard activations or combine with tensor, expert or pipeline parallelism; it refuses by name the DeepSpeed
-    features that it does not support. A configuration without the block gives a stock engine.
+    not shard activations. It works beside tensor parallelism of a model's own, with an ``mpu`` whose tensor groups lie inside
+    nodes: then it shards over the data-parallel ranks. It refuses expert and pipeline parallelism, AutoTP and, by name, the
+    other DeepSpeed features that it does not support. A configuration without the block gives a stock engine.
 
     Args:
         *args: As for ``deepspeed.initialize``.

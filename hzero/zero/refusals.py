@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY, PARENT, find, lifted, load
@@ -164,23 +163,3 @@ def check_types(module: torch.nn.Module, plan_of: Callable[[ZeroParameter], Shar
                 f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "
                 "possible with bf16.enabled, or codec none"
             )
-
-
-def check_group(group: Any, what: str) -> None:
-    """Refuses a partition group that is not the whole world in the world's order.
-
-    Raises:
-        ConfigError: The group is smaller, as under AutoTP, expert parallelism or an mpu, or its ranks are permuted, so
-            that rank r does not own shard r.
-    """
-    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    if len(ranks) != dist.get_world_size():
-        raise ConfigError(
-            f"{what}: partitioned over {len(ranks)} of {dist.get_world_size()} ranks; {KEY} needs the whole world "
-            "(no tensor, expert or model parallelism)"
-        )
-    place = next((place for place, rank in enumerate(ranks) if place != rank), None)
-    if place is not None:
-        raise ConfigError(
-            f"{what}: its rank {place} is rank {ranks[place]} of the world; {KEY} needs the world's own order"
-        )

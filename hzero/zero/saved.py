@@ -14,6 +14,7 @@ from hzero.collectives import ErrorFeedback
 from hzero.config import ROLES
 from hzero.sharding.plan import ShardPlan
 from hzero.zero.gradients import Gradients
+from hzero.zero.partition import speaks
 from hzero.zero.weights import Weights
 
 logger = logging.getLogger("hzero")
@@ -82,7 +83,7 @@ class SavedState:
             return
         kept = found["residuals"] if found is not None else {}
         same = found is not None and found["plan"] == self._identity()
-        if self._feedback is not None and self._plan.rank == 0 and not (same and kept):
+        if self._feedback is not None and speaks() and not (same and kept):
             why = "was written with another plan or on other ranks" if kept else "has none"
             logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
         if found is None or not same:

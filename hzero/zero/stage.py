@@ -15,7 +15,7 @@ from hzero.block import find
 from hzero.collectives import blaming, shared_recorder
 from hzero.zero import saved
 from hzero.zero.guard import DivergenceError
-from hzero.zero.refusals import ZeroParameter, check_group
+from hzero.zero.refusals import ZeroParameter
 from hzero.zero.state import StageState
 
 StockStage3 = DeepSpeedZeroOptimizer_Stage3
@@ -24,9 +24,10 @@ StockStage3 = DeepSpeedZeroOptimizer_Stage3
 class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose weights and gradients have shard degrees of their own.
 
-    The primary partition of weights, gradients and optimizer states stays DeepSpeed's, over the world: norms, clipping,
-    loss scaling, offload and checkpoints are stock. `hzero.zero.gradients` delivers the gradients; forward and backward
-    gather through `hzero.zero.weights`. A configuration without ``hzero`` block constructs the stock class.
+    The primary partition of weights, gradients and optimizer states stays DeepSpeed's, over the world or, beside tensor
+    groups, over the data-parallel ranks: norms, clipping, loss scaling, offload and checkpoints are stock.
+    `hzero.zero.gradients` delivers the gradients; forward and backward gather through `hzero.zero.weights`. A configuration
+    without ``hzero`` block constructs the stock class.
     """
 
     hzero: StageState
@@ -41,7 +42,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_group(kwargs.get("dp_process_group"), "the data-parallel group")
         self._stepping = False
         super().__init__(*args, **kwargs)
         self.hzero = self.parameter_offload.hzero

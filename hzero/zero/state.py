@@ -14,15 +14,25 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
-from hzero.collectives import Canary, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, shared_pipeline
+from hzero.collectives import (
+    Canary,
+    ErrorFeedback,
+    TieredCollectives,
+    Trace,
+    Transport,
+    WireLog,
+    in_use,
+    shared_pipeline,
+)
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
-from hzero.topology import resolve_grid
+from hzero.validation import ConfigError
 from hzero.zero.audit import Audit
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
-from hzero.zero.refusals import ZeroParameter, check_group
+from hzero.zero.partition import Partition, ranks_of, speaks
+from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
 from hzero.zero.saved import SavedState
 from hzero.zero.streams import device_streams
@@ -36,8 +46,9 @@ class StageState:
 
     Attributes:
         config: The block, preset applied.
-        plan: The shard plan of this rank.
-        wire_log: Bytes and time of every hop that has ended; see `settle`.
+        partition: The ranks that it shards over.
+        plan: The shard plan of this rank, in the numbers of the partition.
+        wire_log: Bytes and time of every hop that has ended, those of `hzero.collectives.for_dimension` too; see `settle`.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
         saved: What of all this a checkpoint holds.
@@ -48,9 +59,10 @@ class StageState:
         config: The block.
         bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
             the optimizer sets its own.
+        group: The ranks over which DeepSpeed partitions; None is the world.
 
     Raises:
-        ConfigError: The topology does not fit the world, or parameters are partitioned over less than the world.
+        ConfigError: The topology does not fit the ranks, or a parameter is partitioned over others.
         HopError: The first canary arrived changed.
     """
 
@@ -59,41 +71,57 @@ class StageState:
         module: torch.nn.Module,
         config: HZeroConfig,
         bucket_numel: int = BUCKET_NUMEL,
+        group: Any = None,
     ) -> None:
-        for name, param in module.named_parameters():
-            check_group(getattr(param, "ds_process_group", None), f"parameter {name}")
+        self.partition = Partition.of(group, config.topology)
+        _check_parameters(module, group)
         self.config = config
         self._module = module
         self._trace: Trace | None = None  # while one is recorded
-        grid = resolve_grid(config.topology, dist.get_world_size())
-        self.plan = ShardPlan.from_config(config, grid, dist.get_rank())
+        self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes = Routes(module, self.plan)
         self.wire_log = WireLog()
+        self._adopt()
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = shared_pipeline(device_streams())
         self._pipeline.mend()
-        collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
+        transport = Transport(self.plan, ranks=self.partition.ranks)
+        collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
         self._collectives = collectives
         self.weights = Weights(module, collectives, routes, bucket_numel)
         if config.exact_evaluation:
             self.weights.follow_mode()
         self.gradients = Gradients(collectives, routes, bucket_numel)
         self.guard = Guard(module, self.plan, config.guard.discarded_steps)
-        if self.plan.rank == 0:
+        if speaks():
             self._announce()
         self._steps = 0
         self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback, config.save_residuals)
         self._audit, self._audit_due = Audit(module, self.weights, collectives), True
         device = torch.device(get_accelerator().current_device_name())
-        self._canary = Canary(collectives, config.canary.bytes, device)
+        self._canary = Canary(collectives, config.canary.bytes, device, self.partition.ranks)
         if config.canary.every_steps:
             self._canary.send()
+
+    def _adopt(self) -> None:
+        """Counts the hops of parallel dimensions here; warns of codecs of one that nobody sends."""
+        used = in_use()
+        for communicator in used:
+            communicator.wire_log = self.wire_log
+        for dimension in self.config.codecs.dimensions:
+            if all(communicator.role != dimension for communicator in used) and speaks():
+                logger.warning(
+                    "hzero: codecs.%s has no effect: nothing in this process sends over such a group; a model does, with "
+                    "hzero.collectives.for_dimension(%r, config, group), before its engine is built",
+                    dimension,
+                    dimension,
+                )
 
     def _announce(self) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
         backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
         print(
-            f"hzero: {self.config.preset} on {self.plan}; transport {dist.get_backend()}; codecs {backend}",
+            f"hzero: {self.config.preset} on {self.plan}{self.partition}; transport {dist.get_backend()}; codecs {backend}",
             file=sys.stderr,
             flush=True,
         )
@@ -189,7 +217,7 @@ class StageState:
             self._trace, self.wire_log.on_hop, self._pipeline.waiting = None, None, contextlib.nullcontext
             for hook in hooks:
                 hook.remove()
-        trace.write(path, self.plan.rank)
+        trace.write(path, dist.get_rank())
 
     def begin(self, part: str) -> None:
         """Begins a part of a step in the trace, if one is being recorded; see `Trace.begin`."""
@@ -223,6 +251,23 @@ class StageState:
         self.weights.close()
         self.gradients.clear()
         self._pipeline.mend()
+
+
+def _check_parameters(module: torch.nn.Module, group: Any) -> None:
+    """Refuses parameters that are partitioned over other ranks than the engine's.
+
+    Raises:
+        ConfigError: As under expert parallelism, or where ``deepspeed.zero.Init`` knew nothing of an mpu.
+    """
+    ranks = ranks_of(group)
+    for name, param in module.named_parameters():
+        own = getattr(param, "ds_process_group", None)
+        if own is not group and (found := ranks_of(own)) != ranks:
+            raise ConfigError(
+                f"parameter {name}: partitioned over {len(found)} ranks, and the engine over {len(ranks)}"
+                f"{', others' if len(found) == len(ranks) else ''}; hzero needs one partition for all: no expert parallelism, "
+                "and under deepspeed.zero.Init data_parallel_group=mpu.get_data_parallel_group()"
+            )
 
 
 def _bytes(tensors: list[Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -45,6 +45,7 @@ class FaultyTransport(Transport):
     Args:
         plan: The shard plan of this rank.
         timeout: As for a transport; a message that is dropped fails after it.
+        ranks: As for a transport.
         seed: What happens to which message; give ranks seeds of their own to have faults at one of them.
 
     Attributes:
@@ -54,8 +55,10 @@ class FaultyTransport(Transport):
         done: Faults that have changed, delayed or dropped something.
     """
 
-    def __init__(self, plan: ShardPlan, timeout: timedelta | None = None, *, seed: int = 0) -> None:
-        super().__init__(plan, timeout)
+    def __init__(
+        self, plan: ShardPlan, timeout: timedelta | None = None, *, seed: int = 0, ranks: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(plan, timeout, ranks=ranks)
         self.faults: Collection[Fault] = ()
         self.chance = 1.0
         self.spares: Callable[[Lane, str], bool] = lambda lane, what: False

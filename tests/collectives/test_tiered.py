@@ -11,6 +11,7 @@ CHECKS = (
     "tests.collectives.fault_checks",
     "tests.collectives.communicator_checks",
     "tests.collectives.ddp_checks",
+    "tests.collectives.activation_checks",
 )
 
 

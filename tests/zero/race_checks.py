@@ -22,6 +22,7 @@ from hzero.collectives.streams import DeviceStreams
 from hzero.config import BASE_TIERS, PRESETS
 from hzero.zero.streams import device_streams
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
+from tests.zero.tensor_checks import tensor_groups, train_split
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
 
 
@@ -170,6 +171,14 @@ def _without_a_stage() -> Any:
     return mock.Mock()
 
 
+def _beside_tensor_groups() -> Any:
+    """Sums of activations in layers, between gathers of weights and reductions of gradients."""
+    shared_pipeline(device_streams())
+    block = block_of("topo", codecs={"tensor": "int8"}, canary={"every_steps": 1})
+    with tensor_groups(2) as mpu:
+        return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
+
+
 #: What is recorded. Each makes an engine and does something with it.
 SCENARIOS: dict[str, Callable[[], Any]] = {
     # Three presets accumulate; the others take half the time.
@@ -188,6 +197,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "kept whole, bf16": _kept_whole_in_bf16,
     "without optimizer": _without_optimizer,
     "without a stage": _without_a_stage,
+    "beside tensor groups": _beside_tensor_groups,
 }
 
 

@@ -21,7 +21,7 @@ from hzero.collectives.process_groups import order_of_ranks
 from hzero.config import ALGORITHMS
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
-from hzero.zero.refusals import check_group
+from hzero.zero.partition import Partition
 from tests.zero.training import (
     AwkwardNet,
     assert_losses,
@@ -216,7 +216,7 @@ def check_a_world_in_another_order_is_refused() -> None:
     with order_of_ranks() as in_order:
         permuted = dist.new_group([1, 0, *range(2, dist.get_world_size())], **in_order)
     with pytest.raises(ConfigError, match="its rank 0 is rank 1 of the world"):
-        check_group(permuted, "the data-parallel group")
+        Partition.of(permuted, "auto")
 
 
 def check_gathered_parameters_and_exact_readers() -> None:

@@ -21,6 +21,7 @@ STAGE = (
     "tests.zero.race_checks",
     "tests.zero.delay_checks",
     "tests.zero.trace_checks",
+    "tests.zero.tensor_checks",
     "tests.train.saver_checks",
     "tests.train.memory_checks",
 )

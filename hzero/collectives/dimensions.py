@@ -1,0 +1,62 @@
+"""Parallel dimensions of a model: a communicator for each, with the codecs that the ``"hzero"`` block gives it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from hzero.block import find
+from hzero.collectives.communicator import Communicator
+from hzero.collectives.settings import CommunicatorConfig
+from hzero.config import DIMENSIONS, UNCODED, Dimension, HZeroConfig
+from hzero.parsing import parse_config
+from hzero.topology import Grid, resolve_grid
+from hzero.validation import one_of
+
+#: Those that live, which the next engine asks; see `in_use`.
+_MADE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def for_dimension(
+    dimension: Dimension, config: Any, group: dist.ProcessGroup | None = None, *, grid: Grid | None = None
+) -> Communicator:
+    """A communicator for the activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
+
+    Make it before the engine, and give it to `hzero.collectives.activations`. An engine with the stage that is built after it
+    counts its hops in its own wire log and traces, under the dimension's name. Its ranks keep their places in the world's
+    grid.
+
+    Args:
+        dimension: ``tensor``, ``sequence`` or ``expert``.
+        config: A DeepSpeed configuration, as for ``deepspeed.initialize``. One without block has no codecs.
+        group: The ranks that share the dimension; None takes the world.
+        grid: Of the world; None takes the block's topology. Where that is discovered, all ranks of the world call this at the
+            same point.
+
+    Raises:
+        ConfigError: The block is wrong, or the group fills the tiers unevenly.
+    """
+    if dimension not in DIMENSIONS:
+        raise one_of("for_dimension: dimension", dimension, DIMENSIONS)
+    parsed = config if isinstance(config, HZeroConfig) else None
+    if parsed is None and (block := find(config)) is not None:
+        parsed = parse_config(block)
+    codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
+    if grid is None:
+        grid = resolve_grid("auto" if parsed is None else parsed.topology, dist.get_world_size())
+    if group is not None:
+        grid = grid.of_ranks(dist.get_process_group_ranks(group))
+    common: dict[str, Any] = (
+        {} if parsed is None else {"node_all_gather": parsed.node_all_gather, "checksum": parsed.checksum}
+    )
+    settings = CommunicatorConfig(codecs=codecs, gather=codecs, **common)
+    made = Communicator(settings, group, role=dimension, grid=grid)
+    _MADE.add(made)
+    return made
+
+
+def in_use() -> list[Communicator]:
+    """The communicators that `for_dimension` has made and somebody still holds."""
+    return list(_MADE)

@@ -1,0 +1,107 @@
+"""Partition: the ranks over which DeepSpeed partitions, beside tensor groups fewer than the world, and where they sit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
+
+from hzero.block import KEY
+from hzero.config import TopologyConfig
+from hzero.topology import Grid, resolve_grid
+from hzero.validation import ConfigError, some
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The ranks that share every parameter's primary shards.
+
+    Attributes:
+        grid: Where they sit, in their own numbers.
+        rank: This rank's number.
+        ranks: Their ranks in the world; None where they are the world in its own order.
+        world: The grid of the world.
+    """
+
+    grid: Grid
+    rank: int
+    ranks: tuple[int, ...] | None
+    world: Grid
+
+    @classmethod
+    def of(cls, group: Any, topology: str | TopologyConfig) -> Partition:
+        """The partition over a process group; None is the world.
+
+        Collective over the world where the topology is discovered.
+
+        Raises:
+            ConfigError: The group is the world in another order, so that rank r does not own shard r; or it does not fill
+                the tiers evenly.
+        """
+        world = resolve_grid(topology, dist.get_world_size())
+        ranks = ranks_of(group)
+        if len(ranks) < world.world_size:
+            return cls(world.of_ranks(ranks), ranks.index(dist.get_rank()), tuple(ranks), world)
+        place = next((place for place, rank in enumerate(ranks) if place != rank), None)
+        if place is not None:
+            raise ConfigError(
+                f"the data-parallel group: its rank {place} is rank {ranks[place]} of the world; {KEY} needs the world's own "
+                "order"
+            )
+        return cls(world, dist.get_rank(), None, world)
+
+    def __str__(self) -> str:
+        """What a line on the stage says where it is not the whole world."""
+        if self.ranks is None:
+            return ""
+        return f"; data parallel over {len(self.ranks)} of {self.world.world_size} ranks ({self.world})"
+
+
+def speaks() -> bool:
+    """Whether this rank logs for all: rank 0 of the world, since each tensor rank has a rank 0 of its partition."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def ranks_of(group: Any) -> list[int]:
+    """Ranks of the world in a process group; None is the world."""
+    return list(range(dist.get_world_size())) if group is None else list(dist.get_process_group_ranks(group))
+
+
+def group_of(mpu: Any) -> Any:
+    """The process group over which DeepSpeed will partition with this ``mpu``; None for the world."""
+    if mpu is None or hasattr(mpu, "initialize_sequence_parallel"):
+        return None  # of Ulysses, which splits sequences and no parameters
+    if hasattr(mpu, "get_sequence_data_parallel_group"):
+        return mpu.get_sequence_data_parallel_group()
+    return mpu.get_data_parallel_group()
+
+
+def check_mpu(mpu: Any, topology: str | TopologyConfig) -> None:
+    """Refuses groups of model parallelism that the stage does not work beside.
+
+    Raises:
+        ConfigError: Pipeline parallelism; a tensor group that is not inside a node, or does not fill its tiers evenly; data
+            and tensor groups that are not the world together.
+    """
+    group = group_of(mpu)
+    if group is None or not hasattr(mpu, "get_model_parallel_group"):
+        return
+    stages = bwc_pipeline_parallel_world_size(mpu)
+    if stages > 1:
+        raise ConfigError(
+            f"mpu: found {stages} pipeline stages, which {KEY} does not support; possible: tensor parallelism"
+        )
+    world, ranks = resolve_grid(topology, dist.get_world_size()), ranks_of(mpu.get_model_parallel_group())
+    data = ranks_of(group)
+    if len(ranks) * len(data) != world.world_size or set(ranks) & set(data) != {dist.get_rank()}:
+        raise ConfigError(
+            f"mpu: found {len(data)} data-parallel and {len(ranks)} model-parallel ranks in a world of {world.world_size}; "
+            "the one number times the other has to be the world, and a rank may meet another one in one of them only"
+        )
+    if world.of_ranks(ranks).nodes > 1:
+        raise ConfigError(
+            f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); tensor groups have to lie "
+            "inside a node, devices of a package first"
+        )
