@@ -15,13 +15,15 @@ from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.moves import TieredMoves
+from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain, shared_pipeline
 from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.recorder import group_timeout
 from hzero.collectives.settings import CommunicatorConfig, parse_communicator
 from hzero.collectives.streams import DeviceStreams
-from hzero.collectives.transport import Transport
+from hzero.collectives.transport import Transport, wires_of
 from hzero.collectives.wirelog import WireLog
+from hzero.collectives.wires import TorchWires
 from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
@@ -56,6 +58,9 @@ class Communicator:
         group: The process group; None takes the world. With a smaller group and a topology that is discovered, all ranks of
             the world must make a communicator at the same point.
         timeout: Longest wait for one hop; None takes that of the group.
+        comm: A communicator of mpi4py in place of a process group; its hops take the transport ``mpi``. Its ranks are those of
+            the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
+            MPI's world, and its timeout holds.
 
     Attributes:
         config: The settings.
@@ -73,13 +78,22 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         *,
         timeout: timedelta | None = None,
+        comm: Any = None,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
+        self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
+        if comm is not None and group is not None:
+            raise ConfigError("communicator: found a group and comm, expected one of them")
+        if comm is not None:
+            self.config = settings = settings.model_copy(update={"transport": "mpi"})
         group = group or dist.group.WORLD
         assert group is not None
-        self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
-        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        if comm is None:
+            rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        else:
+            ranks = world_ranks(comm)
+            rank = comm.Get_rank()
         if rank < 0:
             raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
         whole = ranks == list(range(dist.get_world_size()))
@@ -98,6 +112,7 @@ class Communicator:
             settings.error_feedback,
             node_all_gather=settings.node_all_gather,
             checksum=settings.checksum,
+            transport=settings.transport,
         )
         self.wire_log = WireLog()
         backend = dist.get_backend_config(group)
@@ -118,7 +133,12 @@ class Communicator:
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._tiered = TieredMoves(self.plan, transport, self.wire_log, feedback, pipeline)
         self.streams = pipeline.streams
-        self._points = PointToPoint(self._tiered, group, ranks, name, timeout)
+        wires = (
+            wires_of("mpi", (f"{name} messages", "node"), ranks, timeout)
+            if settings.transport == "mpi"
+            else TorchWires(group, timeout)
+        )
+        self._points = PointToPoint(self._tiered, wires, ranks, name, timeout)
         # The second half of an all-reduce encodes once more, what this rank owns of the sums.
         self._feedback = ErrorFeedback()
         self._calls = 0

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from hzero.collectives.pause import Pause
 from hzero.collectives.transport import Lane, Pending
 
 T = TypeVar("T")
@@ -20,8 +21,8 @@ T = TypeVar("T")
 #: Yields None when it has read its inputs, then each hop, or each of its rounds, when it has started it. Is resumed, behind
 #: the chains that it comes after and when the hop has arrived, and returns the chain's result.
 Hops: TypeAlias = Generator[Pending | None, None, T]
-#: Time between two looks at the hops in flight where the backend announces arrivals, and where it does not, and for
-#: which the thread that moves them on stays when there are none, in seconds.
+#: Time between two looks at the hops in flight where the backend announces arrivals; the same of the thread that moves them on
+#: where it does not; and for which that thread stays when there are none. In seconds.
 _LOOK_S, _POLL_S, _LINGER_S = 0.5, 0.001, 1.0
 
 
@@ -91,6 +92,11 @@ class Chain(Generic[T]):
         if self._read is not None:
             self._pipeline.streams.wait(self._read)  # type: ignore[union-attr]
 
+    @property
+    def _polled(self) -> bool:
+        """Whether it waits for a hop whose arrival nobody announces."""
+        return self._pending is not None and not self._pending.announced
+
     def _prepare(self) -> None:
         """Reads the inputs, once the chains that make them have ended."""
         for other in self._after:
@@ -136,7 +142,7 @@ class Pipeline:
         self._lock = threading.RLock()  # of everything that chains do
         self._arrival, self._background = threading.Event(), threading.Event()
         self._mover: threading.Thread | None = None
-        self._waited_for = False
+        self._waited_for = self._polls = False
         self._waited_s, self._waiting_since = 0.0, 0.0
         self._broken: dict[Hashable, BaseException] = {}
 
@@ -173,6 +179,9 @@ class Pipeline:
             self._running.append(chain)
             self._advance(chain)
             self.pump()
+            if chain._polled and not self._polls:
+                self._polls = True
+                self._background.set()
             if self._running and self._mover is None:
                 self._mover = threading.Thread(target=self._move, name="hzero hops", daemon=True)
                 self._mover.start()
@@ -203,9 +212,10 @@ class Pipeline:
         torch.set_grad_enabled(False)  # of this thread
         try:
             while True:
-                arrived = self._background.wait(_LINGER_S)
+                arrived = self._background.wait(_POLL_S if self._polls else _LINGER_S)
                 self._background.clear()
                 with self._lock:
+                    self._polls = any(chain._polled for chain in self._running)
                     if not arrived and not self._running:
                         self._mover = None
                         return
@@ -297,7 +307,7 @@ class Pipeline:
                     # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
                     self._waiting_since = time.perf_counter()
                     with self.waiting():
-                        self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+                        self._arrival.wait(_LOOK_S) if pending.announced else self._poll()
                     self._waited_s += time.perf_counter() - self._waiting_since
                     self._waiting_since = 0.0
         finally:
@@ -307,6 +317,15 @@ class Pipeline:
         if chain._error is not None:
             raise chain._error
         return chain._result  # type: ignore[return-value]
+
+    def _poll(self) -> None:
+        """Waits until a hop has arrived, any of those under way, where nobody announces it."""
+        pause, end = Pause(), time.monotonic() + _LOOK_S
+        while time.monotonic() < end:
+            with self._lock:
+                if any(chain._pending is not None and chain._pending.arrived() for chain in self._running):
+                    return
+            pause()
 
     def _needed(self, chain: Chain[Any]) -> Pending | None:
         """The hop whose arrival lets a chain go on: its own, or one of a chain that it comes after."""

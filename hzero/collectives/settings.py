@@ -8,7 +8,16 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from hzero.config import BASE_TIERS, DEFAULT_BLOCK_SIZE, NodeAllGather, Tier, TierCodecs, TopologyConfig, tiers_in_order
+from hzero.config import (
+    BASE_TIERS,
+    DEFAULT_BLOCK_SIZE,
+    NodeAllGather,
+    Tier,
+    TierCodecs,
+    TopologyConfig,
+    TransportName,
+    tiers_in_order,
+)
 from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, Frozen, validated
 
@@ -27,6 +36,7 @@ class CommunicatorConfig(Frozen):
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in
             `Communicator.verify`.
+        transport: What carries the messages: `torch`, the backend of the process group, or `mpi`.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
     """
 
@@ -36,6 +46,7 @@ class CommunicatorConfig(Frozen):
     error_feedback: tuple[Tier, ...] = ()
     node_all_gather: NodeAllGather = NodeAllGather()
     checksum: bool = False
+    transport: TransportName = "torch"
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")
