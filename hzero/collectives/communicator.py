@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,19 +17,28 @@ from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
-from hzero.collectives.pipeline import Chain, shared_pipeline
+from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
 from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.recorder import group_timeout
 from hzero.collectives.settings import CommunicatorConfig, parse_communicator
-from hzero.collectives.streams import DeviceStreams
+from hzero.collectives.streams import DeviceStreams, host_steps
 from hzero.collectives.transport import Transport, wires_of
 from hzero.collectives.wirelog import WireLog
 from hzero.collectives.wires import TorchWires
-from hzero.config import CodecsConfig
+from hzero.config import CodecsConfig, TransportName
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology import resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
+
+
+def _pipeline(device: str, transport: TransportName) -> Pipeline:
+    if device == "cpu":
+        return shared_pipeline(None)
+    if transport == "torch":
+        return shared_pipeline(DeviceStreams(torch.cuda))
+    return shared_pipeline(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = 1_000_003
@@ -117,7 +127,7 @@ class Communicator:
         self.wire_log = WireLog()
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
-        pipeline = shared_pipeline(DeviceStreams(torch.cuda) if self._device == "cuda" else None)
+        pipeline = _pipeline(self._device, settings.transport)
         pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
         name = "collectives" if whole else f"collectives {zlib.crc32(repr(ranks).encode()):08x}"
         self._sums, self._copies = f"{name} sums", f"{name} copies"

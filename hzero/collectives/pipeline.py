@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hzero.collectives.pause import Pause
 from hzero.collectives.transport import Lane, Pending
+from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
@@ -128,14 +129,25 @@ class Pipeline:
     On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane, which
     waits for the hop that the step before it started. So a lane's next chain does not wait for the other hops of this one.
 
+    On a device whose hops MPI carries, chains move as on processors, since only the host starts and ends such hops.
+
+    Args:
+        streams: Streams of an asynchronous device; None on processors, and where the host starts and ends hops.
+        around: Made and entered around each step of a chain, where ``streams`` is None.
+
     Attributes:
-        streams: Streams of an asynchronous device; None on processors.
+        streams: As above.
         waiting: Makes what is entered while this rank waits: on a device around the wait of the current stream, on
             processors around that of the host.
     """
 
-    def __init__(self, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        streams: Streams | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.streams = streams
+        self._around = around
         self.waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
@@ -251,7 +263,8 @@ class Pipeline:
                 if chain._prepared and chain._steps[0] in self._broken:
                     raise self._broken[chain._steps[0]]
                 chain._busy = True  # what it does next may submit, and so pump
-                chain._resume() if chain._prepared else chain._prepare()
+                with self._around():
+                    chain._resume() if chain._prepared else chain._prepare()
             except Exception as error:
                 self._fail(chain, error)
                 return
@@ -353,15 +366,25 @@ class Pipeline:
 _of_world: tuple[Any, Pipeline] | None = None
 
 
-def shared_pipeline(streams: Streams | None) -> Pipeline:
+def shared_pipeline(
+    streams: Streams | None, around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Pipeline:
     """The pipeline of this process: its engines share communicators, so their hops need one order.
 
     Args:
         streams: Streams for a new pipeline: the first of a world of torch.distributed.
+        around: As for a pipeline.
+
+    Raises:
+        ConfigError: The pipeline is there, and has streams where these hops may have none, or the other way round.
     """
     global _of_world  # as the tier groups: for as long as the world lives
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
-        _of_world = dist.group.WORLD, Pipeline(streams)
+        _of_world = dist.group.WORLD, Pipeline(streams, around)
+    if (_of_world[1].streams is None) is not (streams is None):
+        raise ConfigError(
+            "transport: found 'torch' and 'mpi' in one process on a GPU, where all hops need the same one"
+        )
     return _of_world[1]
 
 

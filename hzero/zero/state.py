@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
-from hzero.collectives import Canary, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, shared_pipeline
+from hzero.collectives import Canary, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -25,7 +25,7 @@ from hzero.zero.guard import Guard
 from hzero.zero.refusals import ZeroParameter, check_group
 from hzero.zero.routes import Routes
 from hzero.zero.saved import SavedState
-from hzero.zero.streams import device_streams
+from hzero.zero.streams import stage_pipeline
 from hzero.zero.weights import Weights
 
 logger = logging.getLogger("hzero")
@@ -70,7 +70,7 @@ class StageState:
         routes = Routes(module, self.plan)
         self.wire_log = WireLog()
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        self._pipeline = shared_pipeline(device_streams())
+        self._pipeline = stage_pipeline(config.transport)
         self._pipeline.mend()
         collectives = TieredCollectives(self.plan, Transport(self.plan), self.wire_log, self._feedback, self._pipeline)
         self._collectives = collectives
@@ -92,8 +92,9 @@ class StageState:
     def _announce(self) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
         backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
+        transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
         print(
-            f"hzero: {self.config.preset} on {self.plan}; transport {dist.get_backend()}; codecs {backend}",
+            f"hzero: {self.config.preset} on {self.plan}; transport {transport}; codecs {backend}",
             file=sys.stderr,
             flush=True,
         )

@@ -58,7 +58,10 @@ def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: 
         calls.append((output, sent, receives, sends))
         return types.SimpleNamespace(wait=lambda: None)
 
-    with mock.patch.object(dist, "all_to_all_single", start), mock.patch.object(dist, "get_world_size", lambda _: size):
+    with (
+        mock.patch.object(dist, "all_to_all_single", start),
+        mock.patch.object(dist, "get_world_size", return_value=size),
+    ):
         gathers = [
             _transport(rank, ranks).gather("doubling", LANE, message, "a message")
             for rank, message in zip(ranks, messages)

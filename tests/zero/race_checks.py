@@ -17,10 +17,10 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import hzero
-from hzero.collectives import Communicator, shared_pipeline
+from hzero.collectives import Communicator
 from hzero.collectives.streams import DeviceStreams
 from hzero.config import BASE_TIERS, PRESETS
-from hzero.zero.streams import device_streams
+from hzero.zero.streams import stage_pipeline
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
 
@@ -146,7 +146,7 @@ def _without_optimizer() -> Any:
 
 def _without_a_stage() -> Any:
     """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
-    shared_pipeline(device_streams())
+    stage_pipeline("torch")
     settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
     world = dist.get_world_size()
     group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
@@ -220,6 +220,9 @@ NOT_SEEN = {
     "collectives/ddp.py _future: chain.wait()": "in a callback, on processors",
     "collectives/ddp.py _future: chain.wait() #2": "on a GPU, where a future of torch waits for the stream",
     "collectives/point_to_point.py hops: self._tiered.used(tensor)": "the stand-in has no messages from rank to rank",
+    "collectives/mpi_wires.py __init__: torch.cuda.current_stream(device).synchronize()": "of MPI, whose hops the host posts",
+    "collectives/streams.py host_steps: torch.cuda.synchronize(device)": "of MPI, which the stand-in has not",
+    "collectives/streams.py host_steps: torch.cuda.current_stream().synchronize()": "the same",
     "collectives/pipeline.py _move: self._background.wait(_POLL_S if self._polls else _LINGER_S)": "a thread, on processors",
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
