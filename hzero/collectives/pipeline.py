@@ -376,16 +376,17 @@ def shared_pipeline(
         around: As for a pipeline.
 
     Raises:
-        ConfigError: The pipeline is there, and has streams where these hops may have none, or the other way round.
+        ConfigError: On a GPU: the pipeline is there, and has streams where these hops may have none, or the other way round.
     """
     global _of_world  # as the tier groups: for as long as the world lives
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
         _of_world = dist.group.WORLD, Pipeline(streams, around)
-    if (_of_world[1].streams is None) is not (streams is None):
+    found, plain = _of_world[1], contextlib.nullcontext
+    if (found.streams is not None and around is not plain) or (streams is not None and found._around is not plain):
         raise ConfigError(
             "transport: found 'torch' and 'mpi' in one process on a GPU, where all hops need the same one"
         )
-    return _of_world[1]
+    return found
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:

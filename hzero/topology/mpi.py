@@ -155,13 +155,12 @@ def gpu_aware() -> bool:
     import torch
 
     mpi = import_mpi()
-    kind = "rocm" if torch.version.hip else "cuda"
     if "CRAY MPICH" in mpi.Get_library_version().upper():
         return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
-    try:  # of Open MPI and MPICH
-        return bool(getattr(ctypes.CDLL(mpi.__file__), f"MPIX_Query_{kind}_support")())
-    except (AttributeError, OSError):
-        return False
+    found = ctypes.CDLL(mpi.__file__)
+    names = ("rocm", "hip") if torch.version.hip else ("cuda",)  # ROCm is rocm in Open MPI and hip in MPICH
+    asks = (getattr(found, f"MPIX_Query_{name}_support", None) for name in names)
+    return any(ask() for ask in asks if ask is not None)
 
 
 def _give_up(message: str) -> ConfigError:
