@@ -6,7 +6,7 @@ import os
 import time
 
 #: Looks at which the processor is only offered to others; then the first and the longest sleep, in seconds.
-_YIELDS, _FIRST_S, _LONGEST_S = 50, 2e-5, 1e-3
+_YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
 
 
 class Pause:

@@ -25,6 +25,8 @@ Hops: TypeAlias = Generator[Pending | None, None, T]
 #: Time between two looks at the hops in flight where the backend announces arrivals; the same of the thread that moves them on
 #: where it does not; and for which that thread stays when there are none. In seconds.
 _LOOK_S, _POLL_S, _LINGER_S = 0.5, 0.001, 1.0
+#: As many of `_POLL_S` as that thread lets pass at most, one more after each look at which no hop has arrived.
+_MOST_POLLS = 10
 
 
 class Streams(Protocol):
@@ -157,6 +159,7 @@ class Pipeline:
         self._waited_for = self._polls = False
         self._waited_s, self._waiting_since = 0.0, 0.0
         self._broken: dict[Hashable, BaseException] = {}
+        self._steps = 0  # that have ended
 
     @property
     def traced(self) -> bool:
@@ -222,9 +225,10 @@ class Pipeline:
     def _move(self) -> None:
         """Moves chains on when hops arrive while nobody waits; ends when none has been in flight for a while."""
         torch.set_grad_enabled(False)  # of this thread
+        looks, seen = 1, 0
         try:
             while True:
-                arrived = self._background.wait(_POLL_S if self._polls else _LINGER_S)
+                arrived = self._background.wait(_POLL_S * looks if self._polls else _LINGER_S)
                 self._background.clear()
                 with self._lock:
                     self._polls = any(chain._polled for chain in self._running)
@@ -233,6 +237,7 @@ class Pipeline:
                         return
                     if not self._waited_for:
                         self.pump()
+                    looks, seen = min(looks + 1, _MOST_POLLS) if seen == self._steps else 1, self._steps
                 self._arrival.set()  # what somebody waits for may have been done here
         except BaseException:
             self._mover = None  # the next submission starts another
@@ -286,6 +291,7 @@ class Pipeline:
     def _leave(self, chain: Chain[Any]) -> None:
         """The chain's step is over: the next chain on its lane may take it."""
         chain._pending = None
+        self._steps += 1
         self._queues[chain._steps.popleft()].popleft()
 
     def _fail(self, chain: Chain[Any], error: BaseException) -> None:

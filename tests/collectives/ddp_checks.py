@@ -146,7 +146,7 @@ def check_examples_of_the_page_run() -> None:
         "TOPOLOGY": {"gpus_per_node": 2, "gcds_per_gpu": 1},
     }
     for block in blocks:
-        if "--8<--" not in block:
+        if "--8<--" not in block and (TRANSPORT == "mpi" or "mpi4py" not in block):
             exec(compile(block, "docs/collectives.md", "exec"), names)
     losses = ddp.train(steps=12)
     assert losses[-1] < losses[0]
