@@ -228,15 +228,17 @@ class Pipeline:
         looks, seen = 1, 0
         try:
             while True:
-                arrived = self._background.wait(_POLL_S * looks if self._polls else _LINGER_S)
+                lingers = not self._polls
+                if self._background.wait(_LINGER_S if lingers else _POLL_S * looks):
+                    lingers = False
                 self._background.clear()
                 with self._lock:
-                    self._polls = any(chain._polled for chain in self._running)
-                    if not arrived and not self._running:
+                    if lingers and not self._running:
                         self._mover = None
                         return
                     if not self._waited_for:
                         self.pump()
+                    self._polls = any(chain._polled for chain in self._running)
                     looks, seen = min(looks + 1, _MOST_POLLS) if seen == self._steps else 1, self._steps
                 self._arrival.set()  # what somebody waits for may have been done here
         except BaseException:

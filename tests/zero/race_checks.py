@@ -223,7 +223,7 @@ NOT_SEEN = {
     "collectives/mpi_wires.py __init__: torch.cuda.current_stream(device).synchronize()": "of MPI, whose hops the host posts",
     "collectives/streams.py host_steps: torch.cuda.synchronize(device)": "of MPI, which the stand-in has not",
     "collectives/streams.py host_steps: torch.cuda.current_stream().synchronize()": "the same",
-    "collectives/pipeline.py _move: self._background.wait(_POLL_S * looks if self._polls else _LINGER_S)": "a thread",
+    "collectives/pipeline.py _move: self._background.wait(_LINGER_S if lingers else _POLL_S * looks)": "a thread",
     "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
     "collectives/recorder.py _run: self._stopped.wait(self.period_s)": "a thread, which reads counts only",
