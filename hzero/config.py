@@ -23,6 +23,8 @@ Role: TypeAlias = Literal["weights", "gradients"]
 Dimension: TypeAlias = Literal["tensor", "sequence", "expert"]
 #: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
+#: What carries hops: torch.distributed, or MPI beside it.
+TransportName: TypeAlias = Literal["torch", "mpi"]
 
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 #: Those of every machine, some of size 1; the others have to be declared.
@@ -47,6 +49,7 @@ NOT_SUMMED: dict[CodecName, str] = {
     "mpc": "whose messages have no fixed size, as those of sums have",
 }
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
+TRANSPORTS: tuple[TransportName, ...] = typing.get_args(TransportName)
 
 
 def tiers_inside(scope: Scope) -> tuple[Tier, ...]:
@@ -384,6 +387,7 @@ class Block(Frozen):
     node_all_gather: NodeAllGather = NodeAllGather()
     exact_evaluation: bool = False
     checksum: bool = False
+    transport: TransportName = "torch"
     canary: CanaryConfig = CanaryConfig()
     guard: GuardConfig = GuardConfig()
     topology: str | TopologyConfig = "auto"
@@ -446,6 +450,8 @@ class HZeroConfig(Block):
             world and not in the wire log. All ranks must change the mode alike.
         checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
             on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
+        transport: What carries the messages: `torch`, the process group's backend; or `mpi`, through mpi4py (`hzero[mpi]`),
+            for ranks that mpiexec or srun has started as ranks of MPI. torch.distributed has to be initialised still.
         canary: A known pattern that is sent from time to time, on by default.
         guard: What ends a training that diverges, or whose resident weights are wrong.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.

@@ -13,6 +13,7 @@
 #   HZERO_RESTARTS   how often the job may be started again; 0 in a chain, where the next job goes on
 #   HZERO_CHECK      array: options of `hzero bench links` before training; empty for none
 #   HZERO_TOPOLOGY   how these options describe the machine: auto, or GPUs and GCDs such as 4x2
+#   HZERO_TRANSPORT  what carries the hops: torch, or mpi, for which a machine's environment has variables of its own
 set -uo pipefail
 unset SLURM_EXPORT_ENV # of sbatch --export=NONE: srun would pass no variables on
 umask 077 # as `hzero train` has it

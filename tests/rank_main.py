@@ -24,6 +24,8 @@ from tests.covered import COVERAGE, covered
 
 #: Maximum wait of one collective in a check: a hang must fail, and soon.
 HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
+#: What carries the hops of checks.
+TRANSPORT = os.environ.get("HZERO_CHECKS_TRANSPORT", "torch")
 
 
 def _run_rank(rank: int, checks: Sequence[str]) -> None:
@@ -57,11 +59,12 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
         partial.rename(out / f"failed{rank}.json")
         print(failure["traceback"], flush=True)
         os._exit(1)
+    dist.barrier()  # mpiexec ends all ranks with the first that leaves
     os._exit(0)
 
 
-def run_checks(checks: Sequence[str]) -> None:
-    """Imports the modules of checks ``MODULE:CHECK``, forks the ranks, and ends all of them when one fails."""
+def _prepare(checks: Sequence[str]) -> None:
+    """Imports the modules of checks."""
     torch.set_num_threads(1)  # no thread pool may be up when we fork
     torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed makes a text of every parameter
     warnings.simplefilter("ignore")
@@ -69,6 +72,11 @@ def run_checks(checks: Sequence[str]) -> None:
     for check in checks:
         importlib.import_module(check.split(":")[0])
     gc.freeze()  # DeepSpeed collects garbage with every engine: imported objects need not be searched
+
+
+def run_checks(checks: Sequence[str]) -> None:
+    """Imports the modules of checks ``MODULE:CHECK``, forks the ranks, and ends all of them when one fails."""
+    _prepare(checks)
     children = []
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
@@ -80,3 +88,8 @@ def run_checks(checks: Sequence[str]) -> None:
         if status:
             time.sleep(0.5)  # the one that failed first may not be the one that ended first
             os._exit(1)  # whoever started us kills our group
+
+
+if __name__ == "__main__":  # a rank of mpiexec, which does not let its ranks be forked
+    _prepare(sys.argv[1:])
+    _run_rank(int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]), sys.argv[1:])

@@ -30,6 +30,7 @@ LAYERS = [
     "benchmarks.tune_report", "benchmarks.ddp_hooks", "benchmarks.paper_codecs",
     "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.memory", "benchmarks.safeguards",
     "benchmarks.saves", "benchmarks.faults", "benchmarks.soak", "benchmarks.step_time",
+    "benchmarks.transports",
     "examples", "tests",
 ]  # fmt: skip
 

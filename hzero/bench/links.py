@@ -55,6 +55,11 @@ def run_links(arguments: Sequence[str]) -> int:
     if bootstrap(os.environ, visible=0).world_size > 1:
         _as_launched(settings)
     check_output(settings)
+    if settings.transport == "mpi":
+        raise ConfigError(
+            "--transport: found 'mpi', whose ranks mpiexec or srun starts, as in mpiexec -n 8 hzero bench links --topology 2x2x2 "
+            "--transport mpi; possible here: torch"
+        )
     ranks = ranks_to_start(settings.topology)
     if ranks == 1:
         raise ConfigError("--topology: a single rank has no links to measure")
@@ -185,7 +190,7 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
     dtypes = {"auto": torch.float32 if device.type == "cpu" else torch.bfloat16, "fp32": torch.float32}
     plan = timings(grid, settings, dtypes.get(settings.dtype, torch.bfloat16))
     table = Table(plan, start.world_size, enabled=start.rank == 0)
-    backend = dist.get_backend()
+    backend = "mpi" if settings.transport == "mpi" else dist.get_backend()
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     codecs = choice(device.type).name
     table.say(

@@ -85,7 +85,9 @@ class Probe:
     """
 
     def __init__(self, grid: Grid, settings: LinksSettings, device: torch.device) -> None:
-        plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), grid, dist.get_rank())
+        plan = ShardPlan.from_config(
+            parse_config({"preset": "lossless", "transport": settings.transport}), grid, dist.get_rank()
+        )
         self._transport = Transport(plan, timedelta(seconds=settings.timeout))
         self._collectives = TieredCollectives(plan, self._transport, WireLog())
         self._settings = settings

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from hzero.arguments import Parser
-from hzero.config import NAMED, NOT_SUMMED, CodecName, TopologyConfig
+from hzero.config import NAMED, NOT_SUMMED, TRANSPORTS, CodecName, TopologyConfig, TransportName
 from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, validated
 
@@ -35,6 +35,7 @@ is large.
 examples:
   hzero bench links --topology 2x2x2      8 ranks on this machine as 2 nodes x 2 GPUs x 2 GCDs
   hzero bench links --topology 1x2x2 --max-bytes 1M --iterations 5
+  mpiexec -n 8 hzero bench links --topology 2x2x2 --transport mpi
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero bench links --max-bytes 1G --out frontier.json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links frontier.json"""
 
@@ -60,6 +61,7 @@ class LinksSettings(BaseModel):
         codecs: Codecs of the hops.
         dtype: Type of the elements; ``auto`` is bf16 on accelerators and fp32 on processors, as in `hzero train`.
         device: ``auto`` or ``cpu``.
+        transport: What carries the messages; ``mpi`` between ranks of mpiexec or srun.
         iterations: Timed iterations of each measurement.
         warmup: Untimed iterations before them.
         timeout: How long one collective may take, in seconds.
@@ -76,6 +78,7 @@ class LinksSettings(BaseModel):
     codecs: tuple[CodecName, ...]
     dtype: Literal["auto", "fp32", "bf16"]
     device: Literal["auto", "cpu"]
+    transport: TransportName
     iterations: int = Field(ge=1, le=MAX_COUNT)
     warmup: int = Field(ge=0, le=MAX_COUNT)
     timeout: float = Field(gt=0, le=1e6)
@@ -153,6 +156,11 @@ def parser() -> argparse.ArgumentParser:
     add("--codecs", default="none,int8,int4", help=f"codecs of the hops, of {', '.join(NAMED)} (default %(default)s)")
     add("--dtype", default="auto", help="type of the elements: auto (bf16 on GPUs, fp32 on processors), fp32, bf16")
     add("--device", default="auto", help="auto (GPUs if torch has them) or cpu")
+    add(
+        "--transport",
+        default="torch",
+        help=f"what carries the messages, of {', '.join(TRANSPORTS)}; mpi under mpiexec or srun (default %(default)s)",
+    )
     add("--iterations", default="20", metavar="N", help="timed iterations per measurement (default 20)")
     add("--warmup", default="5", metavar="N", help="untimed iterations before them (default 5)")
     add("--timeout", default="120", metavar="SECONDS", help="how long one collective may take (default 120)")

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,18 +16,29 @@ from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.moves import TieredMoves
-from hzero.collectives.pipeline import Chain, shared_pipeline
+from hzero.collectives.mpi_wires import world_ranks
+from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
 from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.recorder import group_timeout
 from hzero.collectives.settings import CommunicatorConfig, parse_communicator
-from hzero.collectives.streams import DeviceStreams
-from hzero.collectives.transport import Transport
+from hzero.collectives.streams import DeviceStreams, host_steps
+from hzero.collectives.transport import Transport, wires_of
 from hzero.collectives.wirelog import WireLog
-from hzero.config import CodecsConfig
+from hzero.collectives.wires import TorchWires
+from hzero.config import CodecsConfig, TransportName
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
+
+
+def _pipeline(device: str, transport: TransportName) -> Pipeline:
+    if device == "cpu":
+        return shared_pipeline(None)
+    if transport == "torch":
+        return shared_pipeline(DeviceStreams(torch.cuda))
+    return shared_pipeline(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = 1_000_003
@@ -58,6 +70,9 @@ class Communicator:
         timeout: Longest wait for one hop; None takes that of the group.
         role: What it carries, for the wire log and the names of its lanes; None: the wire log has each operation by its name.
         grid: Where the ranks of the group sit, in the group's own numbers; None takes the topology of ``config``.
+        comm: A communicator of mpi4py in place of a process group; its hops take the transport ``mpi``. Its ranks are those of
+            the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
+            MPI's world, and its timeout holds.
 
     Attributes:
         config: The settings.
@@ -77,13 +92,22 @@ class Communicator:
         timeout: timedelta | None = None,
         role: str | None = None,
         grid: Grid | None = None,
+        comm: Any = None,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
+        self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
+        if comm is not None and group is not None:
+            raise ConfigError("communicator: found a group and comm, expected one of them")
+        if comm is not None:
+            self.config = settings = settings.model_copy(update={"transport": "mpi"})
         group = group or dist.group.WORLD
         assert group is not None
-        self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
-        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        if comm is None:
+            rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        else:
+            ranks = world_ranks(comm)
+            rank = comm.Get_rank()
         if rank < 0:
             raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
         whole = ranks == list(range(dist.get_world_size()))
@@ -101,10 +125,11 @@ class Communicator:
             settings.error_feedback,
             node_all_gather=settings.node_all_gather,
             checksum=settings.checksum,
+            transport=settings.transport,
         )
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
-        pipeline = shared_pipeline(DeviceStreams(torch.cuda) if self._device == "cuda" else None)
+        pipeline = _pipeline(self._device, settings.transport)
         pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
         self.role = role
         name = role or "collectives"
@@ -122,7 +147,12 @@ class Communicator:
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._tiered = TieredMoves(self.plan, transport, WireLog(), feedback, pipeline)
         self.streams = pipeline.streams
-        self._points = PointToPoint(self._tiered, group, ranks, name, timeout)
+        wires = (
+            wires_of("mpi", (f"{name} messages", "node"), ranks, timeout)
+            if settings.transport == "mpi"
+            else TorchWires(group, timeout)
+        )
+        self._points = PointToPoint(self._tiered, wires, ranks, name, timeout)
         # The second half of an all-reduce encodes once more, what this rank owns of the sums.
         self._feedback = ErrorFeedback()
         self._calls = 0

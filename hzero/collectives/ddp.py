@@ -83,7 +83,7 @@ def _future(
     ended: torch.futures.Future[None]
     streams = communicator.streams
     if streams is None:
-        ended = torch.futures.Future()
+        ended = torch.futures.Future(devices=[device] if device.type != "cpu" else None)
         # An error has to be raised in a callback: DDP takes that of `set_exception` for a result.
         result = ended.then(lambda _: chain.wait())
         chain.add_done_callback(lambda: ended.set_result(None))

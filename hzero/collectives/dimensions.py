@@ -48,10 +48,8 @@ def for_dimension(
         grid = resolve_grid("auto" if parsed is None else parsed.topology, dist.get_world_size())
     if group is not None:
         grid = grid.of_ranks(dist.get_process_group_ranks(group))
-    common: dict[str, Any] = (
-        {} if parsed is None else {"node_all_gather": parsed.node_all_gather, "checksum": parsed.checksum}
-    )
-    settings = CommunicatorConfig(codecs=codecs, gather=codecs, **common)
+    common = () if parsed is None else ("node_all_gather", "checksum", "transport")
+    settings = CommunicatorConfig(codecs=codecs, gather=codecs, **{key: getattr(parsed, key) for key in common})
     made = Communicator(settings, group, role=dimension, grid=grid)
     _MADE.add(made)
     return made

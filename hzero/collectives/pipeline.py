@@ -13,16 +13,20 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from hzero.collectives.pause import Pause
 from hzero.collectives.transport import Lane, Pending
+from hzero.validation import ConfigError
 
 T = TypeVar("T")
 
 #: Yields None when it has read its inputs, then each hop, or each of its rounds, when it has started it. Is resumed, behind
 #: the chains that it comes after and when the hop has arrived, and returns the chain's result.
 Hops: TypeAlias = Generator[Pending | None, None, T]
-#: Time between two looks at the hops in flight where the backend announces arrivals, and where it does not, and for
-#: which the thread that moves them on stays when there are none, in seconds.
+#: Time between two looks at the hops in flight where the backend announces arrivals; the same of the thread that moves them on
+#: where it does not; and for which that thread stays when there are none. In seconds.
 _LOOK_S, _POLL_S, _LINGER_S = 0.5, 0.001, 1.0
+#: As many of `_POLL_S` as that thread lets pass at most, one more after each look at which no hop has arrived.
+_MOST_POLLS = 10
 
 
 class Streams(Protocol):
@@ -91,6 +95,11 @@ class Chain(Generic[T]):
         if self._read is not None:
             self._pipeline.streams.wait(self._read)  # type: ignore[union-attr]
 
+    @property
+    def _polled(self) -> bool:
+        """Whether it waits for a hop whose arrival nobody announces."""
+        return self._pending is not None and not self._pending.announced
+
     def _prepare(self) -> None:
         """Reads the inputs, once the chains that make them have ended."""
         for other in self._after:
@@ -122,23 +131,35 @@ class Pipeline:
     On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane, which
     waits for the hop that the step before it started. So a lane's next chain does not wait for the other hops of this one.
 
+    On a device whose hops MPI carries, chains move as on processors, since only the host starts and ends such hops.
+
+    Args:
+        streams: Streams of an asynchronous device; None on processors, and where the host starts and ends hops.
+        around: Made and entered around each step of a chain, where ``streams`` is None.
+
     Attributes:
-        streams: Streams of an asynchronous device; None on processors.
+        streams: As above.
         waiting: Makes what is entered while this rank waits: on a device around the wait of the current stream, on
             processors around that of the host.
     """
 
-    def __init__(self, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        streams: Streams | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.streams = streams
+        self._around = around
         self.waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
         self._lock = threading.RLock()  # of everything that chains do
         self._arrival, self._background = threading.Event(), threading.Event()
         self._mover: threading.Thread | None = None
-        self._waited_for = False
+        self._waited_for = self._polls = False
         self._waited_s, self._waiting_since = 0.0, 0.0
         self._broken: dict[Hashable, BaseException] = {}
+        self._steps = 0  # that have ended
 
     @property
     def traced(self) -> bool:
@@ -173,6 +194,9 @@ class Pipeline:
             self._running.append(chain)
             self._advance(chain)
             self.pump()
+            if chain._polled and not self._polls:
+                self._polls = True
+                self._background.set()
             if self._running and self._mover is None:
                 self._mover = threading.Thread(target=self._move, name="hzero hops", daemon=True)
                 self._mover.start()
@@ -201,16 +225,21 @@ class Pipeline:
     def _move(self) -> None:
         """Moves chains on when hops arrive while nobody waits; ends when none has been in flight for a while."""
         torch.set_grad_enabled(False)  # of this thread
+        looks, seen = 1, 0
         try:
             while True:
-                arrived = self._background.wait(_LINGER_S)
+                lingers = not self._polls
+                if self._background.wait(_LINGER_S if lingers else _POLL_S * looks):
+                    lingers = False
                 self._background.clear()
                 with self._lock:
-                    if not arrived and not self._running:
+                    if lingers and not self._running:
                         self._mover = None
                         return
                     if not self._waited_for:
                         self.pump()
+                    self._polls = any(chain._polled for chain in self._running)
+                    looks, seen = min(looks + 1, _MOST_POLLS) if seen == self._steps else 1, self._steps
                 self._arrival.set()  # what somebody waits for may have been done here
         except BaseException:
             self._mover = None  # the next submission starts another
@@ -241,7 +270,8 @@ class Pipeline:
                 if chain._prepared and chain._steps[0] in self._broken:
                     raise self._broken[chain._steps[0]]
                 chain._busy = True  # what it does next may submit, and so pump
-                chain._resume() if chain._prepared else chain._prepare()
+                with self._around():
+                    chain._resume() if chain._prepared else chain._prepare()
             except Exception as error:
                 self._fail(chain, error)
                 return
@@ -263,6 +293,7 @@ class Pipeline:
     def _leave(self, chain: Chain[Any]) -> None:
         """The chain's step is over: the next chain on its lane may take it."""
         chain._pending = None
+        self._steps += 1
         self._queues[chain._steps.popleft()].popleft()
 
     def _fail(self, chain: Chain[Any], error: BaseException) -> None:
@@ -297,7 +328,7 @@ class Pipeline:
                     # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
                     self._waiting_since = time.perf_counter()
                     with self.waiting():
-                        self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)
+                        self._arrival.wait(_LOOK_S) if pending.announced else self._poll()
                     self._waited_s += time.perf_counter() - self._waiting_since
                     self._waiting_since = 0.0
         finally:
@@ -307,6 +338,15 @@ class Pipeline:
         if chain._error is not None:
             raise chain._error
         return chain._result  # type: ignore[return-value]
+
+    def _poll(self) -> None:
+        """Waits until a hop has arrived, any of those under way, where nobody announces it."""
+        pause, end = Pause(), time.monotonic() + _LOOK_S
+        while time.monotonic() < end:
+            with self._lock:
+                if any(chain._pending is not None and chain._pending.arrived() for chain in self._running):
+                    return
+            pause()
 
     def _needed(self, chain: Chain[Any]) -> Pending | None:
         """The hop whose arrival lets a chain go on: its own, or one of a chain that it comes after."""
@@ -334,16 +374,27 @@ class Pipeline:
 _of_world: tuple[Any, Pipeline] | None = None
 
 
-def shared_pipeline(streams: Streams | None) -> Pipeline:
+def shared_pipeline(
+    streams: Streams | None, around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+) -> Pipeline:
     """The pipeline of this process: its engines share communicators, so their hops need one order.
 
     Args:
         streams: Streams for a new pipeline: the first of a world of torch.distributed.
+        around: As for a pipeline.
+
+    Raises:
+        ConfigError: On a GPU: the pipeline is there, and has streams where these hops may have none, or the other way round.
     """
     global _of_world  # as the tier groups: for as long as the world lives
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
-        _of_world = dist.group.WORLD, Pipeline(streams)
-    return _of_world[1]
+        _of_world = dist.group.WORLD, Pipeline(streams, around)
+    found, plain = _of_world[1], contextlib.nullcontext
+    if (found.streams is not None and around is not plain) or (streams is not None and found._around is not plain):
+        raise ConfigError(
+            "transport: found 'torch' and 'mpi' in one process on a GPU, where all hops need the same one"
+        )
+    return found
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:

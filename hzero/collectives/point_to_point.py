@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from hzero.codecs import Codec, mpc
 from hzero.collectives.bucket import Bucket
@@ -22,54 +19,26 @@ from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.record import Lane
 from hzero.collectives.recorder import shared_recorder
 from hzero.collectives.transport import Ends, Pending
+from hzero.collectives.wires import Wires
 from hzero.config import TIERS, Tier
 from hzero.sharding.plan import Hop
 
 T = TypeVar("T")
-#: Of our messages, so that those of a user's own ``torch.distributed.send`` on the same group are others. gloo looks at it.
-_TAG = 0x485A
-
-
-class _Waited:
-    """A send or receive of gloo, which ends only when somebody waits for it: a thread does."""
-
-    def __init__(self, work: Any, timeout: timedelta) -> None:
-        self._ended: Future[None] = Future()
-        threading.Thread(target=self._run, args=(work, timeout), name="hzero message", daemon=True).start()
-
-    def _run(self, work: Any, timeout: timedelta) -> None:
-        try:
-            work.wait(timeout)
-        except RuntimeError as error:
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
-
-    def get_future(self) -> Future[None]:
-        return self._ended
-
-    def is_completed(self) -> bool:
-        return self._ended.done()
-
-    def wait(self) -> None:
-        self._ended.result()
 
 
 class PointToPoint:
-    """Sends and receives over a process group.
+    """Sends and receives between the ranks of a plan.
 
     Args:
         tiered: Its pipeline runs the messages, and its wire log counts them.
-        group: The process group.
+        wires: Of all ranks of the plan.
         ranks: Rank in the world of each rank of the plan.
         name: Begins the names of the lanes.
         timeout: Longest wait for a message.
     """
 
-    def __init__(
-        self, tiered: TieredMoves, group: dist.ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta
-    ) -> None:
-        self._tiered, self._group, self._ranks = tiered, group, ranks
+    def __init__(self, tiered: TieredMoves, wires: Wires, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+        self._tiered, self._wires, self._ranks = tiered, wires, ranks
         self._name, self._timeout = name, timeout
         self._numbers: Counter[Lane] = Counter()
 
@@ -179,9 +148,7 @@ class PointToPoint:
         counted: bool = False,
     ) -> Pending:
         own, peer = self._ranks[self._tiered.plan.rank], self._ranks[other]
-        work: Any = (dist.isend if sends else dist.irecv)(message, peer, group=self._group, tag=_TAG)
-        if message.is_cpu:
-            work = _Waited(work, self._timeout)
+        work = self._wires.message(message, other, sends=sends)
         ends = Ends()
         if counted:
             ends = self._tiered.counted(hop, bucket, message, bucket.chunks[0], peers_received=float(not sends))

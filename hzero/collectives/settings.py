@@ -17,6 +17,7 @@ from hzero.config import (
     Tier,
     TierCodecs,
     TopologyConfig,
+    TransportName,
     tiers_in_order,
 )
 from hzero.parsing import parse_topology
@@ -37,6 +38,7 @@ class CommunicatorConfig(Frozen):
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in
             `Communicator.verify`.
+        transport: What carries the messages: `torch`, the backend of the process group, or `mpi`.
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
     """
 
@@ -46,6 +48,7 @@ class CommunicatorConfig(Frozen):
     error_feedback: tuple[Tier, ...] = ()
     node_all_gather: NodeAllGather = NodeAllGather()
     checksum: bool = False
+    transport: TransportName = "torch"
     topology: str | TopologyConfig = "auto"
 
     @field_validator("error_feedback", mode="before")

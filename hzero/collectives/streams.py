@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,3 +44,16 @@ class DeviceStreams:
     def used(self, tensor: torch.Tensor) -> None:
         """Keeps a tensor's memory until the current stream has passed this point."""
         tensor.record_stream(self._device.current_stream())
+
+
+@contextlib.contextmanager
+def host_steps(device: torch.device) -> Iterator[None]:
+    """Around a step of a pipeline on a GPU whose hops the host starts and ends, as those over MPI, which knows no streams.
+
+    Inputs may come from any stream and results go to any, so the host waits before the step for the device and after it for the
+    step. It has not run on a GPU, and costs the overlap of encoding with compute.
+    """
+    torch.cuda.set_device(device)  # of this thread, which may be the pipeline's
+    torch.cuda.synchronize(device)
+    yield
+    torch.cuda.current_stream().synchronize()

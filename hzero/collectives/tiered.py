@@ -475,7 +475,9 @@ class TieredCollectives:
 
     def counted(self, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float) -> Ends:
         """Times a hop from now on, until it has arrived, and counts it when it has been waited for."""
-        timer = HopTimer(message.device, self.pipeline.waited_s)
+        # A hop that the host starts and ends is timed by its clock, whatever memory it is in.
+        device = message.device if self.pipeline.streams is not None else torch.device("cpu")
+        timer = HopTimer(device, self.pipeline.waited_s)
         payload = message.numel()
 
         def arrived() -> None:

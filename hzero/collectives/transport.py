@@ -1,4 +1,4 @@
-"""Transport: one process group per role and tier, and the collectives that hops are made of."""
+"""Transport: wires for each role and tier, and the collectives that hops are made of."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.errors import MissingPeerError
+from hzero.collectives.mpi_wires import shared_communicators
 from hzero.collectives.process_groups import shared_groups
 from hzero.collectives.record import HopCount, Lane
 from hzero.collectives.recorder import shared_recorder, world_timeout
-from hzero.config import ROLES, TIERS, Algorithm, Tier
+from hzero.collectives.wires import TorchWires, Wires, Work
+from hzero.config import ROLES, TIERS, Algorithm, Tier, TransportName
 from hzero.sharding.plan import ShardPlan
 
 Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange", "broadcast"]
-_REDUCE_SCATTER = dist.reduce_scatter_tensor
 
 
 class Ends(NamedTuple):
@@ -45,7 +45,7 @@ class Pending:
     """A collective under way.
 
     Args:
-        work: Of torch.distributed.
+        work: What is under way.
         output: What the collective fills.
         what: Describes it, for errors.
         ends: What it calls.
@@ -55,7 +55,7 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        work: Work | None,
         output: torch.Tensor,
         what: Callable[[], str],
         ends: Ends = _NOTHING,
@@ -163,18 +163,39 @@ def _peers(plan: ShardPlan, everyone: Sequence[int], tier: Tier, rank: int) -> S
     return [everyone[peer] for peer in plan.grid.tier_group(everyone.index(rank), tier)]
 
 
+def wires_of(
+    transport: TransportName, lane: Lane, ranks: list[int], timeout: timedelta, backend: str | None = None
+) -> Wires:
+    """The wires of a lane between ranks of the world, in this order; made at the first call. All its ranks must call alike.
+
+    Args:
+        transport: ``torch`` makes a process group, ``mpi`` a communicator of MPI.
+        lane: What they are for.
+        ranks: Of the world.
+        timeout: Longest wait for one collective.
+        backend: Of a process group; None takes the world's.
+
+    Raises:
+        ConfigError: MPI cannot be used.
+        MissingPeerError: Not all ranks have come to make a communicator of MPI.
+    """
+    if transport == "mpi":
+        return shared_communicators.get(lane, ranks, timeout)
+    return TorchWires(shared_groups.get(lane, ranks, timeout, backend), timeout)
+
+
 class Transport:
-    """Tier groups over torch.distributed, and collectives on them.
+    """Tier groups over torch.distributed or MPI, and collectives on them.
 
     Every rank makes only its own groups: for each channel one of each tier, innermost first; a tier of size 1 has
     none. The number of calls and the memory do not depend on the size of the world.
 
     Args:
-        plan: The shard plan of this rank.
+        plan: The shard plan of this rank; it says which transport.
         timeout: Longest wait for one hop; None takes the world's timeout.
         channels: Names of what has communicators of its own.
         ranks: Rank in the world of each rank of the plan; None where they are the same.
-        backend: Of the groups; None takes the world's.
+        backend: Of process groups; None takes the world's.
         sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
             they are made here, in float32 and in peer order, and rounded once.
     """
@@ -190,7 +211,7 @@ class Transport:
         sums: bool = True,
     ) -> None:
         timeout = timeout or world_timeout()
-        self._groups: dict[Lane, dist.ProcessGroup] = {}
+        self._wires: dict[Lane, Wires] = {}
         self._ranks: dict[Tier, list[int]] = {}
         self._hops: dict[Lane, tuple[Lane, HopCount]] = {}
         everyone = ranks if ranks is not None else range(plan.grid.world_size)
@@ -204,38 +225,35 @@ class Transport:
             self._ranks[tier] = [everyone[rank] for rank in plan.tier_group(tier)]
             for channel in channels:
                 lane = channel, tier
-                self._groups[lane] = shared_groups.get(lane, self._ranks[tier], timeout, backend)
+                self._wires[lane] = wires_of(plan.transport, lane, self._ranks[tier], timeout, backend)
                 peers = partial(_peers, plan, everyone, tier)
                 self._hops[lane] = lane, shared_recorder().hops(lane, timeout.total_seconds(), peers)
 
     def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
         output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
-        work = dist.all_gather_into_tensor(output, message, group=self._groups[lane], async_op=True)
+        work = self._wires[lane].all_gather(output, message)
         return self._pending(work, output, "all_gather", lane, what, output.nbytes, ends)
 
     def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
-        work = dist.all_to_all_single(output, message, group=self._groups[lane], async_op=True)
+        work = self._wires[lane].all_to_all(output, message)
         return self._pending(work, output, "all_to_all", lane, what, output.nbytes, ends)
 
     def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
 
-        On gloo it is an all-to-all and a sum on arrival: gloo's own sends twice the bytes, and never says that it has
-        ended.
+        On gloo and MPI it is an all-to-all and a sum on arrival (`Wires.own_sums`).
         """
-        group, size = self._groups[lane], elements.numel() // len(self._ranks[lane[1]])
-        if dist.get_backend(group) == "gloo" and dist.reduce_scatter_tensor is _REDUCE_SCATTER:
+        wires, size = self._wires[lane], elements.numel() // len(self._ranks[lane[1]])
+        if not wires.own_sums:
             parts = torch.empty_like(elements)
-            work = dist.all_to_all_single(
-                parts.view(torch.uint8), elements.view(torch.uint8), group=group, async_op=True
-            )
+            work = wires.all_to_all(parts.view(torch.uint8), elements.view(torch.uint8))
             then = lambda arrived: _sum(arrived.view(-1, size))  # noqa: E731
             return self._pending(work, parts, "reduce_scatter", lane, what, elements.nbytes, ends, then)
         output = elements.new_empty(size)
-        work = dist.reduce_scatter_tensor(output, elements, group=group, async_op=True)
+        work = wires.reduce_scatter(output, elements)
         return self._pending(work, output, "reduce_scatter", lane, what, elements.nbytes, ends)
 
     def exchange(self, lane: Lane, held: torch.Tensor, distance: int, what: str, ends: Ends = _NOTHING) -> Pending:
@@ -243,21 +261,18 @@ class Transport:
 
         Rank i holds the messages of the ranks i, i + 1, .. i + distance - 1 (modulo k) in the first rows of ``held``,
         uint8 ``[k][b]``. It sends them, or as many as are missing, to rank i - distance, and receives as many from rank
-        i + distance in the rows that follow. Parts without bytes are not sent on NCCL and RCCL; on gloo they are empty
-        messages.
+        i + distance in the rows that follow.
         """
         ranks = len(self._ranks[lane[1]])
         own, rows = self._ranks[lane[1]].index(self._rank), min(distance, ranks - distance)
         sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
-        sends, receives = [0] * ranks, [0] * ranks
-        sends[(own - distance) % ranks] = receives[(own + distance) % ranks] = sent.numel()
-        work = dist.all_to_all_single(received, sent, receives, sends, group=self._groups[lane], async_op=True)
+        source, target = (own + distance) % ranks, (own - distance) % ranks
+        work = self._wires[lane].exchange(received, sent, source, target)
         return self._pending(work, held, "exchange", lane, what, sent.nbytes, ends)
 
     def broadcast(self, lane: Lane, message: torch.Tensor, root: int, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a broadcast of uint8 ``[b]`` from the rank at coordinate ``root`` of the tier group, into all others'."""
-        source = self._ranks[lane[1]][root]
-        work = dist.broadcast(message, source, group=self._groups[lane], async_op=True)
+        work = self._wires[lane].broadcast(message, root)
         return self._pending(work, message, "broadcast", lane, what, message.nbytes, ends)
 
     def gather(
@@ -429,7 +444,7 @@ class Transport:
 
     def _pending(
         self,
-        work: dist.Work | None,
+        work: Work | None,
         output: torch.Tensor,
         kind: Collective,
         lane: Lane,

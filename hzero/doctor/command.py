@@ -16,6 +16,7 @@ from hzero.arguments import Parser
 from hzero.doctor.configuration import autoload_state, examine_configuration, examine_deepspeed
 from hzero.doctor.environment import examine_environment
 from hzero.doctor.links import examine_links, examine_peer_access
+from hzero.doctor.mpi import examine_mpi, started_by_mpi
 from hzero.doctor.show import show
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.topology import Grid
@@ -36,6 +37,7 @@ cannot be read gives one line on stderr, nothing on stdout, and status 2.
 examples:
   hzero doctor                               this machine, as one process sees it
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero doctor     the ranks of a job, each on its device
+  mpiexec -n 8 hzero doctor                  the ranks of a job, their MPI, and a compressed collective over it
   hzero doctor --topology dump.xml           a node from a file: devices, packages, NICs and links
   hzero doctor --topology dump.xml --expect frontier --json
   HZERO_BACKEND=hip hzero doctor             fails if the HIP kernels cannot be used
@@ -146,11 +148,14 @@ def examine(
     ranks: list[dict[str, Any]] = []
     links: list[dict[str, Any] | None] = []
     grid: Grid | None = None
+    mpi: dict[str, Any] | None = None
     refusal = ""
     fabric = ""
     try:
         if start.world_size > 1:
             found = discover(environ=environ, timeout_s=timeout_s)
+            if started_by_mpi(environ):
+                mpi = examine_mpi(start, findings, timeout_s, environ)
             if start.rank:
                 return None
             placed = zip(found.reports, found.places)
@@ -190,6 +195,7 @@ def examine(
         peer_access=examine_peer_access(findings),
         environment=environment,
         operators=examine_operators(findings),
+        mpi=mpi,
         deepspeed=examine_deepspeed(findings),
         configuration=None
         if config is None

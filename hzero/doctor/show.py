@@ -54,6 +54,12 @@ def show(found: dict[str, Any], console: Console) -> None:
         tried = "" if row["backend"] == "reference" else "equal" if row["equal_to_reference"] else "WRONG"
         operators.append((row["device"], ", ".join(row["codecs"]), row["backend"], tried, row["why"]))
     show_table(console, ("device", "codecs", "backend", "tried", "why"), operators, "codec operators")
+    if (mpi := found.get("mpi")) and mpi["library"]:
+        parts = [mpi["library"], mpi["device"], f"provider {mpi['provider']}" if mpi["provider"] else None]
+        parts.append("GPU-aware" if mpi["gpu_aware"] else "not GPU-aware")
+        if "all_reduce_us" in mpi:
+            parts.append(f"an all-reduce in int8 took {mpi['all_reduce_us']:.0f} us")
+        console.print(f"mpi: {'; '.join(part for part in parts if part)}")
     if found.get("deepspeed"):
         console.print(f"deepspeed: {found['deepspeed']}")
     if found.get("autoload"):

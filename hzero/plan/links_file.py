@@ -95,7 +95,7 @@ class LinksFile(Frozen):
         date: When it was measured, ISO 8601 in UTC.
         machine: Host of rank 0 and its processor.
         versions: Of Python, hzero and torch.
-        backend: Of torch.distributed.
+        backend: Of torch.distributed, or ``mpi``.
         device: The ranks' device type.
         codecs: Backend of the codecs.
         launcher: The command that started the ranks.

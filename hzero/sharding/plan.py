@@ -21,6 +21,7 @@ from hzero.config import (
     Scope,
     Tier,
     TierCodecs,
+    TransportName,
     tiers_inside,
     tiers_outside,
 )
@@ -111,6 +112,7 @@ class ShardPlan:
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
         accumulator_bytes: Bytes of an element of the gradient accumulators: 4 in float32, 2 in bfloat16.
         exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
+        transport: What carries the messages.
         adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
         notes: Settings that have no effect here.
     """
@@ -130,6 +132,7 @@ class ShardPlan:
     differences: int = 0
     accumulator_bytes: int = 4
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
+    transport: TransportName = "torch"
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -205,6 +208,7 @@ class ShardPlan:
             config.full_refresh_every if differs else 0,
             2 if config.accumulators == "bf16" else 4,
             tuple(config.codecs.exceptions.items()),
+            config.transport,
         )
 
     def exception_of(self, name: str) -> int | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hzero
+from hzero.config import TransportName
 from hzero.settings.conf import compose, key_of, plain
 from hzero.settings.settings import Settings
 from hzero.slurm import queue
@@ -61,6 +62,7 @@ class Job:
         nodes: Its nodes.
         ranks: Ranks per node.
         topology: How checks before training describe the machine: ``auto``, or GPUs and GCDs of a node.
+        transport: What carries the hops.
         arguments: Those of ``hzero train``.
         steps: The run's steps.
         goes_on: Whether the user has said that an existing run goes on (``resume=auto``).
@@ -75,6 +77,7 @@ class Job:
     nodes: int
     ranks: int
     topology: str
+    transport: TransportName
     arguments: tuple[str, ...]
     steps: int
     goes_on: bool
@@ -124,6 +127,7 @@ class Job:
             "HZERO_RESTARTS": str(restarts),
             "HZERO_CHECK": _array(self.machine.check if block["check"] else []),
             "HZERO_TOPOLOGY": self.topology,
+            "HZERO_TRANSPORT": self.transport,
         }
         return "\n".join(
             [
@@ -226,6 +230,7 @@ def job_with(settings: Settings, overrides: Sequence[str], suffix: str = "") -> 
         nodes=grid.nodes,
         ranks=ranks,
         topology="auto" if machine.discover else f"{grid.gpus_per_node}x{grid.gcds_per_gpu}",
+        transport=settings.plan.transport if settings.plan is not None else "torch",
         arguments=(*kept, *found, f"run.dir={run_dir}", "resume=auto"),
         steps=settings["train"]["steps"],
         goes_on=settings["resume"] == "auto",

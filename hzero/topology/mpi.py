@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
+import os
 import socket
 import sys
 import time
@@ -54,7 +56,7 @@ class MpiExchange(Exchange):
             missing = sorted(set(range(self.world_size)) - set(frames))
             message = absent(missing, self.world_size, self.timeout_s)
             self._send(message.encode(), _ABSENT, sorted(frames))
-            raise _give_up(self._comm, message)
+            raise _give_up(message)
         return [frames[rank] for rank in range(self.world_size)]
 
     def _spread(self, frame: bytes | None) -> bytes:
@@ -65,10 +67,10 @@ class MpiExchange(Exchange):
         patience = self.timeout_s + self.grace_s
         if not _poll(lambda: self._comm.Iprobe(0, self._mpi.ANY_TAG, status), time.monotonic() + patience):
             wait = f"topology: rank {self.rank} has waited {patience:g} s for the answer of rank 0, which did not come"
-            raise _give_up(self._comm, wait)
+            raise _give_up(wait)
         tag, answer = status.Get_tag(), self._receive(status)
         if tag == _ABSENT:
-            raise _give_up(self._comm, answer.decode())
+            raise _give_up(answer.decode())
         return answer
 
     def _send(self, frame: bytes, tag: int, ranks: Iterable[int]) -> None:
@@ -81,8 +83,15 @@ class MpiExchange(Exchange):
         return bytes(frame)
 
 
-def import_mpi() -> Any:
+def import_mpi(
+    what: str = "topology: ranks of MPI meet through mpi4py",
+    otherwise: str = "or set MASTER_ADDR to the host of rank 0",
+) -> Any:
     """mpi4py's ``MPI``, which initialises MPI.
+
+    Args:
+        what: Needs it, for the message.
+        otherwise: What else would do.
 
     Raises:
         ConfigError: It cannot be imported, or finds no MPI library.
@@ -91,8 +100,7 @@ def import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"topology: ranks of MPI meet through mpi4py, which cannot be used ({one_line(error)[:200]}): pip "
-            'install "hzero[mpi]", or set MASTER_ADDR to the host of rank 0'
+            f'{what}, which cannot be used ({one_line(error)[:200]}): pip install "hzero[mpi]", {otherwise}'
         ) from None
     return MPI
 
@@ -118,7 +126,7 @@ def address_of_mpi(rank: int, size: int, variables: str, one_host: bool) -> tupl
         line[: len(text)] = text
     if not _poll(comm.Ibcast([line, mpi.BYTE], 0).Test, time.monotonic() + TIMEOUT_S):
         wait = f"topology: rank {rank} has waited {TIMEOUT_S:g} s for the address of rank 0; MASTER_ADDR would state it"
-        raise _give_up(comm, wait)
+        raise _give_up(wait)
     address, port = line.rstrip(b"\0").decode().split()
     return address, int(port)
 
@@ -142,17 +150,36 @@ def _checked_mpi(rank: int, size: int | None, variables: str) -> Any:
     return mpi
 
 
-def _give_up(comm: Any, message: str) -> ConfigError:
-    """The error for ranks that did not come. The process will end by ending the MPI job: MPI_Finalize would wait for them."""
-    atexit.register(_abort, comm)
+def gpu_aware() -> bool:
+    """Whether the MPI library says that it reads and writes the memory of this torch's GPUs."""
+    import torch
+
+    mpi = import_mpi()
+    if "CRAY MPICH" in mpi.Get_library_version().upper():
+        return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
+    found = ctypes.CDLL(mpi.__file__)
+    names = ("rocm", "hip") if torch.version.hip else ("cuda",)  # ROCm is rocm in Open MPI and hip in MPICH
+    asks = (getattr(found, f"MPIX_Query_{name}_support", None) for name in names)
+    return any(ask() for ask in asks if ask is not None)
+
+
+def _give_up(message: str) -> ConfigError:
+    """The error for ranks that did not come."""
+    abort_at_exit()
     return ConfigError(message)
 
 
-def _abort(comm: Any) -> None:
+@functools.cache
+def abort_at_exit() -> None:
+    """From now on the process ends by ending the MPI job: MPI_Finalize would wait for ranks that do not come."""
+    atexit.register(_abort)
+
+
+def _abort() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     time.sleep(1.0)  # the first to abort ends the others, which may be saying why as well
-    comm.Abort(2)
+    import_mpi().COMM_WORLD.Abort(2)
 
 
 def _poll(over: Callable[[], bool], deadline: float) -> bool:

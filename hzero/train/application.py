@@ -115,6 +115,11 @@ def _train(config: DictConfig, began: float) -> int:
     settings = Settings(plain(config))
     if settings["launcher"].get("slurm") is not None and INSIDE not in os.environ:
         return _submit(settings)
+    if settings.plan is not None and settings.plan.transport == "mpi":
+        raise ConfigError(
+            "zero.transport: found 'mpi', whose ranks mpiexec or srun starts, as in mpiexec -n "
+            f"{settings.world_size} hzero train zero.transport=mpi; possible for ranks that hzero starts: torch"
+        )
     with contextlib.ExitStack() as claims:
         run_dir = _prepare(settings, claims, began)
         logs = run_dir / folder.LOGS

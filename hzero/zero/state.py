@@ -14,16 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
-from hzero.collectives import (
-    Canary,
-    ErrorFeedback,
-    TieredCollectives,
-    Trace,
-    Transport,
-    WireLog,
-    in_use,
-    shared_pipeline,
-)
+from hzero.collectives import Canary, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, in_use
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -35,7 +26,7 @@ from hzero.zero.partition import Partition, ranks_of, speaks
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
 from hzero.zero.saved import SavedState
-from hzero.zero.streams import device_streams
+from hzero.zero.streams import stage_pipeline
 from hzero.zero.weights import Weights
 
 logger = logging.getLogger("hzero")
@@ -83,7 +74,7 @@ class StageState:
         self.wire_log = WireLog()
         self._adopt()
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        self._pipeline = shared_pipeline(device_streams())
+        self._pipeline = stage_pipeline(config.transport)
         self._pipeline.mend()
         transport = Transport(self.plan, ranks=self.partition.ranks)
         collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
@@ -120,8 +111,9 @@ class StageState:
     def _announce(self) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
         backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
+        transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
         print(
-            f"hzero: {self.config.preset} on {self.plan}{self.partition}; transport {dist.get_backend()}; codecs {backend}",
+            f"hzero: {self.config.preset} on {self.plan}{self.partition}; transport {transport}; codecs {backend}",
             file=sys.stderr,
             flush=True,
         )

@@ -33,6 +33,8 @@ WRONG = {
     "--codecs zfp": "--codecs: found 'zfp', which needs a rate beside its name; possible: none, bf16, int8, int4",
     "--codecs=": "--codecs.0: unknown value ''",
     "--dtype fp8": "--dtype: unknown value 'fp8'",
+    "--transport ucx": "--transport: unknown value 'ucx'",
+    "--topology 1x1x2 --transport mpi": "--transport: found 'mpi', whose ranks mpiexec or srun starts",
     "--device gpu": "--device: unknown value 'gpu'",
     "--topology 2x2": "--topology: found '2x2', expected nodes x GPUs x GCDs",
     "--topology 0x2x2": "--topology.nodes: found 0",

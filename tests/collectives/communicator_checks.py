@@ -18,6 +18,7 @@ from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
 from tests.collectives.tiered_checks import GRIDS, WORLD, _same_everywhere
+from tests.rank_main import TRANSPORT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One regular grid, one in another order, one in no order.
@@ -32,7 +33,7 @@ MIXES = [
 
 def _communicator(grid: Grid, **config) -> Communicator:
     with mock.patch.object(communicator, "resolve_grid", return_value=grid):
-        return Communicator(config)
+        return Communicator({"transport": TRANSPORT, **config})
 
 
 def _everyones(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
@@ -278,11 +279,11 @@ def check_groups_smaller_than_the_world() -> None:
     halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, WORLD)))]
     mine, everyone = halves[rank >= half], _everyones((half, 9))
     total = torch.stack([everyone[member] for member in members]).sum(0)
-    settings = {"topology": {"gpus_per_node": half, "gcds_per_gpu": 1}}
+    settings = {"topology": {"gpus_per_node": half, "gcds_per_gpu": 1}, "transport": TRANSPORT}
     groups = [Communicator(settings, mine)]
     if rank < half:
         groups.append(Communicator(settings, mine, timeout=timedelta(seconds=71)))  # with groups of its own
-    groups.append(Communicator({"codecs": "none"}, mine))  # discovered
+    groups.append(Communicator({"codecs": "none", "transport": TRANSPORT}, mine))  # discovered
     for group in groups:
         assert group.plan.grid.world_size == half
         torch.testing.assert_close(group.all_reduce(everyone[rank]), total)

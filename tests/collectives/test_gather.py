@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import types
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.collectives.transport import Transport, _peers, rounds
+from hzero.collectives.wires import TorchWires
 from hzero.topology import Grid
 
 LANE: Any = ("weights", "node")
@@ -23,7 +25,8 @@ Call = tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
 
 def _transport(rank: int, ranks: list[int]) -> Transport:
     transport = Transport.__new__(Transport)
-    transport._rank, transport._ranks, transport._groups = rank, {"node": ranks}, mock.MagicMock()
+    transport._rank, transport._ranks = rank, {"node": ranks}
+    transport._wires = {LANE: TorchWires(mock.Mock(), timedelta(seconds=1))}
     transport._checksum = False
     transport._hops = mock.MagicMock()
     return transport
@@ -55,7 +58,10 @@ def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: 
         calls.append((output, sent, receives, sends))
         return types.SimpleNamespace(wait=lambda: None)
 
-    with mock.patch.object(dist, "all_to_all_single", start):
+    with (
+        mock.patch.object(dist, "all_to_all_single", start),
+        mock.patch.object(dist, "get_world_size", return_value=size),
+    ):
         gathers = [
             _transport(rank, ranks).gather("doubling", LANE, message, "a message")
             for rank, message in zip(ranks, messages)

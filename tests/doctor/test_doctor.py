@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -13,8 +15,9 @@ from hzero import cli
 from hzero.doctor.configuration import examine_configuration, examine_deepspeed
 from hzero.doctor.environment import VARIABLES, examine_environment
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
-from tests.ranks import ROOT
+from tests.ranks import ROOT, mpiexec
 from tests.topology import trees
+from tests.topology.test_exchange import environment
 
 DUMPS = ROOT.parent / "shared" / "topologies"
 GOOD_ENVIRONMENT = {variable.name: variable.good[0].replace("*", "x") for variable in VARIABLES}
@@ -135,6 +138,21 @@ def test_this_machine_is_read_from_the_tree_it_is_told(
         "verdict: degraded",
     ):
         assert text in shown, text
+
+
+def test_ranks_of_mpi_try_a_compressed_collective(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [mpiexec(), "-n", "3", sys.executable, "-m", "hzero", "doctor", "--json"],
+        env=environment(HZERO_SYSFS=str(tmp_path), DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    found = json.loads(done.stdout)  # of rank 0 alone
+    assert done.returncode == found["status"] and len(found["ranks"]) == 3, done.stderr
+    assert found["mpi"]["thread_multiple"] and not found["mpi"]["gpu_aware"] and found["mpi"]["all_reduce_us"] > 0
+    assert "MPI" in found["mpi"]["library"].upper() and not any("transport" in remark for remark in found["remarks"])
 
 
 @pytest.mark.parametrize(

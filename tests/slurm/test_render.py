@@ -63,6 +63,8 @@ def test_a_rendered_script_is_clean_and_has_the_run(paper: list[str], tmp_path: 
     assert not [word for word in words if word.startswith(("topology.", "nodes"))]
     assert f"\ncd {tmp_path} || exit 1\n" in text and "HZERO_WAIT=1860\n" in text  # train.timeout_s and a minute
     assert "HZERO_RESTARTS=0\n" in _render(paper, "--chain", "12h")
+    assert "HZERO_TRANSPORT=torch\n" in text
+    assert "HZERO_TRANSPORT=mpi\n" in _render([*paper, "zero.transport=mpi"])
     debug = _render([*paper, "nodes=92", "qos=debug"])
     assert "HZERO_RESTARTS=0\n" in debug and "--time=02:00:00\n" in debug
     _render([*paper, "machine=lumi", "topology=lumi", "account=project_1", "environment=env.sif"], output="lumi.sbatch")
@@ -255,6 +257,13 @@ def _bash(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["/bin/bash", "-uc", text], env={**environment, "SLURM_SUBMIT_DIR": str(ROOT)}, capture_output=True, text=True
     )
+
+
+def test_variables_of_mpi_are_those_of_jobs_with_it() -> None:
+    show = "echo ${MPICH_GPU_SUPPORT_ENABLED:-} ${MPICH_OFI_NIC_POLICY:-} ${FI_CXI_RDZV_PROTO:-}"
+    for transport, said in (("torch", "alt_read"), ("mpi", "1 GPU")):
+        text = f"module() {{ :; }}; HZERO_TRANSPORT={transport}; source {ROOT}/slurm/frontier.env; {show}"
+        assert _bash(text).stdout.split() == said.split()
 
 
 @pytest.mark.parametrize("name", ["frontier", "lumi"])

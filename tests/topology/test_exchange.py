@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +20,7 @@ from hzero.topology.exchange import MAX_REPORT_BYTES, AloneExchange, Exchange, S
 from hzero.topology.rendezvous import open_exchange
 from hzero.validation import ConfigError
 from tests.forks import fork, join, run_script, torchrun
-from tests.ranks import ROOT
+from tests.ranks import ROOT, mpiexec
 
 torch = pytest.importorskip("torch")
 from torch.distributed import FileStore, HashStore, TCPStore  # noqa: E402
@@ -306,14 +304,6 @@ def test_what_listens_but_is_no_store_is_named(tmp_path: Path) -> None:
     assert process.exitcode == 0
     assert "rank 1 has not reached rank 0 within 1 s at 127.0.0.1, port" in out.read_text()
     assert "what listens there does not answer as a store does" in out.read_text()
-
-
-def mpiexec() -> str:
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if not found or importlib.util.find_spec("mpi4py") is None:
-        pytest.skip('mpiexec or mpi4py is not there (pip install "hzero[mpi]")')
-    return found
 
 
 def under_mpi(code: str, ranks: int = 4, **more: str) -> subprocess.CompletedProcess[str]:

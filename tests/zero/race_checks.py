@@ -17,10 +17,10 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 import hzero
-from hzero.collectives import Communicator, shared_pipeline
+from hzero.collectives import Communicator
 from hzero.collectives.streams import DeviceStreams
 from hzero.config import BASE_TIERS, PRESETS
-from hzero.zero.streams import device_streams
+from hzero.zero.streams import stage_pipeline
 from tests.zero.race_detector import SOURCES, Call, Trace, recording
 from tests.zero.tensor_checks import tensor_groups, train_split
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
@@ -147,7 +147,7 @@ def _without_optimizer() -> Any:
 
 def _without_a_stage() -> Any:
     """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
-    shared_pipeline(device_streams())
+    stage_pipeline("torch")
     settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
     world = dist.get_world_size()
     group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
@@ -173,7 +173,7 @@ def _without_a_stage() -> Any:
 
 def _beside_tensor_groups() -> Any:
     """Sums of activations in layers, between gathers of weights and reductions of gradients."""
-    shared_pipeline(device_streams())
+    stage_pipeline("torch")
     block = block_of("topo", codecs={"tensor": "int8"}, canary={"every_steps": 1})
     with tensor_groups(2) as mpu:
         return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
@@ -229,13 +229,16 @@ NOT_SEEN = {
     "collectives/communicator.py hops: self._tiered.used(tensor)": "of a tensor without elements, or of one rank",
     "collectives/ddp.py _future: chain.wait()": "in a callback, on processors",
     "collectives/ddp.py _future: chain.wait() #2": "on a GPU, where a future of torch waits for the stream",
-    "collectives/point_to_point.py _run: work.wait(timeout)": "a thread, on processors",
     "collectives/point_to_point.py hops: self._tiered.used(tensor)": "the stand-in has no messages from rank to rank",
-    "collectives/pipeline.py _move: self._background.wait(_LINGER_S)": "a thread, on processors",
-    "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S if pending.announced else _POLL_S)": "on processors",
+    "collectives/mpi_wires.py __init__: torch.cuda.current_stream(device).synchronize()": "of MPI, whose hops the host posts",
+    "collectives/streams.py host_steps: torch.cuda.synchronize(device)": "of MPI, which the stand-in has not",
+    "collectives/streams.py host_steps: torch.cuda.current_stream().synchronize()": "the same",
+    "collectives/pipeline.py _move: self._background.wait(_LINGER_S if lingers else _POLL_S * looks)": "a thread",
+    "collectives/pipeline.py _wait: self._arrival.wait(_LOOK_S)": "on processors",
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
     "collectives/recorder.py _run: self._stopped.wait(self.period_s)": "a thread, which reads counts only",
     "collectives/transport.py take: pending.wait()": "of the probe, which has no chain",
+    "collectives/wires.py _run: work.wait(timeout)": "a thread, on processors",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
     "zero/weights.py _payloads: self.collectives.used(first)": "its memory goes with a refresh after those who read it",
     "zero/stage.py offload_states: self.hzero.weights.before_change()": "the stand-in's states are on the host already",

@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
+from tests.rank_main import TRANSPORT
 
 LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
 TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
@@ -86,7 +87,7 @@ def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **chan
     for key, value in changes.items():
         config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     if block is not None:
-        config["hzero"] = block
+        config["hzero"] = block if TRANSPORT == "torch" else {"transport": TRANSPORT, **block}
     return config
 
 

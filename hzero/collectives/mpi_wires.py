@@ -1,0 +1,285 @@
+"""MPI wires: messages as bytes over a communicator of MPI, in host memory or where the MPI library reads it, in a GPU's.
+
+MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.is_completed` does. None of its
+calls that could wait without end is made where a rank could not give up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hzero.collectives.errors import MissingPeerError
+from hzero.collectives.pause import Pause
+from hzero.collectives.record import Lane
+from hzero.collectives.recorder import shared_recorder
+from hzero.topology.mpi import abort_at_exit, gpu_aware, import_mpi
+from hzero.validation import ConfigError
+
+T = TypeVar("T")
+#: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
+#: under way and a stage at most 12 lanes, so a rank stays below 400 messages: Cray MPICH faults with about 1,000 of a GPU's.
+MESSAGES, MESSAGE_BYTES = 32, 16 << 20
+#: The tag of all messages, and the tags for making communicators: MPI guarantees 32,767.
+_TAG, _TAGS = 0x485A, 32749
+
+
+class MpiWork:
+    """Messages under way.
+
+    Args:
+        wires: Their communicator.
+        posts: Start one message each; a message is started when fewer than `MESSAGES` are under way.
+        kept: Buffers, which live until all messages have ended.
+    """
+
+    def __init__(self, wires: MpiWires, posts: Iterable[Callable[[], Any]], kept: Sequence[torch.Tensor]) -> None:
+        self._wires, self._posts, self._kept = wires, iter(posts), kept
+        self._requests: list[Any] = []
+        self._started = time.monotonic()
+        self._error: RuntimeError | None = wires.broken
+        if self._error is None:
+            for device in {tensor.device for tensor in kept if tensor.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # MPI knows no streams
+            wires.under_way.add(self)
+            self._call(self._post)
+
+    def is_completed(self) -> bool:
+        """Moves messages on; whether `wait` would return, or raise, at once."""
+        while self._requests and self._error is None:
+            if not self._call(self._look):
+                if time.monotonic() - self._started > self._wires.timeout_s:
+                    self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
+                return self._error is not None
+        if self._error is None:
+            self._wires.under_way.discard(self)
+        return True
+
+    def wait(self) -> None:
+        """Waits until all messages have ended.
+
+        Raises:
+            RuntimeError: MPI says so, or they have not ended within the timeout; the communicator is not used again.
+        """
+        pause = Pause()
+        while not self.is_completed():
+            pause()
+        if self._error is not None:
+            raise self._error
+
+    def get_future(self) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError("MPI does not announce the end of messages")
+
+    def _post(self) -> bool:
+        self._requests += [post() for post in itertools.islice(self._posts, MESSAGES - len(self._requests))]
+        return True
+
+    def _look(self) -> bool:
+        """Whether messages have ended since the last look; starts the next ones."""
+        ended = bool(self._wires.mpi.Request.Testsome(self._requests))
+        if ended:
+            self._requests = [request for request in self._requests if request]
+            self._post()
+        return ended
+
+    def _call(self, act: Callable[[], bool]) -> bool:
+        try:
+            return act()
+        except self._wires.mpi.Exception as error:
+            self._fail(RuntimeError(f"MPI: {error}"))
+            return True
+
+    def _fail(self, error: RuntimeError) -> None:
+        """Gives up: peers may not have, so nothing fits together on this communicator any more."""
+        self._wires.broken = self._error = error
+        abort_at_exit()
+
+
+class MpiWires:
+    """A communicator of MPI as `hzero.collectives.wires.Wires`.
+
+    All-to-alls are pairwise exchanges of this class, and so are all-gathers but those of short messages between many ranks,
+    which MPI does in fewer rounds. Message i of every rank goes to the rank i places behind it, so at any time a rank has as many
+    messages to send as to receive, and those with the lowest i can always end.
+
+    Args:
+        mpi: mpi4py's ``MPI``.
+        comm: The communicator, which nobody else uses.
+        timeout_s: Longest wait for one collective or message.
+
+    Attributes:
+        broken: Why nothing can be sent any more; None while all is well.
+        under_way: Work that has not ended, whose buffers MPI may still use.
+    """
+
+    own_sums = False
+
+    def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:
+        self.mpi, self.comm, self.timeout_s = mpi, comm, timeout_s
+        self.broken: RuntimeError | None = None
+        self.under_way: set[MpiWork] = set()
+        self._own, self._size = comm.Get_rank(), comm.Get_size()
+
+    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
+        """As `Wires.all_gather`."""
+        if message.nbytes <= MESSAGE_BYTES and 2 * (self._size - 1) > MESSAGES:
+            post = partial(self.comm.Iallgather, self._buffer(message), self._buffer(output))
+            return MpiWork(self, [post], (output, message))
+        return self._swap(output, lambda _: message, (output, message))
+
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
+        """As `Wires.all_to_all`."""
+        return self._swap(output, message.view(self._size, -1).__getitem__, (output, message))
+
+    def _swap(self, output: torch.Tensor, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
+        rows = output.view(self._size, -1)
+        rows[self._own].copy_(part(self._own))
+        places = [((self._own - i) % self._size, (self._own + i) % self._size) for i in range(1, self._size)]
+        posts = (self._pair(rows[source], source, part(target), target) for source, target in places)
+        return MpiWork(self, itertools.chain.from_iterable(posts), kept)
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> MpiWork:
+        """As `Wires.exchange`."""
+        return MpiWork(self, self._pair(output, source, message, target), (output, message))
+
+    def broadcast(self, message: torch.Tensor, root: int) -> MpiWork:
+        """As `Wires.broadcast`."""
+        posts = [partial(self.comm.Ibcast, self._buffer(piece), root) for piece in _pieces(message)]
+        return MpiWork(self, posts, (message,))
+
+    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> MpiWork:
+        """Raises NotImplementedError; see `own_sums`."""
+        raise NotImplementedError("MPI sums nothing here")
+
+    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> MpiWork:
+        """As `Wires.message`."""
+        return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
+
+    def _pair(
+        self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int
+    ) -> Iterator[Callable[[], Any]]:
+        both = zip(self._one_way(received, source, sends=False), self._one_way(sent, target, sends=True))
+        return itertools.chain.from_iterable(both)
+
+    def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[Callable[[], Any]]:
+        start = self.comm.Isend if sends else self.comm.Irecv
+        return (partial(start, self._buffer(piece), peer, _TAG) for piece in _pieces(message))
+
+    def _buffer(self, tensor: torch.Tensor) -> list[Any]:
+        """Address and size, which are all that MPI takes of what DLPack says, of a host's memory as of a GPU's."""
+        return [self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self.mpi.BYTE]
+
+
+def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Messages of at most `MESSAGE_BYTES`; none of an empty one."""
+    return message.view(-1).split(MESSAGE_BYTES) if message.numel() else ()
+
+
+class Communicators:
+    """The communicators of this process, which live as long as it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Lane, tuple[int, ...], timedelta], MpiWires] = {}
+
+    def get(self, lane: Lane, ranks: Sequence[int], timeout: timedelta) -> MpiWires:
+        """The communicator of ``ranks``, in this order; made at the first call. All its ranks must call alike.
+
+        Args:
+            lane: What it is for.
+            ranks: Of the world.
+            timeout: Longest wait for one collective or message, and for all ranks to come.
+
+        Raises:
+            ConfigError: MPI cannot be used.
+            MissingPeerError: Not all ranks have come within the timeout.
+        """
+        key = (lane, tuple(ranks), timeout)
+        if key not in self._made:
+            world = world_of_mpi()
+            name = f"{lane[0]} {lane[1]}"
+            group = world.Get_group().Incl(list(ranks))
+            make = partial(world.Create_group, group, zlib.crc32(repr(key[:2]).encode()) % _TAGS)
+            self._made[key] = MpiWires(
+                import_mpi(), _in_time(make, timeout.total_seconds(), name), timeout.total_seconds()
+            )
+        return self._made[key]
+
+
+#: Those of this process.
+shared_communicators = Communicators()
+
+
+def world_of_mpi() -> Any:
+    """MPI's world, once it is known to be torch.distributed's.
+
+    Raises:
+        ConfigError: It is not, or mpi4py or the MPI library cannot do what is needed.
+    """
+    mpi = import_mpi('transport "mpi" needs mpi4py', 'possible without: "torch"')
+    world, where = mpi.COMM_WORLD, "transport: found 'mpi'"
+    own, ours = (world.Get_rank(), world.Get_size()), (dist.get_rank(), dist.get_world_size())
+    if own != ours:
+        raise ConfigError(
+            f"{where}, but MPI has this process as rank {own[0]} of {own[1]}, and torch.distributed as rank {ours[0]} of "
+            f"{ours[1]}; start the ranks with mpiexec, or with srun and its --mpi; possible without: 'torch'"
+        )
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ConfigError(f"{where}, but MPI has been initialised without MPI_THREAD_MULTIPLE, mpi4py's default")
+    if "nccl" in dist.get_backend_config() and not gpu_aware():
+        raise ConfigError(
+            f"{where} on GPUs, but this MPI library does not say that it reads their memory ({library(mpi)}; on Cray MPICH "
+            "MPICH_GPU_SUPPORT_ENABLED=1); possible without: 'torch'"
+        )
+    return world
+
+
+def world_ranks(comm: Any) -> list[int]:
+    """Rank in the world of each rank of a communicator.
+
+    Raises:
+        ConfigError: It is none that this process is in, or as `world_of_mpi`.
+    """
+    world = world_of_mpi()
+    if not isinstance(comm, import_mpi().Intracomm) or not comm:
+        raise ConfigError(f"communicator: comm: found {comm!r}, expected an mpi4py.MPI.Intracomm with this rank in it")
+    group = comm.Get_group()
+    return list(group.Translate_ranks(range(group.Get_size()), world.Get_group()))
+
+
+def library(mpi: Any) -> str:
+    """Name and version of the MPI library."""
+    return " ".join(mpi.Get_library_version().split("\n")[0].split())
+
+
+def _in_time(make: Callable[[], T], timeout_s: float, name: str) -> T:
+    """The result of a call of MPI that waits for other ranks, in a thread, which alone may wait for ever."""
+    done: queue.Queue[T | BaseException] = queue.Queue()
+
+    def run() -> None:
+        try:
+            done.put(make())
+        except BaseException as error:
+            done.put(error)
+
+    threading.Thread(target=run, name="hzero communicator", daemon=True).start()
+    what = f"hzero: rank {dist.get_rank()} makes the MPI communicator of {name}"
+    try:
+        made = done.get(timeout=timeout_s)
+    except queue.Empty:
+        abort_at_exit()
+        missing = shared_recorder().missing()
+        raise MissingPeerError(f"{what}: no end within {timeout_s:g} s: {missing.text}", missing.ranks) from None
+    if isinstance(made, BaseException):
+        raise MissingPeerError(f"{what}: {made}", ()) from made
+    return made

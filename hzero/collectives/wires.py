@@ -1,0 +1,131 @@
+"""Wires: what carries the messages of one group of ranks, and how torch.distributed does it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+#: Of messages from rank to rank, so that those of a user's own ``torch.distributed.send`` on the same group are others. gloo
+#: looks at it.
+_TAG = 0x485A
+_REDUCE_SCATTER = dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """Messages under way."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+    def wait(self) -> Any:
+        """Waits for them. Raises RuntimeError where one failed or the group's timeout passed."""
+
+    def get_future(self) -> Any:
+        """A future that ends with them. Raises RuntimeError where nothing announces their end."""
+
+
+class Wires(Protocol):
+    """Carries messages between the ranks of one group; k is their number, and i the place of a rank among them.
+
+    Buffers are contiguous and belong to the work until it has ended.
+    """
+
+    @property
+    def own_sums(self) -> bool:
+        """Whether `reduce_scatter` is there; sums are made from an all-to-all otherwise."""
+
+    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Work:
+        """uint8 ``[b]`` of every rank to ``[k * b]``."""
+
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Work:
+        """Part i of uint8 ``[k * b]`` goes to rank i; part i of the output comes from it."""
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
+        """The whole message goes to one rank, and as many bytes come from one; all ranks exchange at the same time."""
+
+    def broadcast(self, message: torch.Tensor, root: int) -> Work:
+        """uint8 ``[b]`` of one rank into all others'."""
+
+    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Work:
+        """Sums of floating ``[k * n]`` to ``[n]``."""
+
+    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Work:
+        """A message to one rank or from it. Those of one direction between two ranks arrive in order."""
+
+
+class TorchWires:
+    """A process group of torch.distributed.
+
+    Args:
+        group: The group.
+        timeout: Longest wait for a message from rank to rank; collectives have the group's own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
+
+    @property
+    def own_sums(self) -> bool:
+        """As `Wires.own_sums`: gloo's own sends twice the bytes of an all-to-all, and never says that it has ended."""
+        return dist.get_backend(self._group) != "gloo" or dist.reduce_scatter_tensor is not _REDUCE_SCATTER
+
+    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Any:
+        """As `Wires.all_gather`."""
+        return dist.all_gather_into_tensor(output, message, group=self._group, async_op=True)
+
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Any:
+        """As `Wires.all_to_all`."""
+        return dist.all_to_all_single(output, message, group=self._group, async_op=True)
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Any:
+        """As `Wires.exchange`: parts without bytes are not sent on NCCL and RCCL; on gloo they are empty messages."""
+        ranks = dist.get_world_size(self._group)
+        sends, receives = [0] * ranks, [0] * ranks
+        sends[target] = receives[source] = message.numel()
+        return dist.all_to_all_single(output, message, receives, sends, group=self._group, async_op=True)
+
+    def broadcast(self, message: torch.Tensor, root: int) -> Any:
+        """As `Wires.broadcast`."""
+        return dist.broadcast(message, self._rank(root), group=self._group, async_op=True)
+
+    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Any:
+        """As `Wires.reduce_scatter`."""
+        return dist.reduce_scatter_tensor(output, elements, group=self._group, async_op=True)
+
+    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
+        """As `Wires.message`."""
+        work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group, tag=_TAG)
+        return _Waited(work, self._timeout) if message.is_cpu else work
+
+    def _rank(self, place: int) -> int:
+        return dist.get_global_rank(self._group, place)
+
+
+class _Waited:
+    """A send or receive of gloo, which ends only when somebody waits for it: a thread does."""
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._ended: Future[None] = Future()
+        threading.Thread(target=self._run, args=(work, timeout), name="hzero message", daemon=True).start()
+
+    def _run(self, work: Any, timeout: timedelta) -> None:
+        try:
+            work.wait(timeout)
+        except RuntimeError as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def get_future(self) -> Future[None]:
+        return self._ended
+
+    def is_completed(self) -> bool:
+        return self._ended.done()
+
+    def wait(self) -> None:
+        self._ended.result()

@@ -1,0 +1,93 @@
+"""Collectives and stage over MPI: ranks of mpiexec. What all transports do is checked by the same functions as on gloo."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.collectives.test_tiered import CHECKS
+from tests.ranks import Outcome, collect, conclude, launch, mpiexec, selected
+from tests.topology.test_exchange import environment
+
+STAGE = ("tests.zero.mpi_checks", "tests.zero.equality_checks")
+OWN = ("tests.collectives.mpi_checks",)
+#: Frozen ranks, which mpiexec waits for.
+FROZEN = ("tests.collectives.recorder_checks",)
+
+
+@pytest.fixture(scope="module", params=[8, 16, 6], ids=["8 ranks", "16 ranks", "6 ranks"])
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """Outcomes of the selected checks on one world."""
+    mpiexec()
+    modules = (*CHECKS, *STAGE, *OWN) if request.param == 8 else OWN
+    return launch(modules, request.param, selected(request), HZERO_CHECKS_TRANSPORT="mpi")
+
+
+@pytest.fixture(scope="module")
+def frozen(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    mpiexec()
+    return launch(FROZEN, 4, selected(request), timeout=120, HZERO_CHECKS_TRANSPORT="mpi")
+
+
+@pytest.mark.parametrize("check", collect(*CHECKS, *STAGE))
+@pytest.mark.parametrize("outcomes", [8], ids=["8 ranks"], indirect=True, scope="module")
+def test_on_ranks(outcomes: dict[str, Outcome], check: str) -> None:
+    conclude(outcomes[check])
+
+
+@pytest.mark.parametrize("check", collect(*OWN))
+def test_of_mpi(outcomes: dict[str, Outcome], check: str) -> None:
+    conclude(outcomes[check])
+
+
+@pytest.mark.parametrize("check", collect(*FROZEN))
+def test_frozen_ranks(frozen: dict[str, Outcome], check: str) -> None:
+    conclude(frozen[check])
+
+
+KILLED = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hzero.collectives import Communicator, HopError, recorder, shared_recorder
+from hzero.topology.bootstrap import bootstrap
+recorder.PERIOD_S, recorder._ANSWER_S = 0.3, 1.0
+os.environ.update(bootstrap(visible=0).environment())
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+settings = {"transport": "mpi", "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}}
+group = Communicator(settings, timeout=timedelta(seconds=3))
+group.all_reduce(torch.ones(5))
+beat = shared_recorder()._record.beat
+while shared_recorder()._record.beat < beat + 2:  # all have said where they are
+    time.sleep(0.01)
+dist.barrier()
+if dist.get_rank() == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    group.all_reduce(torch.ones(5))
+except HopError as error:
+    os.write(1, f"rank {dist.get_rank()}: {error.ranks}: {error}\\n".encode())
+    sys.exit(1)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["mpiexec ends the others", "the others wait"])
+def test_a_killed_rank_ends_the_job_in_the_timeout(noticed: bool, tmp_path: Path) -> None:
+    """Also where a shell stands between mpiexec and the rank, which then is not missed: the others name it."""
+    rank = [sys.executable, "-c", KILLED] if noticed else ["sh", "-c", '"$0" -c "$1"; sleep 60', sys.executable, KILLED]
+    with open(tmp_path / "log", "w") as log:
+        started = time.monotonic()
+        done = subprocess.run(
+            [mpiexec(), "-n", "4", *rank], env=environment(), stdout=log, stderr=log, timeout=100, check=False
+        )
+    said = (tmp_path / "log").read_text()
+    assert done.returncode != 0 and time.monotonic() - started < 60, said
+    if not noticed:
+        named = r"^rank \d: \(2,\): hzero: .*all_reduce of float32.* failed after 3\.\d s: waited for rank 2 "
+        assert re.search(named, said, re.MULTILINE), said
