@@ -242,10 +242,10 @@ HZ_DEVICE hz_u32 factor_at(hz_u32 block, hz_u32 size) {
   return block / together * (2 + together);
 }
 
-// A scale of one byte: its code times the factor, rounded to a bfloat16, ties away from zero. No NaN of a bfloat16
-// becomes another number by it.
+// A scale of one byte: its code times the factor, rounded to a bfloat16, ties away from zero.
 HZ_DEVICE float product_of(hz_u32 code, float factor) {
-  return float_of((bits_of(mul((float)(signed char)code, factor)) + 0x8000u) & 0xffff0000u);
+  const float product = mul((float)(signed char)code, factor);
+  return product == product ? float_of((bits_of(product) + 0x8000u) & 0xffff0000u) : product;
 }
 
 // Where a block's scale lies behind the start of a record's scales; of one byte, its factor's place and that of its
@@ -266,7 +266,7 @@ HZ_DEVICE float load_scale(const hz_u8* scales, const ScalePlace& at, hz_u32 byt
   return bytes == 1 ? product_of(scales[at.code], scale) : scale;
 }
 
-// A scale's code, behind the first of a span its factor, and behind the last one of a record the padding.
+// A scale's code; before the first of a span its factor, behind the last one of a record the padding.
 HZ_DEVICE void store_coded_scale(hz_u8* scales, hz_u32 block, hz_u32 blocks, hz_u32 size, hz_u32 code, float factor) {
   const hz_u32 start = factor_at(block, size), index = block % (HZ_FACTOR_SPAN / size);
   hz_u32 end = start + 2 + index;

@@ -165,12 +165,14 @@ HZ_DEVICE float float_of(hz_u32 bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+// What arithmetic makes: with the 32 lanes of NVIDIA, its one NaN.
+HZ_DEVICE float made(float x) { return HZ_WAVE == 32 && x != x ? float_of(0x7fffffff) : x; }
 // Compiled with -ffp-contract=off.
-HZ_DEVICE float mul(float a, float b) { return a * b; }
-HZ_DEVICE float add(float a, float b) { return a + b; }
-HZ_DEVICE float sub(float a, float b) { return a - b; }
-HZ_DEVICE float divide(float a, float b) { return a / b; }
-HZ_DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
+HZ_DEVICE float mul(float a, float b) { return made(a * b); }
+HZ_DEVICE float add(float a, float b) { return made(a + b); }
+HZ_DEVICE float sub(float a, float b) { return made(a - b); }
+HZ_DEVICE float divide(float a, float b) { return made(a / b); }
+HZ_DEVICE float fused(float a, float b, float c) { return made(std::fma(a, b, c)); }
 HZ_DEVICE float round_down(float x) { return std::floor(x); }
 HZ_DEVICE float clamp(float x, float low, float high) { return std::fmin(std::fmax(x, low), high); }
 HZ_DEVICE float from_half(hz_u16 bits) {

@@ -33,8 +33,8 @@ BASE_TIERS: tuple[Tier, ...] = ("gcd", "gpu", "node")
 NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("node") :]
 SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
 CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
-#: Block sizes whose scales may be codes themselves, with one factor for 512 elements.
-CODED_SCALES = (32, 64, 128, 256)
+#: Block sizes whose scales may be codes themselves: 2 to 16 blocks share a factor.
+CODED_SCALE_BLOCKS = (32, 64, 128, 256)
 #: Codecs that give back every bit of what they take.
 LOSSLESS: tuple[CodecName, ...] = ("none", "exp", "mpc")
 ROLES: tuple[Role, ...] = typing.get_args(Role)
@@ -143,10 +143,10 @@ class CodecConfig(Frozen):
 
     @model_validator(mode="after")
     def _codes_scales(self) -> CodecConfig:
-        if self.scale == "int8" and (self.codec not in ("int8", "int4") or self.block_size not in CODED_SCALES):
+        if self.scale == "int8" and (self.codec not in ("int8", "int4") or self.block_size not in CODED_SCALE_BLOCKS):
             found = f"found scale 'int8' with codec {self.codec} and block_size {self.block_size}"
             raise ValueError(
-                f"{found}; possible with int8 and int4 and a block_size of {', '.join(map(str, CODED_SCALES))}"
+                f"{found}; possible with int8 and int4 and a block_size of {', '.join(map(str, CODED_SCALE_BLOCKS))}"
             )
         return self
 

@@ -12,7 +12,8 @@ namespace hz {
 namespace HZ_ISA {
 
 constexpr uint32_t largest_block = 4096;
-constexpr uint32_t batch = 16;        // blocks whose scales are computed together; as many as share a factor, or more
+constexpr uint32_t batch = 16;  // blocks whose scales are computed together
+static_assert(batch * 32 >= HZ_FACTOR_SPAN, "blocks of 32 elements and more share a factor inside a batch");
 constexpr float magic = 12582912.0f;  // 1.5 * 2^23: what is added to it keeps no fraction, rounded to nearest even
 
 // No templates of the standard library: one copy of each would serve all instruction sets.
@@ -44,12 +45,16 @@ HZ_INLINE uint32_t together(uint32_t size) { return HZ_FACTOR_SPAN / size; }
 
 HZ_INLINE uint32_t factor_at(uint32_t block, uint32_t size) { return block / together(size) * (2 + together(size)); }
 
+// A scale of one byte: its code times the factor, rounded to a bfloat16, ties away from zero.
+HZ_INLINE float product_of(uint8_t code, float factor) {
+  const float product = (float)(int8_t)code * factor;
+  return product == product ? float_of((bits_of(product) + 0x8000) & 0xffff0000) : product;
+}
+
 HZ_INLINE float load_scale(const uint8_t* scales, uint32_t block, uint32_t bytes, uint32_t size) {
   if (bytes == 1) {
     const uint8_t* span = scales + factor_at(block, size);
-    const float factor = float_of((uint32_t)(span[0] | span[1] << 8) << 16);
-    // To a bfloat16, ties away from zero. No NaN of a bfloat16 becomes another number by it.
-    return float_of((bits_of((float)(int8_t)span[2 + block % together(size)] * factor) + 0x8000) & 0xffff0000);
+    return product_of(span[2 + block % together(size)], float_of((uint32_t)(span[0] | span[1] << 8) << 16));
   }
   return bytes == 2 ? float_of((uint32_t)((const uint16_t*)scales)[block] << 16) : ((const float*)scales)[block];
 }
@@ -109,10 +114,9 @@ HZ_INLINE uint32_t extreme_of(const Element* x, uint32_t all) {
 // Reciprocals of scales, for blocks whose quotients they give (see quotient_of) and none of which rounds to more than
 // the largest code; zero for the others.
 template <int BITS>
-HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale, Ints finite) {
+HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale) {
   const Floats reciprocal = 1.0f / scale, size = magnitude(scale);
-  const Ints easy = finite & (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) &
-                    ((Ints)scale << 16 == Ints{}) &
+  const Ints easy = (size > broadcast(0x1p-60f)) & (size < broadcast(0x1p100f)) & ((Ints)scale << 16 == Ints{}) &
                     (magnitude(extreme * reciprocal) < broadcast(BITS == 8 ? 127.49f : 8.49f));
   return has_fused ? (Words)reciprocal & (Words)easy : Words{};
 }
@@ -130,7 +134,7 @@ HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_byt
     const Words bits = (Words)scale & ~(Words)zero;  // -0 becomes +0
     store(scales + i, ((Words)finite & bits) | (~(Words)finite & 0x7fc00000));
     if (scale_bytes == 1) continue;
-    store(reciprocals + i, reciprocals_of<BITS>(extreme, (Floats)bits, finite));
+    store(reciprocals + i, reciprocals_of<BITS>(extreme, (Floats)bits));
   }
 }
 
@@ -139,31 +143,29 @@ HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_byt
 template <class Type, int BITS>
 HZ_INLINE void code_scales(const typename Type::type* extremes, uint32_t count, uint32_t block, uint32_t blocks,
                            uint32_t size, float limit, uint8_t* stored, float* scales, float* reciprocals) {
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint32_t first = i / together(size) * together(size);
+  for (uint32_t first = 0; first < count; first += together(size)) {
     const uint32_t until = (uint32_t)between(0, first + together(size), count);
-    uint8_t* span = stored + factor_at(block + i, size);
-    if (i == first) {
-      uint32_t largest = 0;  // magnitude bits; those of a NaN are larger than any number's
-      for (uint32_t k = first; k < until; ++k) {
-        const uint32_t bits = bits_of(scales[k]) & 0x7fffffff;
-        largest = largest > bits ? largest : bits;
-      }
-      const float nearest = largest < 0x7f800000 ? as_bf16(float_of(largest) / 127.0f) : float_of(0x7fc00000);
-      const uint32_t factor = bits_of(nearest > limit ? limit : nearest) >> 16;
-      span[0] = (uint8_t)factor, span[1] = (uint8_t)(factor >> 8);
+    uint8_t* span = stored + factor_at(block + first, size);
+    uint32_t largest = 0;  // magnitude bits; those of a NaN are larger than any number's
+    for (uint32_t i = first; i < until; ++i) {
+      const uint32_t bits = bits_of(scales[i]) & 0x7fffffff;
+      largest = largest > bits ? largest : bits;
     }
-    const float factor = float_of((uint32_t)(span[0] | span[1] << 8) << 16);
-    float quotient = factor > 0.0f ? scales[i] / factor : 0.0f;
-    quotient = quotient < -127.0f ? -127.0f : quotient > 127.0f ? 127.0f : quotient;
-    span[2 + i - first] = (uint8_t)bits_of(quotient + magic);
-    scales[i] = load_scale(stored, block + i, 1, size);
-    const uintptr_t end = span + 3 + i - first - stored;
-    if (block + i + 1 == blocks) std::memset(stored + end, 0, -end & 15);
+    const float nearest = largest < 0x7f800000 ? as_bf16(float_of(largest) / 127.0f) : float_of(0x7fc00000);
+    const float factor = nearest > limit ? limit : nearest;
+    span[0] = (uint8_t)(bits_of(factor) >> 16), span[1] = (uint8_t)(bits_of(factor) >> 24);
+    for (uint32_t i = first; i < until; ++i) {
+      const float quotient = factor > 0.0f ? scales[i] / factor : 0.0f;
+      const float code = quotient < -127.0f ? -127.0f : quotient > 127.0f ? 127.0f : quotient;
+      span[2 + i - first] = (uint8_t)bits_of(code + magic);
+      scales[i] = product_of(span[2 + i - first], factor);
+    }
+    const uintptr_t end = span + 2 + until - first - stored;
+    if (block + until == blocks) std::memset(stored + end, 0, -end & 15);
   }
   for (uint32_t i = 0; i < batch; i += lanes) {
     const Floats extreme = Type::widen(extremes + i), scale = load<Floats>(scales + i);
-    store(reciprocals + i, reciprocals_of<BITS>(extreme, scale, (Ints)(scale == scale)));
+    store(reciprocals + i, reciprocals_of<BITS>(extreme, scale));
   }
 }
 

@@ -129,8 +129,8 @@ class Codec:
         single = 2.0**-24
         scale = absmax / levels
         if self.format.scale_bytes == 1:
-            # A scale is off by half its step, or, clamped, by what all its codes together lack of the factor.
-            roundoff = 2 * roundoff + max(roundoff, (1 + roundoff) / (2 * SCALE_LEVELS)) + 2 * single
+            # The product is rounded, and the code is off by a half or, clamped, by what the factor lacks, which is less.
+            roundoff = (1 + roundoff) * (roundoff + 0.5 / SCALE_LEVELS) + 2 * single
             tiny = (SCALE_LEVELS + 2) * tiny
         clamped = any(scale > scale_limit(self.format, t) and absmax <= torch.finfo(t).max for t in _ROUNDOFF)
         # Largest distance of the stored scale from the exact one, and the resulting error of an element.

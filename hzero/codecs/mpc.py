@@ -101,7 +101,7 @@ def _aligned(sizes: torch.Tensor) -> torch.Tensor:
 # ---- messages without what their records leave unused ----------------------------------------------------------------
 
 
-def used(message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def lengths(message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The bytes that each record of a message uses, int64 ``[records]``.
 
     Args:

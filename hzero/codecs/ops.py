@@ -19,7 +19,7 @@ import torch
 
 from hzero.codecs import backends, outputs, reference
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
-from hzero.config import CODECS, CODED_SCALES, NOT_SUMMED, SUMMED
+from hzero.config import CODECS, CODED_SCALE_BLOCKS, NOT_SUMMED, SUMMED
 from hzero.sharding.records import BLOCK_CODECS, ROTATIONS, SCALE_BYTES, RecordFormat
 
 #: Names of the operators.
@@ -52,8 +52,8 @@ def _check_format(prefix: str, fmt: RecordFormat) -> RecordFormat:
             raise ValueError(f"{prefix}scale: found {fmt.scale!r}, possible: {', '.join(SCALE_BYTES)}")
         if not 16 <= fmt.block_size <= 4096 or fmt.block_size % 16:
             raise ValueError(f"{prefix}block_size: found {fmt.block_size}, expected a multiple of 16 from 16 to 4096")
-        if fmt.scale == "int8" and fmt.block_size not in CODED_SCALES:
-            possible = ", ".join(map(str, CODED_SCALES))
+        if fmt.scale == "int8" and fmt.block_size not in CODED_SCALE_BLOCKS:
+            possible = ", ".join(map(str, CODED_SCALE_BLOCKS))
             raise ValueError(f"{prefix}block_size: found {fmt.block_size} with scale 'int8', possible: {possible}")
         if fmt.rotation not in ROTATIONS or (fmt.rotation and fmt.block_size % fmt.rotation):
             raise ValueError(

@@ -29,8 +29,8 @@ def encode(
         dtype: Type of the elements, whose range limits the scales.
 
     Returns:
-        float32 ``[rows, blocks]``, as a decoder multiplies by them, NaN for a block that holds NaN or infinity, or with
-        scales of one byte whose factor's span does; and uint8 ``[rows, bytes]``, the stored scales of all records.
+        float32 ``[rows, blocks]``, as a decoder multiplies by them, NaN for a block that holds NaN or infinity, or, with
+        scales of one byte, whose span does; and uint8 ``[rows, bytes]``, the stored scales of all records.
     """
     if fmt.codec == "int8":
         extremes, level = torch.maximum(-blocks.amin(-1), blocks.amax(-1)), 127.0
@@ -68,8 +68,8 @@ def _coded(
     """Scales as codes of one byte with a bfloat16 factor for every `FACTOR_SPAN` elements of a record."""
     rows = exact.shape[0]
     scales, stored = [], []
-    infinite = exact.masked_fill(~finite, math.inf)
-    for part, chunk in zip(infinite.split([fmt.blocks(chunk) for chunk in layout.chunks], dim=1), layout.chunks):
+    marked = exact.masked_fill(~finite, math.inf)
+    for part, chunk in zip(marked.split([fmt.blocks(chunk) for chunk in layout.chunks], dim=1), layout.chunks):
         spans, together = _spans(chunk, fmt)
         if not spans:
             continue
@@ -88,8 +88,10 @@ def _coded(
 
 def _products(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Codes times factors, rounded to bfloat16 with ties away from zero, as float32 ``[rows, blocks]``."""
-    words = (codes * factors).view(torch.int32)
-    return words.add_(0x8000).bitwise_and_(-0x10000).view(torch.float32).view(codes.shape[0], -1)
+    products = codes * factors
+    rounded = (products.view(torch.int32) + 0x8000).bitwise_and_(-0x10000).view(torch.float32)
+    # CUDA's NaN has all bits but the sign: a carry would make it a zero.
+    return torch.where(products.isnan(), products, rounded).view(codes.shape[0], -1)
 
 
 def _spans(chunk: int, fmt: RecordFormat) -> tuple[int, int]:

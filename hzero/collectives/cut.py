@@ -131,7 +131,7 @@ def cut_of(
     what = f"{bucket.label} in codec mpc (lengths)"
     lengths = message.new_zeros(8 * parts * rows)
     if root in (None, place):
-        lengths.copy_(mpc.used(message, sizes * parts).view(torch.uint8))
+        lengths.copy_(mpc.lengths(message, sizes * parts).view(torch.uint8))
     how: dict[str, Any] = {"received": tiered.received, "compare": tiered.compare}
     lane = bucket.lane(hop.tier)
     if root is None:

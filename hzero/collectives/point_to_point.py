@@ -57,7 +57,7 @@ class PointToPoint:
             message = Codec.from_config(hop.codec).encode([self._tiered.used(tensor)], bucket.chunks, seed=seed)
             yield None
             if exchanges(hop.codec):
-                length = mpc.used(message, [message.numel()])
+                length = mpc.lengths(message, [message.numel()])
                 pending = self._start(lane, length.view(torch.uint8), bucket, hop, target, sends=True)
                 yield pending
                 self._tiered.received(pending, length)

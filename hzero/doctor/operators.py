@@ -57,6 +57,7 @@ def _wrong(kind: str, codec: CodecName) -> list[str]:
     tried: dict[str, Codec] = {codec: plain}
     if plain.format.scale_bytes:
         tried[f"{codec} rotated"] = Codec.from_config(CodecConfig(codec=codec, block_size=128, rotation=128))
+        tried[f"{codec} with coded scales"] = Codec.from_config(CodecConfig(codec=codec, block_size=64, scale="int8"))
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if codec == "exp" else torch.float32
     source = [torch.randn(4 * chunk, generator=generator).to(kind, dtype) for chunk in _CHUNKS]

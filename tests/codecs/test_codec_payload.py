@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs import Codec, reference
-from hzero.config import CODED_SCALES, NAMED, CodecConfig
+from hzero.config import CODED_SCALE_BLOCKS, NAMED, CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "payload_format.md"
@@ -262,7 +262,7 @@ def buckets(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[int], tuple[list[
 
 def config(codec: str, blocks: tuple[int, int], scale: str, rounding: str) -> CodecConfig:
     rotation = blocks[1] if codec in ("int8", "int4") else 0
-    coded = codec in ("int8", "int4") and blocks[0] in CODED_SCALES
+    coded = codec in ("int8", "int4") and blocks[0] in CODED_SCALE_BLOCKS
     scale = "bf16" if scale == "int8" and not coded else scale
     return CodecConfig(codec=codec, block_size=blocks[0], rotation=rotation, scale=scale, rounding=rounding)
 

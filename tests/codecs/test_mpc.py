@@ -175,7 +175,7 @@ def test_messages_are_cut_and_made_whole() -> None:
     source = torch.cat([numbers(kind, count, 5) for kind in KINDS])
     message = own.encode([source], [count])
     sizes = [own.message_bytes([count], 1, 4)] * len(KINDS)
-    lengths = mpc.used(message, sizes).tolist()
+    lengths = mpc.lengths(message, sizes).tolist()
     assert len(set(lengths)) > 3 and max(lengths) <= sizes[0]
     cut = mpc.cut(message, sizes, lengths)
     assert cut.numel() == sum(lengths) < message.numel()

@@ -12,7 +12,7 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.config import CODED_SCALES, SUMMED
+from hzero.config import CODED_SCALE_BLOCKS, SUMMED
 from hzero.sharding.records import ROTATIONS, RecordFormat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,7 +136,9 @@ def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[st
     if not same([t.cpu() for t in got], want):
         yield "decode_add: sums differ"
     size = case.fmt.block_size if case.fmt.scale_bytes else 64
-    outs = itertools.product(("int8", "int4"), ("bf16", "fp32", "int8") if size in CODED_SCALES else ("bf16", "fp32"))
+    outs = itertools.product(
+        ("int8", "int4"), ("bf16", "fp32", "int8") if size in CODED_SCALE_BLOCKS else ("bf16", "fp32")
+    )
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 20 else 6):
         out = RecordFormat.of(codec, size, scale, case.fmt.rotation * (scale != "fp32"))
         how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
@@ -165,7 +167,7 @@ def random_case(seed: int, *, largest: int = 3000) -> Case:
     draw = random.Random(seed)
     block_size = draw.choice([16, 32, 48, 64, 128, 192, 256, 384, 512, 1024, 1040, 2048, 4096])
     rotation = draw.choice([size for size in ROTATIONS if not size or block_size % size == 0])
-    scale = draw.choice(["bf16", "int8", "fp32"] if block_size in CODED_SCALES else ["bf16", "bf16", "fp32"])
+    scale = draw.choice(["bf16", "int8", "fp32"] if block_size in CODED_SCALE_BLOCKS else ["bf16", "bf16", "fp32"])
     fmt = RecordFormat.of(draw.choice(["int8", "int4"]), block_size, scale, rotation)
     outer, inner = draw.choice([1, 2, 3, 4, 5, 8]), draw.choice([1, 2, 3])
     if draw.random() < 0.5:

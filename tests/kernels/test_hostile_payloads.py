@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hzero.codecs import host, ops, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.kernels import KernelBackend
-from hzero.config import CODECS, CODED_SCALES
+from hzero.config import CODECS, CODED_SCALE_BLOCKS
 from hzero.sharding.records import ROTATIONS, RecordFormat
 from tests.kernels import sanitized
 from tests.kernels.cases import FLOATS, numbers, same
@@ -61,7 +61,7 @@ def _hostile(size: int, draw: random.Random) -> torch.Tensor:
 
 
 def _scale(draw: random.Random, block_size: int) -> str:
-    return draw.choice(("bf16", "fp32", "int8") if block_size in CODED_SCALES else ("bf16", "fp32"))
+    return draw.choice(("bf16", "fp32", "int8") if block_size in CODED_SCALE_BLOCKS else ("bf16", "fp32"))
 
 
 def _messages(draw: random.Random) -> tuple[Messages, RecordFormat, torch.dtype]:

@@ -104,7 +104,7 @@ def test_random_buckets_emulated(target: tuple[Any, torch.device], seed: int) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str) -> None:
     """Emulated, which takes long, a wave size has one half of the combinations of a kind and the other one the other half."""
-    hows = itertools.product(FLOATS, (("bf16", False), ("fp32", True)))
+    hows = itertools.product(FLOATS, (("bf16", False), ("fp32", True), ("int8", False)))
     wave = getattr(target[0].launcher, "wave", None)
     for seed, (dtype, (scale, stochastic)) in enumerate(hows):
         if wave is not None and (seed + KINDS.index(kind)) % 2 == (wave == 32):
