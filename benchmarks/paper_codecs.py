@@ -51,7 +51,7 @@ def row(config: CodecConfig, kind: str, source: torch.Tensor, repeats: int) -> s
     chunks, dtype = [source.numel()], source.dtype
     message = codec.encode([source], chunks)
     (decoded,) = codec.decode(message, chunks, dtype=dtype)
-    used = int(mpc.used(message, [message.numel()])) if config.codec == "mpc" else message.numel()
+    used = int(mpc.lengths(message, [message.numel()])) if config.codec == "mpc" else message.numel()
     lost = (decoded.double() - source.double()).square().sum()
     noise = "none" if not lost else f"{float(10 * (source.double().square().sum() / lost).log10()):.1f} dB"
     encode = seconds(lambda: codec.encode([source], chunks), repeats)

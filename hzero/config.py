@@ -154,6 +154,8 @@ class CodecConfig(Frozen):
     def _own_settings(self) -> CodecConfig:
         if self.codec == "zfp" and self.rate is None:
             raise ValueError("found codec zfp without rate, the bits of a value; possible: 4 to 24")
+        if self.codec in ("zfp", "mpc") and self.rounding != "nearest":
+            raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; possible with int8 and int4")
         for name, codec in (("rate", "zfp"), ("dimension", "mpc")):
             if self.codec != codec and (value := getattr(self, name)) is not None:
                 raise ValueError(f"found {name} {value} with codec {self.codec}; possible with {codec}")

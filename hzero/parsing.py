@@ -83,7 +83,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
-    roles: tuple[Role | Dimension, ...] = ("gradients", *DIMENSIONS)
+    roles: tuple[Role | Dimension, ...] = ("gradients", "tensor")  # all-to-alls of the others sum nothing
     summed = {f"{role}.{tier}": parsed.codecs[role][tier] for role in roles for tier in parsed.codecs[role].written}
     summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
     for key, codec in summed.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -26,6 +27,19 @@ from tests.covered import COVERAGE, covered
 HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
 #: What carries the hops of checks.
 TRANSPORT = os.environ.get("HZERO_CHECKS_TRANSPORT", "torch")
+
+
+def begin_anew() -> None:
+    """After waits that have failed on purpose: what ranks that are started again have. On all ranks."""
+    if TRANSPORT == "mpi":
+        from hzero.collectives.mpi_wires import MpiWires, shared_communicators
+
+        for work in [work for wires in shared_communicators._made.values() for work in wires.under_way]:
+            with contextlib.suppress(RuntimeError):  # what is left of them would fail later
+                work.wait()
+        MpiWires.broken = None
+        shared_communicators._made.clear()
+        dist.barrier()
 
 
 def _run_rank(rank: int, checks: Sequence[str]) -> None:

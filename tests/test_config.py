@@ -110,7 +110,7 @@ BAD: list[tuple[Any, str]] = [
     ({"codecs": {"tensors": "int8"}}, "hzero.codecs: unknown key 'tensors'; did you mean 'tensor'"),
     ({"codecs": {"tensor": "int9"}}, "hzero.codecs.tensor.gcd.codec: unknown value 'int9'"),
     ({"codecs": {"tensor": 8}}, "hzero.codecs.tensor: found 8"),
-    ({"codecs": {"sequence": {"gcd": "exp"}}}, "hzero.codecs.sequence.gcd: found 'exp', which holds bfloat16 numbers"),
+    ({"codecs": {"tensor": {"gcd": "exp"}}}, "hzero.codecs.tensor.gcd: found 'exp', which holds bfloat16 numbers"),
     ({"codecs": {"weights": {"gpu": 8}}}, "hzero.codecs.weights.gpu.codec: unknown value 8"),
     ({"codecs": {"weights": {"gpu": {"codec": "int8", "rounding": "up"}}}}, "hzero.codecs.weights.gpu.rounding"),
     ({"codecs": {"weights": {"gpu": {"codec": "int8", "scale": "fp16"}}}}, "hzero.codecs.weights.gpu.scale"),

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hzero.collectives.communicator import Communicator
+from hzero.collectives.communicator import FLOATS, Communicator
 
 #: One collective, blocking.
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -38,6 +38,8 @@ class _Pair(torch.autograd.Function):
 
 
 def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backward: _Operation) -> torch.Tensor:
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"tensor: found {tensor.dtype}, expected float32, bfloat16 or float16")
     if group.config.error_feedback:
         raise ValueError(
             f"error_feedback: found {', '.join(group.config.error_feedback)}, but activations are other ones in every "
@@ -84,6 +86,7 @@ def gather_from(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Te
     Raises:
         ValueError: The communicator has error feedback.
     """
+    _check_dimension("gather_from: dim", tensor, dim)
     return _pair(tensor, group, _along(group.all_gather, dim), _along(group.reduce_scatter, dim))
 
 
@@ -122,6 +125,7 @@ def exchange(tensor: torch.Tensor, group: Communicator, split: int, gather: int)
         ValueError: ``split`` cannot be divided, or the communicator has error feedback.
     """
     _check_divides("exchange: split", tensor, group, split)
+    _check_dimension("exchange: gather", tensor, gather)
     split, gather = split % tensor.dim(), gather % tensor.dim()
     return _pair(tensor, group, _exchanging(group, split, gather), _exchanging(group, gather, split))
 
@@ -141,8 +145,14 @@ def _along(operation: Callable[[torch.Tensor], torch.Tensor], dim: int) -> _Oper
 
 
 def _check_divides(argument: str, tensor: torch.Tensor, group: Communicator, dim: int) -> None:
+    _check_dimension(argument, tensor, dim)
     ranks = group.plan.grid.world_size
     if tensor.shape[dim] % ranks:
         raise ValueError(
             f"{argument}: found dimension {dim} of shape {list(tensor.shape)}, expected a multiple of the group's {ranks} ranks"
         )
+
+
+def _check_dimension(argument: str, tensor: torch.Tensor, dim: int) -> None:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{argument}: found {dim} for a tensor of shape {list(tensor.shape)}")

@@ -79,6 +79,8 @@ class Communicator:
         plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
         role: What it carries; None if nobody has said.
         streams: Streams of the lanes on a GPU; None on processors.
+        role: As above.
+        adopted: Whether an engine counts its hops in a wire log of its own.
 
     Raises:
         ConfigError: A wrong key, or ranks that do not fill the tiers evenly.
@@ -99,6 +101,8 @@ class Communicator:
         self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
         if comm is not None and group is not None:
             raise ConfigError("communicator: found a group and comm, expected one of them")
+        if comm is not None and "transport" in settings.model_fields_set and settings.transport != "mpi":
+            raise ConfigError(f"communicator: found comm with transport {settings.transport!r}, expected 'mpi' or none")
         if comm is not None:
             self.config = settings = settings.model_copy(update={"transport": "mpi"})
         group = group or dist.group.WORLD
@@ -131,7 +135,7 @@ class Communicator:
         self._device = "cuda" if "nccl" in backend else "cpu"
         pipeline = _pipeline(self._device, settings.transport)
         pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
-        self.role = role
+        self.role, self.adopted = role, False
         name = role or "collectives"
         name = name if whole else f"{name} {zlib.crc32(repr(ranks).encode()):08x}"
         self._sums, self._copies = f"{name} sums", f"{name} copies"
@@ -164,7 +168,7 @@ class Communicator:
 
     @wire_log.setter
     def wire_log(self, wire_log: WireLog) -> None:
-        self._tiered.wire_log = wire_log
+        self._tiered.wire_log, self.adopted = wire_log, True
 
     # ---- sums ------------------------------------------------------------------------------------------------
 

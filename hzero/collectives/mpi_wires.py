@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,14 @@ from hzero.topology.mpi import abort_at_exit, gpu_aware, import_mpi
 from hzero.validation import ConfigError
 
 T = TypeVar("T")
+#: Starts one message, and the bytes that have to arrive; None where it is sent.
+_Post: TypeAlias = tuple[Callable[[], Any], int | None]
 #: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
-#: under way and a stage at most 12 lanes, so a rank stays below 400 messages: Cray MPICH faults with about 1,000 of a GPU's.
-MESSAGES, MESSAGE_BYTES = 32, 16 << 20
+#: under way, and a rank at most 12 lanes of a stage and 6 of each parallel dimension, so it stays below 500 messages: Cray
+#: MPICH faults with about 1,000 of a GPU's.
+MESSAGES, MESSAGE_BYTES = 16, 16 << 20
+#: Longest time between two looks that counts as waiting, in seconds: a process that was stopped has not looked for its peers.
+_UNSEEN_S = 1.0
 #: The tag of all messages, and the tags for making communicators: MPI guarantees 32,767.
 _TAG, _TAGS = 0x485A, 32749
 
@@ -43,10 +48,11 @@ class MpiWork:
         kept: Buffers, which live until all messages have ended.
     """
 
-    def __init__(self, wires: MpiWires, posts: Iterable[Callable[[], Any]], kept: Sequence[torch.Tensor]) -> None:
+    def __init__(self, wires: MpiWires, posts: Iterable[_Post], kept: Sequence[torch.Tensor]) -> None:
         self._wires, self._posts, self._kept = wires, iter(posts), kept
         self._requests: list[Any] = []
-        self._started = time.monotonic()
+        self._expected: list[int | None] = []
+        self._started = self._looked = time.monotonic()
         self._error: RuntimeError | None = wires.broken
         if self._error is None:
             for device in {tensor.device for tensor in kept if tensor.is_cuda}:
@@ -56,9 +62,13 @@ class MpiWork:
 
     def is_completed(self) -> bool:
         """Moves messages on; whether `wait` would return, or raise, at once."""
+        now = time.monotonic()
+        if now - self._looked > _UNSEEN_S:
+            self._started += now - self._looked
+        self._looked = now
         while self._requests and self._error is None:
             if not self._call(self._look):
-                if time.monotonic() - self._started > self._wires.timeout_s:
+                if now - self._started > self._wires.timeout_s:
                     self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
                 return self._error is not None
         if self._error is None:
@@ -82,16 +92,40 @@ class MpiWork:
         raise RuntimeError("MPI does not announce the end of messages")
 
     def _post(self) -> bool:
-        self._requests += [post() for post in itertools.islice(self._posts, MESSAGES - len(self._requests))]
+        for start, expected in itertools.islice(self._posts, MESSAGES - len(self._requests)):
+            self._requests.append(start())
+            self._expected.append(expected)
         return True
 
     def _look(self) -> bool:
         """Whether messages have ended since the last look; starts the next ones."""
-        ended = bool(self._wires.mpi.Request.Testsome(self._requests))
-        if ended:
-            self._requests = [request for request in self._requests if request]
-            self._post()
-        return ended
+        mpi = self._wires.mpi
+        statuses = [mpi.Status() for _ in self._requests]
+        try:
+            ended = mpi.Request.Testsome(self._requests, statuses)
+        except mpi.Exception:  # says no more than that a status has the error
+            codes = [status.Get_error() for status in statuses]
+            why = next(
+                (mpi.Get_error_string(code) for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)), None
+            )
+            if why is None:
+                raise
+            self._fail(RuntimeError(f"MPI: {why}"))
+            return True
+        if not ended:
+            return False
+        for index, status in zip(ended, statuses):
+            expected = self._expected[index]
+            if expected is not None and (found := status.Get_count(mpi.BYTE)) != expected:
+                self._fail(
+                    RuntimeError(f"MPI: a message of {found:,} bytes has come, expected {expected:,}: ranks disagree")
+                )
+                return True
+        left = [index for index, request in enumerate(self._requests) if request]
+        self._requests = [self._requests[index] for index in left]
+        self._expected = [self._expected[index] for index in left]
+        self._post()
+        return True
 
     def _call(self, act: Callable[[], bool]) -> bool:
         try:
@@ -101,8 +135,8 @@ class MpiWork:
             return True
 
     def _fail(self, error: RuntimeError) -> None:
-        """Gives up: peers may not have, so nothing fits together on this communicator any more."""
-        self._wires.broken = self._error = error
+        """Gives up: peers may not have, so nothing fits together any more, on any communicator of this process."""
+        MpiWires.broken = self._error = error
         abort_at_exit()
 
 
@@ -119,15 +153,15 @@ class MpiWires:
         timeout_s: Longest wait for one collective or message.
 
     Attributes:
-        broken: Why nothing can be sent any more; None while all is well.
+        broken: Why no communicator of this process can send any more; None while all is well.
         under_way: Work that has not ended, whose buffers MPI may still use.
     """
 
     own_sums = False
+    broken: RuntimeError | None = None
 
     def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:
         self.mpi, self.comm, self.timeout_s = mpi, comm, timeout_s
-        self.broken: RuntimeError | None = None
         self.under_way: set[MpiWork] = set()
         self._own, self._size = comm.Get_rank(), comm.Get_size()
 
@@ -135,7 +169,7 @@ class MpiWires:
         """As `Wires.all_gather`."""
         if message.nbytes <= MESSAGE_BYTES and 2 * (self._size - 1) > MESSAGES:
             post = partial(self.comm.Iallgather, self._buffer(message), self._buffer(output))
-            return MpiWork(self, [post], (output, message))
+            return MpiWork(self, [(post, None)], (output, message))
         return self._swap(output, lambda _: message, (output, message))
 
     def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
@@ -155,7 +189,7 @@ class MpiWires:
 
     def broadcast(self, message: torch.Tensor, root: int) -> MpiWork:
         """As `Wires.broadcast`."""
-        posts = [partial(self.comm.Ibcast, self._buffer(piece), root) for piece in _pieces(message)]
+        posts = [(partial(self.comm.Ibcast, self._buffer(piece), root), None) for piece in _pieces(message)]
         return MpiWork(self, posts, (message,))
 
     def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> MpiWork:
@@ -166,15 +200,14 @@ class MpiWires:
         """As `Wires.message`."""
         return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
 
-    def _pair(
-        self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int
-    ) -> Iterator[Callable[[], Any]]:
+    def _pair(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> Iterator[_Post]:
         both = zip(self._one_way(received, source, sends=False), self._one_way(sent, target, sends=True))
         return itertools.chain.from_iterable(both)
 
-    def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[Callable[[], Any]]:
+    def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[_Post]:
         start = self.comm.Isend if sends else self.comm.Irecv
-        return (partial(start, self._buffer(piece), peer, _TAG) for piece in _pieces(message))
+        for piece in _pieces(message):
+            yield partial(start, self._buffer(piece), peer, _TAG), None if sends else piece.nbytes
 
     def _buffer(self, tensor: torch.Tensor) -> list[Any]:
         """Address and size, which are all that MPI takes of what DLPack says, of a host's memory as of a GPU's."""
@@ -204,6 +237,11 @@ class Communicators:
             ConfigError: MPI cannot be used.
             MissingPeerError: Not all ranks have come within the timeout.
         """
+        if MpiWires.broken is not None:
+            raise ConfigError(
+                f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
+                "send what others no longer expect; start the ranks again"
+            )
         key = (lane, tuple(ranks), timeout)
         if key not in self._made:
             world = world_of_mpi()

@@ -88,7 +88,7 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
 
 def _by_tier(written: Any, block_size: Any) -> Any:
     """A block for each tier; what is neither a name nor a mapping stays, to be refused."""
-    if isinstance(written, str):
+    if isinstance(written, str) or (isinstance(written, Mapping) and "codec" in written):  # one for all
         written = dict.fromkeys(BASE_TIERS, written)
     if not isinstance(written, Mapping):
         return written

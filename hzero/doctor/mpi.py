@@ -16,7 +16,7 @@ from hzero.topology.mpi import gpu_aware, import_mpi
 from hzero.validation import ConfigError
 
 #: What a launcher of MPI gives its ranks. Without it MPI_Init may end the process, as on Cray's login nodes.
-_STARTED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_STARTED = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")
 #: Elements that the collective sums: no multiple of a block.
 _NUMEL = 10_001
 

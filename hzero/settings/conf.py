@@ -125,6 +125,6 @@ def _unknown_key(key: str, known: Sequence[str], shown_by: str) -> str:
     same_end = (name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
     near = next(same_end, None) or nearest(key, known)
     if key in known:
-        return f"{key}: not set yet, so Hydra needs +{key}=VALUE"
+        return f"{key}: not set yet, or with other keys than these, so Hydra needs +{key}=VALUE"
     hint = f"; did you mean {near!r}?" if near else "."
     return f"{key}: unknown key{hint} `{shown_by}` shows all of them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import HZeroConfig, TopologyConfig
+from hzero.config import TIERS, HZeroConfig, TopologyConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
@@ -150,6 +150,13 @@ class Settings:
             if self.layout.tensor == 1:
                 raise ConfigError(
                     "zero.codecs.tensor: given without model.tensor_parallel, and so no activations are sent"
+                )
+            grid = self.layout.tensor_grid
+            if all(grid.size(tier) == 1 or parsed.codecs.tensor[tier].codec == "none" for tier in TIERS):
+                crossed = ", ".join(tier for tier in TIERS if grid.size(tier) > 1)
+                raise ConfigError(
+                    f"zero.codecs.tensor: none on the tiers that tensor groups of {self.layout.tensor} ranks cross ({crossed}), "
+                    "and so without effect"
                 )
 
     @property

@@ -79,7 +79,7 @@ def group_of(mpu: Any) -> Any:
 
 
 def check_mpu(mpu: Any, topology: str | TopologyConfig) -> None:
-    """Refuses groups of model parallelism that the stage does not work beside.
+    """Refuses groups of model parallelism that the stage does not work beside, on all ranks if it does on one. Collective.
 
     Raises:
         ConfigError: Pipeline parallelism; a tensor group that is not inside a node, or does not fill its tiers evenly; data
@@ -88,12 +88,26 @@ def check_mpu(mpu: Any, topology: str | TopologyConfig) -> None:
     group = group_of(mpu)
     if group is None or not hasattr(mpu, "get_model_parallel_group"):
         return
+    world = resolve_grid(topology, dist.get_world_size())
+    try:
+        _check_groups(mpu, group, world)
+        found = None
+    except ConfigError as error:
+        found = str(error)
+    every: list[str | None] = [None] * world.world_size
+    dist.all_gather_object(every, found)
+    if (first := next(filter(None, every), None)) is not None:
+        raise ConfigError(first)
+
+
+def _check_groups(mpu: Any, group: Any, world: Grid) -> None:
+    """`check_mpu` on this rank."""
     stages = bwc_pipeline_parallel_world_size(mpu)
     if stages > 1:
         raise ConfigError(
             f"mpu: found {stages} pipeline stages, which {KEY} does not support; possible: tensor parallelism"
         )
-    world, ranks = resolve_grid(topology, dist.get_world_size()), ranks_of(mpu.get_model_parallel_group())
+    ranks = ranks_of(mpu.get_model_parallel_group())
     data = ranks_of(group)
     if len(ranks) * len(data) != world.world_size or set(ranks) & set(data) != {dist.get_rank()}:
         raise ConfigError(

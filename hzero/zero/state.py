@@ -97,8 +97,10 @@ class StageState:
     def _adopt(self) -> None:
         """Counts the hops of parallel dimensions here; warns of codecs of one that nobody sends."""
         used = in_use()
-        for communicator in used:
-            communicator.wire_log = self.wire_log
+        held = {id(value) for module in self._module.modules() for value in vars(module).values()}
+        for communicator in used:  # not those of another engine's model
+            if id(communicator) in held or not communicator.adopted:
+                communicator.wire_log = self.wire_log
         for dimension in self.config.codecs.dimensions:
             if all(communicator.role != dimension for communicator in used) and speaks():
                 logger.warning(

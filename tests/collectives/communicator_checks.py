@@ -123,7 +123,9 @@ def check_lengths_that_codec_mpc_does_not_write_end_a_hop() -> None:
     rank = dist.get_rank()
     group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
     for wrong in (0, 40, 1 << 40):
-        lengths = mock.patch.object(mpc, "used", lambda message, sizes, wrong=wrong: torch.tensor([wrong] * len(sizes)))
+        lengths = mock.patch.object(
+            mpc, "lengths", lambda message, sizes, wrong=wrong: torch.tensor([wrong] * len(sizes))
+        )
         with (
             lengths,
             pytest.raises(HopError, match=f"codec mpc: found a record of {wrong} bytes, expected a multiple of 16"),

@@ -18,7 +18,7 @@ import hzero
 from hzero.collectives import Communicator, DdpState, HopError, communicator, ddp_hook
 from hzero.topology.grid import Grid
 from tests.collectives.tiered_checks import GRIDS, WORLD, _same_everywhere
-from tests.rank_main import TRANSPORT
+from tests.rank_main import TRANSPORT, begin_anew
 from tests.ranks import ROOT
 
 #: In MB: several buckets, the last of them short.
@@ -165,10 +165,11 @@ def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
     loss = model(torch.ones(1, 17)).sum()
     if dist.get_rank() == 1:
         store.wait(others)
-        return
-    with pytest.raises(RuntimeError, match=r"all_reduce of float32 .*waited for rank 1 .*ddp_checks.py"):
-        loss.backward()
-    store.set(f"away {dist.get_rank()}", "")
+    else:
+        with pytest.raises(RuntimeError, match=r"all_reduce of float32 .*waited for rank 1 .*ddp_checks.py"):
+            loss.backward()
+        store.set(f"away {dist.get_rank()}", "")
+    begin_anew()
 
 
 def check_a_message_that_is_not_sent_is_an_error_in_time() -> None:
@@ -180,3 +181,4 @@ def check_a_message_that_is_not_sent_is_an_error_in_time() -> None:
     if dist.get_rank() == 2:
         with pytest.raises(HopError, match=r"recv of float32 .* from rank 5 on tier 'node' .* failed after"):
             group.recv(torch.ones(3), 5)
+    begin_anew()

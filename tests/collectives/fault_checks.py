@@ -18,6 +18,7 @@ from hzero.config import ALGORITHMS, ROLES
 from hzero.topology.grid import Grid
 from tests.collectives.faulty_transport import CORRUPTIONS, Fault, FaultyTransport
 from tests.collectives.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
+from tests.rank_main import begin_anew
 
 
 def _faulty(
@@ -170,3 +171,4 @@ def check_everyone_ends_in_time_when_one_rank_stops() -> None:
     for role, tier, victim in (("weights", "gpu", 3), ("gradients", "gcd", 4)):  # those that wait for it
         for peer in set(plan.grid.tier_group(victim, tier)) - {victim}:
             assert f"tier {tier!r}" in everyones[peer][role] and "failed after" in everyones[peer][role], everyones
+    begin_anew()

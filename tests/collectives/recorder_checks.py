@@ -24,7 +24,7 @@ from hzero.parsing import parse_config
 from hzero.reasons import PeerError
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
-from tests.rank_main import TRANSPORT
+from tests.rank_main import TRANSPORT, begin_anew
 
 #: Faster than life: a rank is silent after 1.2 s, and the store has 1 s to answer.
 recorder.PERIOD_S, recorder._ANSWER_S = 0.3, 1.0
@@ -33,6 +33,7 @@ TIMEOUT_S = 2.0
 
 def _hops(role: Role) -> Callable[[Tier], object]:
     """Starts and waits for an all-gather on a tier; all pairs are connected. Node groups are [0, 2] and [1, 3]."""
+    begin_anew()
     plan = ShardPlan.from_config(
         parse_config({"preset": "lossless", "transport": TRANSPORT}), Grid(2, 1, 2), dist.get_rank()
     )

@@ -91,3 +91,42 @@ def test_a_killed_rank_ends_the_job_in_the_timeout(noticed: bool, tmp_path: Path
     if not noticed:
         named = r"^rank \d: \(2,\): hzero: .*all_reduce of float32.* failed after 3\.\d s: waited for rank 2 "
         assert re.search(named, said, re.MULTILINE), said
+
+
+UNEQUAL = """
+import os
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hzero.collectives import Communicator, HopError
+from hzero.topology.bootstrap import bootstrap
+from hzero.validation import ConfigError
+os.environ.update(bootstrap(visible=0).environment())
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+settings = {"transport": "mpi", "topology": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}}
+group = Communicator(settings, timeout=timedelta(seconds=20))
+if dist.get_rank() == 0:
+    group.send(torch.ones(1000), 1)
+else:
+    try:
+        group.recv(torch.empty(5000), 0)
+    except HopError as error:
+        print(f"first: {error}", flush=True)
+    try:
+        Communicator(settings, timeout=timedelta(seconds=20))
+    except ConfigError as error:
+        print(f"then: {error}", flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure(tmp_path: Path) -> None:
+    """A communicator that one rank has given up may hold what another has sent, which would come in the next message's place."""
+    command = [mpiexec(), "-n", "2", sys.executable, "-c", UNEQUAL]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert re.search(
+        r"^first: hzero: .*MPI: a message of 4,000 bytes has come, expected 20,000: ranks", done.stdout, re.MULTILINE
+    ), done
+    assert re.search(
+        r"^then: transport: found 'mpi', and an earlier wait of this process has failed", done.stdout, re.MULTILINE
+    ), done

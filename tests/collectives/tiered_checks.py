@@ -31,7 +31,7 @@ from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid
-from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT
+from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew
 
 NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -438,3 +438,4 @@ def check_a_peer_that_does_not_come_is_named() -> None:
             transport.all_to_all(("gradients", "gcd"), everyone, "gradients").wait()
         for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
             assert part in str(error.value), error.value
+    begin_anew()

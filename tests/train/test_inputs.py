@@ -24,7 +24,7 @@ OVERRIDES = {
     "model.hiden=3": "did you mean 'model.hidden_size'",
     "micro_batch=3": "did you mean 'train.micro_batch'",
     "=3": "=3: expected KEY=VALUE",
-    "topology.source=auto": "topology.source: not set yet, so Hydra needs +topology.source=VALUE",
+    "topology.source=auto": "topology.source: not set yet, or with other keys than these, so Hydra needs +topology.source=VALUE",
     "model=gpt_neox_20b": "states of",
     "data.path=": "data.path: found ''",
     "data=text": "data.path",
