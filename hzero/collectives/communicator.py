@@ -33,10 +33,8 @@ from hzero.validation import ConfigError, one_of
 
 
 def _pipeline(device: str, transport: TransportName) -> Pipeline:
-    if device == "cpu":
-        return shared_pipeline(None)
-    if transport == "torch":
-        return shared_pipeline(DeviceStreams(torch.cuda))
+    if device == "cpu" or transport == "torch":
+        return shared_pipeline(None if device == "cpu" else DeviceStreams(torch.cuda))
     return shared_pipeline(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))
 
 
@@ -79,7 +77,6 @@ class Communicator:
         plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
         role: What it carries; None if nobody has said.
         streams: Streams of the lanes on a GPU; None on processors.
-        role: As above.
         adopted: Whether an engine counts its hops in a wire log of its own.
 
     Raises:

@@ -23,7 +23,7 @@ RATE = 9
 
 def make(codec: str, **settings: Any) -> Codec:
     if codec == "zfp":
-        settings.setdefault("rate", RATE)
+        settings = {"rate": RATE, **settings, "rounding": "nearest"}
     return Codec.from_config(CodecConfig(codec=codec, **{"block_size": 16, **settings}))
 
 

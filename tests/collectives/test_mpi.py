@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,17 +15,21 @@ from tests.collectives.test_tiered import CHECKS
 from tests.ranks import Outcome, collect, conclude, launch, mpiexec, selected
 from tests.topology.test_exchange import environment
 
-STAGE = ("tests.zero.mpi_checks", "tests.zero.equality_checks")
+#: All checks on 8, 16 and 6 ranks: some minutes, in which ranks that look for messages take the cores from other tests.
+FULL = os.environ.get("HZERO_MPI") == "full"
+COMMON = CHECKS if FULL else ("tests.collectives.tiered_checks", "tests.collectives.communicator_checks")
+STAGE = ("tests.zero.mpi_checks", *(["tests.zero.equality_checks"] if FULL else []))
+WORLDS = [8, 16, 6] if FULL else [8]
 OWN = ("tests.collectives.mpi_checks",)
 #: Frozen ranks, which mpiexec waits for.
 FROZEN = ("tests.collectives.recorder_checks",)
 
 
-@pytest.fixture(scope="module", params=[8, 16, 6], ids=["8 ranks", "16 ranks", "6 ranks"])
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda ranks: f"{ranks} ranks")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     """Outcomes of the selected checks on one world."""
     mpiexec()
-    modules = (*CHECKS, *STAGE, *OWN) if request.param == 8 else OWN
+    modules = (*COMMON, *STAGE, *OWN) if request.param == 8 else OWN
     return launch(modules, request.param, selected(request), HZERO_CHECKS_TRANSPORT="mpi")
 
 
@@ -34,7 +39,7 @@ def frozen(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return launch(FROZEN, 4, selected(request), timeout=120, HZERO_CHECKS_TRANSPORT="mpi")
 
 
-@pytest.mark.parametrize("check", collect(*CHECKS, *STAGE))
+@pytest.mark.parametrize("check", collect(*COMMON, *STAGE))
 @pytest.mark.parametrize("outcomes", [8], ids=["8 ranks"], indirect=True, scope="module")
 def test_on_ranks(outcomes: dict[str, Outcome], check: str) -> None:
     conclude(outcomes[check])
