@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -107,8 +108,12 @@ def _reading(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _scales(device: torch.device) -> torch.Tensor:
-    """float32 ``[256]``: the unit of a block by the exponent in its head; that of small ones is subnormal or zero."""
-    return torch.tensor([2.0 ** (e - 157) for e in range(256)], dtype=torch.float64).to(torch.float32).to(device)
+    """float32 ``[256]``: the unit of a block by the exponent in its head; that of small ones is subnormal or zero.
+
+    Made of words: DeepSpeed's ``zero.Init`` gives new tensors of numbers its own type.
+    """
+    words = [struct.unpack("i", struct.pack("f", 2.0 ** (e - 157)))[0] for e in range(256)]
+    return torch.tensor(words, dtype=torch.int32).view(torch.float32).to(device)
 
 
 def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:

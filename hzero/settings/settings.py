@@ -9,9 +9,9 @@ from hzero.config import TIERS, HZeroConfig, TopologyConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
-from hzero.sharding.layout import Layout
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
+from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import Grid, foreseen_grid, resolve_grid
 from hzero.topology.local import machine_of
 from hzero.validation import ConfigError, validated
@@ -101,7 +101,7 @@ class Settings:
         else:
             where = "topology.source" if isinstance(declared, str) else "topology"
             self.grid = resolve_grid(declared, self.world_size, where=where)
-        self.layout = Layout(self.grid, self["model"].get("tensor_parallel", 1))
+        self.layout = TensorGroups(self.grid, self["model"].get("tensor_parallel", 1))
         self.block = self._block(declared)
         parsed = parse_config(self.block, "zero") if self.block else None
         if parsed is not None:

@@ -18,7 +18,7 @@ from hzero.collectives import Communicator
 from hzero.collectives.activations import copy_to, reduce_from
 from hzero.collectives.process_groups import shared_groups
 from hzero.collectives.recorder import world_timeout
-from hzero.sharding.layout import Layout
+from hzero.sharding.tensor_groups import TensorGroups
 
 
 class Groups:
@@ -28,7 +28,7 @@ class Groups:
         layout: The layout.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TensorGroups) -> None:
         self._rank, self._layout = dist.get_rank(), layout
         timeout = world_timeout()
         self._tensor = shared_groups.get(("mpu tensor", "gcd"), layout.tensor_group(self._rank), timeout)

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 import hzero
 from hzero.collectives import Communicator, for_dimension, shared_recorder
 from hzero.config import TopologyConfig
-from hzero.sharding.layout import Layout
+from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import resolve_grid
 from hzero.train.tensor_parallel import ColumnParallel, Groups, RowParallel
 from hzero.validation import ConfigError
@@ -61,7 +61,7 @@ class SplitNet(torch.nn.Module):
 @contextlib.contextmanager
 def tensor_groups(tensor: int, **topology: Any) -> Iterator[Groups]:
     """Groups on the 2 x 2 x 2 grid; afterwards DeepSpeed, which keeps an mpu for all later engines, forgets them."""
-    layout = Layout(resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size()), tensor)
+    layout = TensorGroups(resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size()), tensor)
     try:
         yield Groups(layout)
     finally:

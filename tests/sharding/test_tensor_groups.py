@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import TIERS
-from hzero.sharding import layout as layout_module
-from hzero.sharding.layout import Layout, sizes
+from hzero.sharding import tensor_groups as tensor_groups_module
+from hzero.sharding.tensor_groups import TensorGroups, sizes
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
 from tests.sharding.test_plan import IRREGULAR, REGULAR
 
 LAYOUTS = (REGULAR | IRREGULAR).flatmap(
-    lambda grid: st.sampled_from(sizes(grid)).map(lambda tensor: Layout(grid, tensor))
+    lambda grid: st.sampled_from(sizes(grid)).map(lambda tensor: TensorGroups(grid, tensor))
 )
 
 
 @given(LAYOUTS)
-def test_groups_cover_the_world_and_meet_once(layout: Layout) -> None:
+def test_groups_cover_the_world_and_meet_once(layout: TensorGroups) -> None:
     world = range(layout.grid.world_size)
     assert layout.tensor * layout.data == len(world)
     for rank in world:
@@ -36,7 +36,7 @@ def test_groups_cover_the_world_and_meet_once(layout: Layout) -> None:
 
 
 @given(LAYOUTS)
-def test_tensor_groups_are_innermost_and_their_ranks_keep_their_places(layout: Layout) -> None:
+def test_tensor_groups_are_innermost_and_their_ranks_keep_their_places(layout: TensorGroups) -> None:
     inside, outside = layout.tensor_grid, layout.data_grid
     assert inside.nodes == 1
     for tier in TIERS:
@@ -76,15 +76,15 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     assert sizes(Grid(48, 4, 2)) == [1, 2, 4, 8] and sizes(Grid(1, 3, 4)) == [1, 2, 4, 12]
     for tensor in (0, 3, 16):
         with pytest.raises(ConfigError, match=rf"model.tensor_parallel: found {tensor}, .*possible: 1, 2, 4, 8$"):
-            Layout(Grid(48, 4, 2), tensor)
+            TensorGroups(Grid(48, 4, 2), tensor)
 
 
 def test_the_largest_machine_takes_a_moment() -> None:
     started = time.process_time()
-    layout = Layout(Grid(9408, 4, 2), 8)
+    layout = TensorGroups(Grid(9408, 4, 2), 8)
     assert layout.data_grid == Grid(9408, 1, 1) and layout.data_rank(75_263) == 9407
     assert time.process_time() - started < 5
 
 
 def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(layout_module).failed == 0
+    assert doctest.testmod(tensor_groups_module).failed == 0

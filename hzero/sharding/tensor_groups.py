@@ -1,4 +1,4 @@
-"""Layout: tensor groups inside a machine and data-parallel groups across it, by arithmetic on the grid."""
+"""Tensor groups inside a machine and data-parallel groups across it, by arithmetic on the grid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hzero.validation import ConfigError
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorGroups:
     """Where the ranks of a job with tensor parallelism stand.
 
     Tensor groups are innermost, as they send the most: the devices of a package first, then packages of a node. Ranks at the
@@ -22,8 +22,8 @@ class Layout:
     Two nodes of two packages of two devices:
 
         >>> from hzero.topology import Grid
-        >>> layout = Layout(Grid(2, 2, 2), tensor=2)
-        >>> layout.tensor_group(5), layout.data_group(5), str(layout.data_grid)
+        >>> groups = TensorGroups(Grid(2, 2, 2), tensor=2)
+        >>> groups.tensor_group(5), groups.data_group(5), str(groups.data_grid)
         ([4, 5], [1, 3, 5, 7], '2 nodes x 2 GPUs x 1 GCD')
 
     Attributes:
