@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AwareDatetime, Field, FiniteFloat
 
 from benchmarks.cluster.shape import Cluster
-from hzero.config import Tier
+from hzero.config import CodecName, Dimension, Role, Tier
 from hzero.settings.groups import Betas, Count, Positive
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -254,8 +254,70 @@ class TrainingRow(_Row):
     evaluations: list[Evaluation]
 
 
-Row: TypeAlias = "StepsRow | TrainingRow"
-_KINDS: dict[str, type[StepsRow] | type[TrainingRow]] = {"steps": StepsRow, "convergence": TrainingRow}
+class Sent(Frozen):
+    """Bytes that all ranks receive in one optimizer step in one role, on one tier.
+
+    Attributes:
+        role: Weights, gradients or a parallel dimension.
+        tier: The tier.
+        codec: Of the messages.
+        wire_bytes: As sent.
+        raw_bytes: The same without codec.
+    """
+
+    role: Role | Dimension
+    tier: Tier
+    codec: CodecName
+    wire_bytes: Amount
+    raw_bytes: Amount
+
+
+class LayoutRow(_Row):
+    """One run of `hzero train` with tensor groups or pipeline stages (`benchmarks.hybrid`).
+
+    Attributes:
+        config: The trainer's.
+        layout: How ranks are divided, by name.
+        scheme: Which codecs, by name.
+        seed: Of weights and batches.
+        rates: Of the emulated cluster's links, Mbit/s by tier (`benchmarks.cluster`); None: it ran without, and its times say
+            nothing of wires.
+        tokens_per_step: Of all ranks and micro-steps.
+        step_s: Seconds of every optimizer step.
+        losses: Training loss of every optimizer step, the mean over the batch.
+        evaluation: Loss of the evaluation after the last step, with exact weights where the stage has both.
+        sent: By role and tier; evaluations are left out.
+    """
+
+    kind: Literal["layout"] = "layout"
+    config: dict[str, Any]
+    layout: str
+    scheme: str
+    seed: int
+    rates: str | None
+    tokens_per_step: Positive
+    step_s: list[Seconds] = Field(min_length=1)
+    losses: list[Loss] = Field(min_length=1)
+    evaluation: Loss
+    sent: list[Sent]
+
+    @property
+    def median_s(self) -> float:
+        """Median step time in seconds."""
+        return statistics.median(self.timed_s)
+
+    @property
+    def timed_s(self) -> list[float]:
+        """Seconds of the steps that count: where there are others, all but the first two, which are slower."""
+        return self.step_s[2:] or self.step_s
+
+
+Row: TypeAlias = "StepsRow | TrainingRow | LayoutRow"
+_KINDS: dict[str, type[StepsRow] | type[TrainingRow] | type[LayoutRow]] = {
+    "steps": StepsRow,
+    "convergence": TrainingRow,
+    "layout": LayoutRow,
+}
 
 
 def line_of(row: Row) -> str:

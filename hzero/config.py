@@ -19,8 +19,9 @@ Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluste
 CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mpc"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
-#: A parallel dimension of a model, over whose groups activations and their gradients travel.
-Dimension: TypeAlias = Literal["tensor", "sequence", "expert"]
+#: A parallel dimension of a model, over whose groups activations and their gradients travel; and, of a model with pipeline
+#: stages, the weights that ZeRO-1's owners send.
+Dimension: TypeAlias = Literal["tensor", "sequence", "expert", "pipeline", "optimizer"]
 #: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 #: What carries hops: torch.distributed, or MPI beside it.
@@ -39,14 +40,14 @@ CODED_SCALE_BLOCKS = (32, 64, 128, 256)
 LOSSLESS: tuple[CodecName, ...] = ("none", "exp", "mpc")
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 DIMENSIONS: tuple[Dimension, ...] = typing.get_args(Dimension)
-#: Codecs that take any type, and so sums, which are float32.
+#: Codecs that hold float32 sums in a fixed number of bytes, as a stage's gradients need.
 SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4", "zfp")
 #: Codecs of sums, and of a stage's weights, that need no setting beside their name.
 NAMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
-#: Why the others take no sums.
+#: Why the others do not. Sums of a `Communicator` take them: what they carry has the type of codec ``none``.
 NOT_SUMMED: dict[CodecName, str] = {
     "exp": "which holds bfloat16 numbers, and sums are float32",
-    "mpc": "whose messages have no fixed size, as those of sums have",
+    "mpc": "whose messages have no fixed size, as those of a stage have",
 }
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 TRANSPORTS: tuple[TransportName, ...] = typing.get_args(TransportName)
@@ -76,6 +77,10 @@ DEFAULT_GUARD = 10
 DEFAULT_FULL_REFRESH = 1000
 
 
+#: A codec as it is written: its name, or `codec` with its settings.
+Written: TypeAlias = CodecName | dict[str, Any]
+
+
 class Preset(NamedTuple):
     """Where a block starts from.
 
@@ -84,12 +89,25 @@ class Preset(NamedTuple):
         gradients: Shard degree of the gradients.
         weights_codec: Codec of the weights on every tier.
         gradients_codec: Codec of the gradients on every tier.
+        dimensions_codec: Codec of activations on every tier, in every parallel dimension.
+        optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
     """
 
     weights: Scope
     gradients: Scope
-    weights_codec: CodecName
-    gradients_codec: CodecName
+    weights_codec: Written
+    gradients_codec: Written
+    dimensions_codec: Written = "none"
+    optimizer_codec: Written = "none"
+
+    def codec_of(self, role: Role | Dimension) -> Written:
+        """The codec of a role on every tier."""
+        of = {"weights": self.weights_codec, "gradients": self.gradients_codec, "optimizer": self.optimizer_codec}
+        return of.get(role, self.dimensions_codec)
+
+
+def _zfp(rate: int) -> dict[str, Any]:
+    return {"codec": "zfp", "rate": rate}
 
 
 PRESETS: dict[str, Preset] = {
@@ -103,6 +121,10 @@ PRESETS: dict[str, Preset] = {
     "lossless": Preset("package", "node", "none", "none"),
     "topo": Preset("package", "node", "int8", "int4"),
     "mild": Preset("package", "node", "int8", "int8"),
+    # The schemes of arXiv 2409.02423, whose data-parallel ranks keep whole weights, as in ZeRO-1. Rates are ours.
+    "zhybrid": Preset("device", "device", _zfp(16), _zfp(8), _zfp(16), _zfp(16)),
+    "mzhybrid": Preset("device", "device", "none", _zfp(8), "mpc", "mpc"),
+    "hybrid": Preset("package", "node", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8"),
 }
 
 
@@ -112,7 +134,7 @@ class CodecConfig(Frozen):
     Attributes:
         codec: Codec of the hop. Its name alone, in place of the block, takes the defaults of the other keys. `exp` gives back
             every bit of bfloat16 weights in three quarters of their bytes. `zfp` has a fixed `rate`. `mpc` gives back every bit
-            of float32 in a number of bytes that depends on the data, in copies of a `Communicator` alone.
+            in a number of bytes that depends on the data, in a `Communicator` alone.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder.
         scale: Type of the scales. `int8` codes the scales themselves, with a bf16 factor for every 512 elements: blocks of
@@ -206,8 +228,11 @@ class CodecsConfig(Frozen):
         tensor: Of activations and their gradients in layers that are split over ranks, as by `model.tensor_parallel` of the
             trainer. Of a script's own model, as the next two: where `hzero.collectives.for_dimension` has made the group's
             communicator.
-        sequence: The same where sequences are split over ranks, as in Ulysses.
+        sequence: The same where sequences are split over ranks, as by `model.sequence_parallel` of the trainer.
         expert: The same of what goes to experts and back.
+        pipeline: Of activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost
+            tier between two stages.
+        optimizer: Of the updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states.
         exceptions: Written `except`: codecs of parameters by their names, with `*` for any part, as in `{"*norm*": "none"}`. The
             first pattern that a name matches gives the codec of both roles on all tiers.
     """
@@ -217,6 +242,8 @@ class CodecsConfig(Frozen):
     tensor: TierCodecs = UNCODED
     sequence: TierCodecs = UNCODED
     expert: TierCodecs = UNCODED
+    pipeline: TierCodecs = UNCODED
+    optimizer: TierCodecs = UNCODED
     exceptions: dict[str, CodecConfig] = Field(default_factory=dict, alias="except")
 
     def __getitem__(self, role: Role | Dimension) -> TierCodecs:
@@ -224,7 +251,7 @@ class CodecsConfig(Frozen):
 
     @property
     def dimensions(self) -> tuple[Dimension, ...]:
-        """The parallel dimensions that have a codec other than ``none`` on a tier."""
+        """The dimensions that have a codec other than ``none`` on a tier."""
         return tuple(one for one in DIMENSIONS if any(self[one][tier].codec != "none" for tier in TIERS))
 
 
@@ -459,7 +486,14 @@ class HZeroConfig(Block):
         topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.
+        preset_dimensions: Parallel dimensions whose codecs are the preset's; that nothing is sent in them is no mistake.
     """
 
     preset_shard: bool = True
     preset_gradients: bool = True
+    preset_dimensions: tuple[Dimension, ...] = DIMENSIONS
+
+    @property
+    def written_dimensions(self) -> tuple[Dimension, ...]:
+        """The parallel dimensions for which the user has written a codec other than ``none``."""
+        return tuple(one for one in self.codecs.dimensions if one not in self.preset_dimensions)

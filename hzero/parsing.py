@@ -20,18 +20,45 @@ from hzero.config import (
     SUMMED,
     Block,
     CodecConfig,
-    CodecName,
-    Dimension,
     HZeroConfig,
     Preset,
-    Role,
     TopologyConfig,
+    Written,
     tiers_outside,
 )
 from hzero.validation import ConfigError, one_of, validated
 
 #: Codecs of differences between weights.
 _OF_DIFFERENCES = ("int4", "int8", "bf16", "zfp")
+
+
+#: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
+OF_PIPELINES = (
+    *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "topology"),
+)
+#: Keys of zero_optimization that pipelines do not take: stock cannot load what it saves with the first, and with the second
+#: loads what was saved without it in another order.
+UNLOADABLE = ("elastic_checkpoint", "round_robin_gradients")
+
+
+def check_of_pipelines(block: Mapping[str, Any], path: str) -> None:
+    """Refuses keys that have no effect in an engine with pipeline stages.
+
+    Args:
+        block: The block as written.
+        path: Key of the block, for messages.
+
+    Raises:
+        ConfigError: Naming the key and the possible ones.
+    """
+    codecs = block.get("codecs", {})
+    unused = [key for key in block if key not in OF_PIPELINES]
+    unused += [f"codecs.{role}" for role in ("weights", "except") if role in codecs]
+    if unused:
+        raise ConfigError(
+            f"{path}.{unused[0]}: given with pipeline stages, where nothing has it; possible: {', '.join(OF_PIPELINES)}, of "
+            "codecs gradients, pipeline, optimizer and those of the model's dimensions"
+        )
 
 
 def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
@@ -83,8 +110,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
-    roles: tuple[Role | Dimension, ...] = ("gradients", "tensor")  # all-to-alls of the others sum nothing
-    summed = {f"{role}.{tier}": parsed.codecs[role][tier] for role in roles for tier in parsed.codecs[role].written}
+    summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
     summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
     for key, codec in summed.items():
         if codec.codec not in SUMMED:
@@ -109,26 +135,30 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
         )
     return HZeroConfig(
-        **dict(parsed), preset_shard="weights" not in written, preset_gradients="gradients" not in written
+        **dict(parsed),
+        preset_shard="weights" not in written,
+        preset_gradients="gradients" not in written,
+        preset_dimensions=tuple(one for one in DIMENSIONS if one not in block.get("codecs", {})),
     )
 
 
 def _codecs(start: Preset, written: Any, size: Any) -> Any:
     """Codecs as written over those of the preset, leaf by leaf."""
-    of: dict[str, CodecName] = {"weights": start.weights_codec, "gradients": start.gradients_codec}
-    of |= dict.fromkeys(DIMENSIONS, "none")
 
-    def leaf(written: Any, **default: Any) -> Any:  # its name alone, or some of its settings
-        return _over(default, written if isinstance(written, Mapping) else {"codec": written})
+    def leaf(written: Any, default: Written | None = None) -> Any:  # a name alone, or some settings
+        written = written if isinstance(written, Mapping) else {"codec": written}
+        kept = default if default is not None and "codec" not in written else {}  # settings are of one codec
+        return {"block_size": size, **(kept if isinstance(kept, Mapping) else {"codec": kept}), **written}
 
-    def each(role: str, tiers: Any) -> Any:
+    def each(role: Any, tiers: Any) -> Any:
         if role == "except":
-            return _over({}, tiers, lambda _, one: leaf(one, block_size=size))
+            return _over({}, tiers, lambda _, one: leaf(one))
         if isinstance(tiers, str) or (isinstance(tiers, Mapping) and "codec" in tiers):  # one for all
             tiers = dict.fromkeys(BASE_TIERS, tiers)
         optional = [tier for tier in OPTIONAL_TIERS if isinstance(tiers, Mapping) and tier in tiers]
-        default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), of[role])
-        return _over(default, tiers, lambda _, one: leaf(one, codec=of[role], block_size=size))
+        own = start.codec_of(role)
+        default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), own)
+        return _over(default, tiers, lambda _, one: leaf(one, own))
 
     return _over({role: {} for role in (*ROLES, *DIMENSIONS, "except")}, written, each)
 

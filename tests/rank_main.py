@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -45,6 +47,7 @@ def begin_anew() -> None:
 def _run_rank(rank: int, checks: Sequence[str]) -> None:
     """Runs the checks on one rank; leaves at the first that fails."""
     die_with_parent()
+    faulthandler.enable()  # where the threads are when a signal ends the rank
     renew_thread_pool()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     out = Path(os.environ["HZERO_CHECKS_OUT"])
@@ -91,17 +94,36 @@ def _prepare(checks: Sequence[str]) -> None:
 def run_checks(checks: Sequence[str]) -> None:
     """Imports the modules of checks ``MODULE:CHECK``, forks the ranks, and ends all of them when one fails."""
     _prepare(checks)
-    children = []
+    children = {}
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
         if pid == 0:
             _run_rank(rank, checks)
-        children.append(pid)
-    for _ in children:
-        _, status = os.wait()
+        children[pid] = rank
+    while children:
+        pid, status = os.wait()
         if status:
             time.sleep(0.5)  # the one that failed first may not be the one that ended first
+            with contextlib.suppress(ChildProcessError):  # no more of them
+                while pid:
+                    _tell_of_signal(children[pid], status)
+                    pid, status = os.waitpid(-1, os.WNOHANG)
             os._exit(1)  # whoever started us kills our group
+        del children[pid]
+
+
+def _tell_of_signal(rank: int, status: int) -> None:
+    """Leaves the failure of a rank that a signal has ended, in front of those of ranks that have lost it."""
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        print(f"rank {rank}: ended by {name}", flush=True)
+        failure = {"rank": rank, "time": 0.0, "traceback": f"ended by {name}\n{_end_of_log()}"}
+        (Path(os.environ["HZERO_CHECKS_OUT"]) / f"failed{rank}.json").write_text(json.dumps(failure))
+
+
+def _end_of_log() -> str:
+    sys.stdout.flush()
+    return (Path(os.environ["HZERO_CHECKS_OUT"]) / "ranks.log").read_text()[-6000:]
 
 
 if __name__ == "__main__":  # a rank of mpiexec, which does not let its ranks be forked

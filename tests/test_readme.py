@@ -130,7 +130,7 @@ def test_blocks_of_python_and_json(page: Path) -> None:
         for place in (config, zero):
             if "hzero" in place:
                 parse_config(place["hzero"])
-                assert zero["stage"] == 3
+                assert zero["stage"] in (1, 3)
     for block in _blocks(page, "yaml"):
         deepspeed = yaml.safe_load(block).get("deepspeed_config", {})
         assert (ROOT / deepspeed.get("deepspeed_config_file", "")).exists()

@@ -101,8 +101,12 @@ def _rows(head: str) -> dict[str, list[str]]:
 
 def test_table_of_presets() -> None:
     rows = _rows("| preset | weights")
-    assert {name: tuple(", ".join(cells[:2]).split(", ")) for name, cells in rows.items()} == PRESETS
+    for name, preset in PRESETS.items():
+        codecs = (preset.weights_codec, preset.gradients_codec)
+        names = [one if isinstance(one, str) else one["codec"] for one in codecs]
+        assert rows[name][:2] == [f"{preset.weights}, {preset.gradients}", ", ".join(names)], name
     assert {name: cells[2] for name, cells in rows.items()} == PURPOSES
+    assert list(rows) == list(PRESETS)
     assert [name for name, purpose in PURPOSES.items() if "the default" in purpose] == [DEFAULT_PRESET]
 
 

@@ -158,7 +158,7 @@ class Probe:
                 return received.decode(payload, bucket.chunks, dtype=bucket.dtype, outer=outer)
 
             return self._collectives.gather(
-                [hop], bucket, lambda: codec.encode([shard], bucket.chunks), codec, decode
+                [hop], bucket, lambda: (codec.encode([shard], bucket.chunks), codec), decode
             ).wait()
 
         def reduce() -> object:

@@ -182,8 +182,9 @@ class Codec:
         """Encodes a bucket into one message.
 
         Args:
-            source: Contiguous floating tensors of one dtype (float32, bfloat16, float16; codec ``exp``: bfloat16) and
-                device, each of at most ``rows * chunk`` elements, shards in order; missing elements are encoded as zero.
+            source: Contiguous floating tensors of one dtype and device, each of at most ``rows * chunk`` elements, shards in
+                order; missing elements are encoded as zero. float32, bfloat16 or float16; codec ``exp``: bfloat16. Codec
+                ``mpc`` encodes 16-bit numbers as float32, which holds them exactly.
             chunks: Elements of one shard of each tensor.
             sizes: Axes of the rows; their product is the number of rows. None takes as few rows as hold the sources
                 and fill ``outer`` pieces, at least one per piece.
@@ -202,6 +203,8 @@ class Codec:
         if sizes is None:
             pieces = max(outer, 1)
             sizes = _one_axis(strides, -(-_row_count(source, chunks) // pieces) * pieces)
+        if self.name == "mpc":
+            source = [tensor.to(torch.float32) if tensor.dtype.itemsize == 2 else tensor for tensor in source]
         rounding = self._rounding(seed)
         return torch.ops.hzero.encode(list(source), *_rows(chunks, sizes, strides, outer), *self.format, *rounding)
 

@@ -11,6 +11,7 @@ from hzero.collectives.ddp import DdpState, ddp_hook
 from hzero.collectives.dimensions import for_dimension, in_use
 from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.hop import Payload
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
 from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
@@ -28,6 +29,7 @@ __all__ = [
     "DdpState",
     "ErrorFeedback",
     "HopError",
+    "Payload",
     "Pipeline",
     "Recorder",
     "Streams",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.hop import Payload
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
@@ -51,8 +52,8 @@ class Communicator:
     copied passes unchanged. All ranks decode the same bytes, the owner of a tensor too, so they end with the same bits.
 
     Sums are made in float32, in the order of the ranks of a tier group, tier by tier; a narrow type is never summed. With
-    codec ``none`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the library, nor on
-    when messages arrive, and differs from another order of additions by rounding alone.
+    codec ``none``, ``exp`` or ``mpc`` a sum is rounded to the tensor's type once per tier. So the result does not depend on the
+    library, nor on when messages arrive, and differs from another order of additions by rounding alone.
 
     Every operation returns its result, and changes no argument. With ``async_op=True`` it returns a handle at once, whose
     ``wait()`` gives the result (`Chain`). The arguments have been read then, except on a GPU, where ``wait_read()`` makes the
@@ -217,23 +218,23 @@ class Communicator:
         bucket = self._bucket(role, tensor, chunk, self._copies, key)
         codec = Codec.from_config(hops[0].codec)
 
-        def payload() -> torch.Tensor:
+        def payload() -> Payload:
             shard = self._tiered.used(held.pop())
-            if codec.name == "none":
+            if codec.exact:
                 shard = shard.to(tensor.dtype)
-            elif hops[0].tier in self.plan.error_feedback and not codec.exact:
+            elif hops[0].tier in self.plan.error_feedback:
                 residuals, factors = self._feedback.of(hops[0].tier, bucket, [shard], 1.0)
                 message, left = codec.encode_feedback(
                     [shard], residuals, factors, [chunk], sizes=(1,), strides=(1,), seed=own
                 )
                 self._feedback.keep(hops[0].tier, bucket, left, 1.0)
-                return message
-            return codec.encode([shard], [chunk], seed=own)
+                return message, codec
+            return self._tiered.encoded(bucket, codec, lambda to: to.encode([shard], [chunk], seed=own))
 
         def decoded(message: torch.Tensor, codec: Codec, outer: int) -> torch.Tensor:
             return then(self._tiered.decode_gathered(bucket, message, codec, outer)[0])
 
-        return self._tiered.gather(hops, bucket, payload, codec, decoded, seed=same, after=[reduced])
+        return self._tiered.gather(hops, bucket, payload, decoded, seed=same, after=[reduced])
 
     def average_into(self, tensor: torch.Tensor, key: int) -> Chain[torch.Tensor]:
         """`all_reduce` of a mean whose result goes back into ``tensor``, which is contiguous; for hooks of other engines."""
@@ -329,15 +330,14 @@ class Communicator:
         if not hops or not flat.numel():
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("all_gather", tensor, flat.numel(), self._copies)
-        codec, (same, own) = Codec.from_config(hops[0].codec), self._seeds()
-
-        def payload() -> torch.Tensor:
-            return codec.encode([self._tiered.used(flat)], bucket.chunks, seed=own)
+        codec, tiered, (same, own) = Codec.from_config(hops[0].codec), self._tiered, self._seeds()
+        encode = lambda to: to.encode([tiered.used(flat)], bucket.chunks, seed=own)  # noqa: E731
+        payload = lambda: tiered.encoded(bucket, codec, encode)  # noqa: E731
 
         def decoded(message: torch.Tensor, codec: Codec, outer: int) -> torch.Tensor:
             return self._tiered.decode_gathered(bucket, message, codec, outer)[0].view(shape)
 
-        return self._end(self._tiered.gather(hops, bucket, payload, codec, decoded, seed=same), async_op)
+        return self._end(self._tiered.gather(hops, bucket, payload, decoded, seed=same), async_op)
 
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
         """Part i of every rank's tensor goes to rank i. With codec ``none`` bit for bit.
@@ -423,10 +423,10 @@ class Communicator:
     # ---- common ----------------------------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """On a GPU with ``checksum``: compares the checksums of all messages until now, and waits for them.
+        """On a GPU: compares all checksums until now, looks for blocks that ``exp`` could not hold, and waits for them.
 
         Raises:
-            HopError: A message arrived changed.
+            HopError: A message arrived changed, or lost a block.
         """
         self._tiered.verify()
 
@@ -462,9 +462,9 @@ class Communicator:
             if isinstance(tensor, torch.Tensor):
                 found = f"{tensor.dtype} in layout {tensor.layout}"
             raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
-        copied = operation != "reduce_scatter" and any(hop.codec.codec == "mpc" for hop in self.plan.gather_hops())
-        if copied and tensor.dtype != torch.float32:
-            raise TypeError(f"{operation}: tensor: found {tensor.dtype}, possible with codec mpc in gather: float32")
+        hops = self.plan.gather_hops() + self.plan.reduce_hops()
+        if tensor.dtype != torch.bfloat16 and any(hop.codec.codec == "exp" for hop in hops):
+            raise TypeError(f"{operation}: tensor: found {tensor.dtype}, possible with codec exp: bfloat16")
         if tensor.device.type != self._device:
             raise ValueError(
                 f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {self._device}"

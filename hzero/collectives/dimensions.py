@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hzero.block import find
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.settings import CommunicatorConfig
-from hzero.config import DIMENSIONS, PLAIN, SUMMED, UNCODED, Dimension, HZeroConfig
+from hzero.config import DIMENSIONS, UNCODED, Dimension, HZeroConfig
 from hzero.parsing import parse_config
 from hzero.topology import Grid, resolve_grid
 from hzero.validation import one_of
@@ -26,10 +26,11 @@ def for_dimension(
 
     Make it before the engine, and give it to `hzero.collectives.activations`. An engine with the stage that is built after it
     counts its hops in its own wire log and traces, under the dimension's name. Its ranks keep their places in the world's
-    grid. Codecs that take no sums, as ``exp``, are those of what is copied alone, as in all-to-alls; sums have none then.
+    grid.
 
     Args:
-        dimension: ``tensor``, ``sequence`` or ``expert``.
+        dimension: ``tensor``, ``sequence`` or ``expert``; an engine of a ``PipelineModule`` makes those of ``pipeline`` and
+            ``optimizer`` itself.
         config: A DeepSpeed configuration, as for ``deepspeed.initialize``. One without block has no codecs.
         group: The ranks that share the dimension; None takes the world.
         grid: Of the world; None takes the block's topology. Where that is discovered, all ranks of the world call this at the
@@ -44,15 +45,12 @@ def for_dimension(
     if parsed is None and (block := find(config)) is not None:
         parsed = parse_config(block)
     codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
-    plain: dict[str, Any] = {tier: PLAIN for tier in codecs.written if codecs[tier].codec not in SUMMED}
     if grid is None:
         grid = resolve_grid("auto" if parsed is None else parsed.topology, dist.get_world_size())
     if group is not None:
         grid = grid.of_ranks(dist.get_process_group_ranks(group))
     common = () if parsed is None else ("node_all_gather", "checksum", "transport")
-    settings = CommunicatorConfig(
-        codecs=codecs.model_copy(update=plain), gather=codecs, **{key: getattr(parsed, key) for key in common}
-    )
+    settings = CommunicatorConfig(codecs=codecs, gather=codecs, **{key: getattr(parsed, key) for key in common})
     made = Communicator(settings, group, role=dimension, grid=grid)
     _MADE.add(made)
     return made

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
-from hzero.collectives.cut import cut_of
+from hzero.collectives.hop import cross
 from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.tiered import TieredCollectives
 from hzero.config import TIERS
@@ -49,35 +49,37 @@ class TieredMoves(TieredCollectives):
     ) -> Hops[T]:
         grid, world = self.plan.grid, self.plan.grid.world_size
         self.used(tensor)
-        codec = Codec.from_config(hops[0].codec)
+        layout: dict[str, Any] = {"sizes": (world,), "strides": (1,), "seed": seed}
         if grid.regular:
-            sizes, strides = self.plan.hop_sizes, self.plan.hop_strides
-            message = codec.encode([tensor], bucket.chunks, sizes=sizes, strides=strides, seed=seed)
+            layout |= {"sizes": self.plan.hop_sizes, "strides": self.plan.hop_strides}
         else:
             tensor = self._in_hop_order(tensor, bucket.chunks[0])
-            message = codec.encode([tensor], bucket.chunks, sizes=(world,), strides=(1,), seed=seed)
+        first = Codec.from_config(hops[0].codec)
+        *held, codec = self.encoded(bucket, first, lambda to: to.encode([tensor], bucket.chunks, **layout))
         yield None
         # The axes of the rows: that of the tier to be crossed goes first and is then the sender's coordinate.
         outer = 1
         for hop in hops:
             # Rows are [crossed tiers, last one first][this tier][the rest]: this tier's axis goes to the front.
-            rows = message.view(outer, hop.size, -1, message.numel() // world)
-            message = rows.transpose(0, 1).contiguous().view(-1)
+            rows = held.pop().view(outer, hop.size, world // outer // hop.size, -1)
+            held.append(rows.transpose(0, 1).contiguous().view(-1))
+            del rows
             outer *= hop.size
-            message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=world, seed=seed)
-            cut = yield from cut_of(
-                self, self._transport, hop, bucket, message, codec, world // hop.size, parts=hop.size
+            codec = yield from cross(
+                self,
+                self._transport,
+                hop,
+                bucket,
+                held,
+                codec,
+                self._transport.scatter,
+                outer=1,
+                rows=world,
+                peers=1 - 1 / hop.size,
+                seed=seed,
+                parts=hop.size,
             )
-            message = cut.of(message)
-            arrived = yield from self._transport.scatter(
-                bucket.lane(hop.tier),
-                message,
-                self._what(hop, bucket),
-                self.counted(hop, bucket, message, world * bucket.chunks[0], peers_received=1 - 1 / hop.size),
-                self.received,
-                self.compare,
-            )
-            message = cut.whole(arrived)
+        message = held.pop()
         # Rows are now those of the senders, outermost tier first.
         if grid.regular:
             (swapped,) = codec.decode(
@@ -126,35 +128,29 @@ class TieredMoves(TieredCollectives):
         seed: int,
     ) -> Hops[T]:
         home, place = self.plan.grid.coordinates(source), self.plan.grid.coordinates(self.plan.rank)
-        codec, message, device = Codec.from_config(hops[0].codec), None, tensor.device
+        codec, device, held = Codec.from_config(hops[0].codec), tensor.device, list[torch.Tensor]()
         if self.plan.rank == source:
-            message = codec.encode([self.used(tensor)], bucket.chunks, seed=seed)
+            self.used(tensor)
+            *held, codec = self.encoded(bucket, codec, lambda to: to.encode([tensor], bucket.chunks, seed=seed))
         yield None
         for hop in hops:
-            target = Codec.from_config(hop.codec)
-            if message is None:
-                size = target.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
-                message, codec = torch.empty(size, dtype=torch.uint8, device=device), target
-            else:
-                message, codec = self.transcode(bucket, message, codec, hop.codec, outer=1, rows=1, seed=seed)
+            if not held:
+                codec = Codec.from_config(hop.codec)
+                size = codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
+                held.append(torch.empty(size, dtype=torch.uint8, device=device))
             root = getattr(home, hop.tier)
-            cut = yield from cut_of(self, self._transport, hop, bucket, message, codec, 1, root=root)
-            message = cut.of(message)
-            arrived = yield from self._transport.spread(
-                bucket.lane(hop.tier),
-                message,
-                root,
-                self._what(hop, bucket),
-                self.counted(
-                    hop,
-                    bucket,
-                    message,
-                    bucket.chunks[0],
-                    peers_received=float(getattr(place, hop.tier) != root),
-                ),
-                self.received,
-                self.compare,
+            codec = yield from cross(
+                self,
+                self._transport,
+                hop,
+                bucket,
+                held,
+                codec,
+                self._transport.spread,
+                outer=1,
+                rows=1,
+                peers=float(getattr(place, hop.tier) != root),
+                seed=seed,
+                root=root,
             )
-            message = cut.whole(arrived)
-        assert message is not None  # every rank takes part in the innermost hop
-        return then(codec.decode(message, bucket.chunks, dtype=bucket.dtype)[0])
+        return then(codec.decode(held.pop(), bucket.chunks, dtype=bucket.dtype)[0])

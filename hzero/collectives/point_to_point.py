@@ -14,13 +14,14 @@ from hzero.codecs import Codec, mpc
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.cut import checked, exchanges
+from hzero.collectives.hop import marked, repeats
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.record import Lane
 from hzero.collectives.recorder import shared_recorder
-from hzero.collectives.transport import Ends, Pending
+from hzero.collectives.transport import NOTHING_SENT, Ends, Pending
 from hzero.collectives.wires import Wires
-from hzero.config import TIERS, Tier
+from hzero.config import PLAIN, TIERS, Tier
 from hzero.sharding.plan import Hop
 
 T = TypeVar("T")
@@ -53,22 +54,33 @@ class PointToPoint:
         """
         hop, lane = self._way(self._tiered.plan.rank, target)
 
+        codec = Codec.from_config(hop.codec)
+
         def hops() -> Hops[None]:
-            message = Codec.from_config(hop.codec).encode([self._tiered.used(tensor)], bucket.chunks, seed=seed)
+            used = self._tiered.used(tensor)
+            message, found = self._tiered.encoded(bucket, codec, lambda to: to.encode([used], bucket.chunks, seed=seed))
             yield None
             if exchanges(hop.codec):
                 length = mpc.lengths(message, [message.numel()])
-                pending = self._start(lane, length.view(torch.uint8), bucket, hop, target, sends=True)
+                pending = self._start(lane, length.view(torch.uint8), bucket, codec, target, sends=True)
                 yield pending
                 self._tiered.received(pending, length)
                 message = message[: int(length)]
+            fits = found.name == codec.name
+            yield from sent(message if fits else marked(bucket, message, codec, 1), codec)
+            if not fits:
+                yield from sent(message, found)
+            elif repeats(hop.codec, self._tiered.pipeline):
+                yield from [NOTHING_SENT] * (1 + self._tiered.plan.checksum)
+
+        def sent(message: torch.Tensor, codec: Codec) -> Hops[None]:
             number = self._next(lane)
-            pending = self._start(lane, message, bucket, hop, target, sends=True, counted=True)
+            pending = self._start(lane, message, bucket, codec, target, sends=True, counted=hop)
             yield pending
             self._tiered.received(pending, message)
             if self._tiered.plan.checksum:
                 sums = _sums(message, number).view(-1).view(torch.uint8)
-                pending = self._start(lane, sums, bucket, hop, target, sends=True)
+                pending = self._start(lane, sums, bucket, codec, target, sends=True)
                 yield pending
                 self._tiered.received(pending, sums)
 
@@ -88,27 +100,43 @@ class PointToPoint:
 
         def hops() -> Hops[T]:
             yield None
-            number = self._next(lane)
-            size = codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)
-            message = like.new_zeros(size, dtype=torch.uint8)
+            message, found = room(codec), codec
+            size = message.numel()
             if exchanges(hop.codec):
                 told = like.new_empty(8, dtype=torch.uint8)
-                pending = self._start(lane, told, bucket, hop, source, sends=False)
+                pending = self._start(lane, told, bucket, codec, source, sends=False)
                 yield pending
                 message = message[: checked(self._tiered.received(pending, told), size, bucket.label)[0]]
-            pending = self._start(lane, message, bucket, hop, source, sends=False, counted=True)
+            yield from arrived(message, codec)
+            message = torch.nn.functional.pad(message, (0, size - message.numel()))
+            if codec.name == "exp":
+                lost = codec.lost(message, bucket.chunks)
+                if not repeats(hop.codec, self._tiered.pipeline):
+                    self._tiered.keep_lost(lost, f"{bucket.label} in codec exp on tier {hop.tier!r}")
+                elif int(lost):
+                    found = Codec.from_config(PLAIN)
+                    message = room(found)
+                    yield from arrived(message, found)
+                else:
+                    yield from [NOTHING_SENT] * (1 + self._tiered.plan.checksum)
+            return then(found.decode(message, bucket.chunks, dtype=bucket.dtype)[0])
+
+        def room(codec: Codec) -> torch.Tensor:
+            return like.new_zeros(codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize), dtype=torch.uint8)
+
+        def arrived(message: torch.Tensor, codec: Codec) -> Hops[None]:
+            number = self._next(lane)
+            pending = self._start(lane, message, bucket, codec, source, sends=False, counted=hop)
             yield pending
             self._tiered.received(pending, message)
             if self._tiered.plan.checksum:
                 sums = message.new_empty(16)
-                pending = self._start(lane, sums, bucket, hop, source, sends=False)
+                pending = self._start(lane, sums, bucket, codec, source, sends=False)
                 yield pending
                 sent = self._tiered.received(pending, sums).view(torch.int64).view(-1, 2)
-                what = partial(self._describe, bucket, hop, source, False, message.nbytes)
-                arrived = _sums(message, number)
-                self._tiered.compare(Comparison(sent, arrived, [self._ranks[source]], number, what), message)
-            message = torch.nn.functional.pad(message, (0, size - message.numel()))
-            return then(codec.decode(message, bucket.chunks, dtype=bucket.dtype)[0])
+                what = partial(self._describe, bucket, codec, lane[1], source, False, message.nbytes)
+                own = _sums(message, number)
+                self._tiered.compare(Comparison(sent, own, [self._ranks[source]], number, what), message)
 
         return self._tiered.pipeline.submit(hops(), self._lanes(lane, hop))
 
@@ -124,16 +152,17 @@ class PointToPoint:
         return Hop(tier, 2, plan.codecs.weights[tier]), lane
 
     def _lanes(self, lane: Lane, hop: Hop) -> list[Lane]:
-        return [lane] * (1 + exchanges(hop.codec) + self._tiered.plan.checksum)
+        times = 1 + repeats(hop.codec, self._tiered.pipeline)
+        return [lane] * (exchanges(hop.codec) + times * (1 + self._tiered.plan.checksum))
 
     def _next(self, lane: Lane) -> int:
         self._numbers[lane] += 1
         return self._numbers[lane]
 
-    def _describe(self, bucket: Bucket, hop: Hop, other: int, sends: bool, size: int) -> str:
+    def _describe(self, bucket: Bucket, codec: Codec, tier: Tier, other: int, sends: bool, size: int) -> str:
         return (
-            f"hzero: {bucket.label} in codec {hop.codec.codec} {'to' if sends else 'from'} rank {self._ranks[other]} on tier "
-            f"{hop.tier!r} (rank {self._ranks[self._tiered.plan.rank]}, {size:,} bytes)"
+            f"hzero: {bucket.label} in codec {codec.name} {'to' if sends else 'from'} rank {self._ranks[other]} on tier "
+            f"{tier!r} (rank {self._ranks[self._tiered.plan.rank]}, {size:,} bytes)"
         )
 
     def _start(
@@ -141,18 +170,18 @@ class PointToPoint:
         lane: Lane,
         message: torch.Tensor,
         bucket: Bucket,
-        hop: Hop,
+        codec: Codec,
         other: int,
         *,
         sends: bool,
-        counted: bool = False,
+        counted: Hop | None = None,
     ) -> Pending:
         own, peer = self._ranks[self._tiered.plan.rank], self._ranks[other]
         work = self._wires.message(message, other, sends=sends)
         ends = Ends()
-        if counted:
-            ends = self._tiered.counted(hop, bucket, message, bucket.chunks[0], peers_received=float(not sends))
-        what = partial(self._describe, bucket, hop, other, sends, message.nbytes)
+        if counted is not None:
+            ends = self._tiered.counted(counted, bucket, codec, message, bucket.chunks[0], float(not sends))
+        what = partial(self._describe, bucket, codec, lane[1], other, sends, message.nbytes)
         count = shared_recorder().hops(lane, self._timeout.total_seconds(), lambda rank: sorted((own, peer)))
         return Pending(work, message, what, ends, lane=(lane, count))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
+import struct
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +27,8 @@ _TORCH, _DEEPSPEED = (
 )
 _COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_DEEPSPEED}comm{os.sep}")
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
+#: A frame as faulthandler writes it.
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _HOPS = f"{os.path.dirname(__file__)}{os.sep}"
 
 
@@ -105,6 +110,24 @@ class Record:
             return ""
         _, _, what, since_s = min(self.lanes.values(), key=lambda counted: counted[3])
         return f"; its last hop: {what.removeprefix('hzero: ')}, started {since_s:.0f} s before" if what else ""
+
+
+def frames_of(thread: int) -> list[tuple[str, int, str]]:
+    """Path, line and function of the frames of another thread that runs on, innermost first, at most 100.
+
+    None of a thread that more than 99 have followed; characters outside ASCII are escaped. faulthandler reads all frames in
+    one go. With CPython 3.11 a process may crash (seen with 3.11.7) or wait for ever (python/cpython#106883) where Python
+    code walks ``sys._current_frames()`` meanwhile.
+
+    Args:
+        thread: Its ``ident``.
+    """
+    with open(os.memfd_create("hzero frames"), "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    _, _, after = text.partition(f"Thread 0x{thread:0{2 * struct.calcsize('L')}x} ")
+    return [(path, int(line), function) for path, line, function in _FRAME.findall(after.partition("\n\n")[0])]
 
 
 def where(frames: Iterable[tuple[str, int, str]]) -> tuple[Doing, str]:

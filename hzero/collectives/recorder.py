@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from hzero.collectives.record import HopCount, Lane, Record, where
+from hzero.collectives.record import HopCount, Lane, Record, frames_of, where
 from hzero.reasons import PeerError
 from hzero.validation import some
 
@@ -89,10 +89,10 @@ class _Line:
             answer.cancel()
             raise
 
-    def close(self) -> None:
-        """Ends the thread, if the store answers."""
+    def close(self, within_s: float) -> None:
+        """Ends the thread, if the store answers in time."""
         self._calls.put(None)
-        self._thread.join(0.5)
+        self._thread.join(within_s)
 
     def _serve(self) -> None:
         store: Any = None
@@ -161,7 +161,9 @@ class Recorder:
         if self._line is not None:
             self._thread = threading.Thread(target=self._run, name="hzero recorder", daemon=True)
             self._thread.start()
-            atexit.register(self.stop)  # a thread inside the store's client must not see the interpreter end
+            # A thread inside the store's client must not see the interpreter end, which would abort the process. On full
+            # cores its last call, or the connection itself, takes longer than a stop may take elsewhere.
+            atexit.register(self.stop, 3.0)
 
     def hops(self, lane: Lane, timeout_s: float, peers: Callable[[int], Sequence[int]]) -> HopCount:
         """The count of a lane, which all transports of the world share."""
@@ -169,13 +171,17 @@ class Recorder:
         count.timeout_s, count.peers = timeout_s, peers
         return count
 
-    def stop(self) -> None:
-        """Ends the threads; a last record stays in the store."""
+    def stop(self, within_s: float = 0.5) -> None:
+        """Ends the threads; a last record stays in the store.
+
+        Args:
+            within_s: Waits so long for each; the call of a store that has gone may never return.
+        """
         if self._line is not None and not self._stopped.is_set():
             self._stopped.set()
             if self._thread is not threading.current_thread():
-                self._thread.join(0.5)
-            self._line.close()
+                self._thread.join(within_s)
+            self._line.close(within_s)
             atexit.unregister(self.stop)
 
     # ---- writing -----------------------------------------------------------------------------------------------
@@ -207,10 +213,7 @@ class Recorder:
     def _sample(self) -> None:
         own = self._record
         own.beat, own.time, own.step, own.micro = own.beat + 1, time.time(), self.step, self.micro
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        own.doing, own.place = where(
-            (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)
-        )
+        own.doing, own.place = where(frames_of(threading.main_thread().ident or 0))
         if own.doing == "code" and self.awaited():
             own.doing = "hop"
         lanes: dict[str, tuple[int, int, str, float]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,13 +17,15 @@ import torch
 from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison
-from hzero.collectives.cut import cut_of, exchanges
+from hzero.collectives.cut import exchanges
 from hzero.collectives.feedback import ErrorFeedback
+from hzero.collectives.hop import Payload, cross, repeats
 from hzero.collectives.lost import Lost
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
+from hzero.collectives.reduction import crossed, in_memory
 from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
-from hzero.config import NET_TIERS, Algorithm, CodecConfig
+from hzero.config import NET_TIERS, PLAIN, Algorithm, CodecConfig
 from hzero.sharding.plan import Hop, ShardPlan
 
 T = TypeVar("T")
@@ -79,6 +82,7 @@ class TieredCollectives:
         self._transport = transport
         self._unread: list[tuple[Any, Comparison]] = []
         self._lost: list[tuple[Any, Lost]] = []
+        self._messages = 1 + plan.checksum  # of a hop: the payload's, and that of the checksums
         self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def beside(self, wire_log: WireLog) -> TieredCollectives:
@@ -91,8 +95,7 @@ class TieredCollectives:
         self,
         hops: Sequence[Hop],
         bucket: Bucket,
-        payload: Callable[[], torch.Tensor],
-        codec: Codec,
+        payload: Callable[[], Payload],
         then: Callable[[torch.Tensor, Codec, int], T],
         *,
         rows: int = 1,
@@ -104,8 +107,7 @@ class TieredCollectives:
         Args:
             hops: Tiers to cross, outermost first.
             bucket: The tensors.
-            payload: Makes the uint8 payload of this rank, layout ``[tensor][rows][record]``, in ``codec``.
-            codec: Codec of the payload.
+            payload: Makes the uint8 payload of this rank, ``[tensor][rows][record]``, and its codec, as `encoded` does.
             then: Makes the result, of the gathered payload ``[outer][tensor][rows][record]``, whose outermost index is
                 that of the last hop, the payload's codec, and ``outer``.
             rows: Shards of every tensor that this rank holds.
@@ -117,12 +119,13 @@ class TieredCollectives:
         """
         algorithms = self._algorithms(hops, bucket, rows)
         lanes = [lane for hop, one in zip(hops, algorithms) for lane in self.steps(hop, bucket, one)]
-        return self.pipeline.submit(
-            self._gather(hops, algorithms, bucket, payload, codec, then, rows, seed), lanes, after
-        )
+        chain = self._gather(hops, algorithms, bucket, payload, then, rows, seed)
+        return self.pipeline.submit(chain, lanes, after)
 
     def _algorithms(self, hops: Sequence[Hop], bucket: Bucket, rows: int) -> list[Algorithm]:
         """The algorithm of each hop of a gather, by the bytes of its message: the same on all ranks."""
+        if self.plan.node_all_gather.algorithm == "library":
+            return ["library"] * len(hops)
         found: list[Algorithm] = []
         for hop in hops:
             size = Codec.from_config(hop.codec).message_bytes(bucket.chunks, rows, bucket.dtype.itemsize)
@@ -146,14 +149,10 @@ class TieredCollectives:
         self.used(sent)
         return self.used(received)
 
-    @property
-    def _messages(self) -> int:
-        """The payload's, and that of the checksums."""
-        return 1 + self.plan.checksum
-
     def steps(self, hop: Hop, bucket: Bucket, algorithm: Algorithm = "library") -> list[Lane]:
         """The lane of a hop, once for each collective."""
-        return [bucket.lane(hop.tier)] * ((rounds(algorithm, hop.size) + exchanges(hop.codec)) * self._messages)
+        times = rounds(algorithm, hop.size) * (1 + repeats(hop.codec, self.pipeline)) + exchanges(hop.codec)
+        return [bucket.lane(hop.tier)] * (times * self._messages)
 
     def compare(self, comparison: Comparison, message: torch.Tensor) -> None:
         """Compares checksums: at once, or on an asynchronous device, where that would make the host wait, in `verify`."""
@@ -171,15 +170,15 @@ class TieredCollectives:
         Raises:
             HopError: A message arrived changed, or has blocks that codec ``exp`` could not hold.
         """
-        unread, self._unread = self._unread, []
-        lost, self._lost = self._lost, []
-        streams = self.pipeline.streams
-        if streams is not None:
-            for event, found in lost:
-                streams.wait(event)
-                self.used(found.blocks)
-                found.check()
-        if not unread or streams is None:
+        unread, lost, streams = self._unread, self._lost, self.pipeline.streams
+        self._unread, self._lost = [], []
+        if streams is None:
+            return
+        for event, found in lost:
+            streams.wait(event)
+            self.used(found.blocks)
+            found.check()
+        if not unread:
             return
         for event, comparison in unread:
             streams.wait(event)
@@ -195,35 +194,38 @@ class TieredCollectives:
         hops: Sequence[Hop],
         algorithms: Sequence[Algorithm],
         bucket: Bucket,
-        payload: Callable[[], torch.Tensor],
-        codec: Codec,
+        payload: Callable[[], Payload],
         then: Callable[[torch.Tensor, Codec, int], T],
         rows: int,
         seed: int,
     ) -> Hops[T]:
-        outer, message = 1, payload()
+        outer, (*held, codec) = 1, payload()  # in a list: what moves the message lets go of it
         yield None
         for hop, algorithm in zip(hops, algorithms):
-            message, codec = self.transcode(bucket, message, codec, hop.codec, outer=outer, rows=rows, seed=seed)
-            elements = outer * rows * sum(bucket.chunks)
-            cut = yield from cut_of(self, self._transport, hop, bucket, message, codec, outer * rows)
-            message = cut.of(message)
-            arrived = yield from self._transport.gather(
-                algorithm,
-                bucket.lane(hop.tier),
-                message,
-                self._what(hop, bucket),
-                self.counted(hop, bucket, message, elements, peers_received=hop.size - 1),
-                self.received,
-                self.compare,
+            move = partial(self._transport.gather, algorithm)
+            layout: dict[str, Any] = {"outer": outer, "rows": rows, "seed": seed, "peers": hop.size - 1}
+            codec = yield from cross(
+                self, self._transport, hop, bucket, held, codec, move, algorithm=algorithm, **layout
             )
-            message = cut.whole(arrived)
             outer *= hop.size
-            if codec.name == "exp":
-                lost = codec.lost(message, bucket.chunks, outer=outer)
-                found = Lost(lost, f"{self._what(hop, bucket)} on tier {hop.tier!r}")
-                found.check_or_keep(self.pipeline.streams, self._lost)
-        return then(message, codec, outer)
+        return then(held.pop(), codec, outer)
+
+    def keep_lost(self, blocks: torch.Tensor, what: str) -> None:
+        """Keeps a number of lost blocks for `verify`: on an asynchronous device, where a look would make the host wait."""
+        assert self.pipeline.streams is not None
+        self._lost.append((self.pipeline.streams.event(), Lost(blocks, what)))
+
+    def encoded(self, bucket: Bucket, codec: Codec, encode: Callable[[Codec], torch.Tensor], outer: int = 1) -> Payload:
+        """A new payload and its codec: ``codec``, or ``none`` where that would lose a block; on a device `verify` finds it.
+
+        ``encode`` makes the uint8 payload ``[outer][tensor][rows][record]`` in a codec.
+        """
+        message = encode(codec)
+        seen = codec.name == "exp" and self.pipeline.streams is None
+        if seen and int(codec.lost(message, bucket.chunks, outer=outer)):
+            codec = Codec.from_config(PLAIN)
+            message = encode(codec)
+        return message, codec
 
     def transcode(
         self,
@@ -235,8 +237,8 @@ class TieredCollectives:
         outer: int,
         rows: int,
         seed: int,
-    ) -> tuple[torch.Tensor, Codec]:
-        """The message in the codec of ``target``: unchanged where it has that codec, else decoded and encoded again.
+    ) -> Payload:
+        """The message in the codec of ``target``: unchanged where it has that codec, else decoded and encoded again (`encoded`).
 
         Args:
             bucket: The tensors.
@@ -254,7 +256,8 @@ class TieredCollectives:
         if wanted.format == codec.format:
             return message, codec
         decoded = codec.decode(message, bucket.chunks, dtype=bucket.dtype, outer=outer)
-        return wanted.encode(decoded, bucket.chunks, sizes=[outer * rows], strides=[1], outer=outer, seed=seed), wanted
+        layout: dict[str, Any] = {"sizes": [outer * rows], "strides": [1], "outer": outer, "seed": seed}
+        return self.encoded(bucket, wanted, lambda to: to.encode(decoded, bucket.chunks, **layout), outer)
 
     def decode_gathered(self, bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int) -> list[torch.Tensor]:
         """Whole tensors in shard order from a payload gathered over the world.
@@ -358,10 +361,9 @@ class TieredCollectives:
         if not hops:
             yield None
         for index, hop in enumerate(hops):
-            codec = Codec.from_config(hop.codec)
-            inner = rows // hop.size
+            codec = Codec.from_config(in_memory(hop))
+            inner, pieces = rows // hop.size, self._pieces(hops[index:])
             if message is None:
-                pieces = self._pieces(hops[index:])
                 if codec.name == "none":
                     tensors = [tensor.to(bucket.dtype) for tensor in tensors]
                 if self.feedback is not None and self._keeps_residual(hop):
@@ -375,23 +377,17 @@ class TieredCollectives:
             tensors = ()  # read: their memory may go
             if index == 0:
                 yield None
-            elements = rows * sum(chunks)
-            lane, what = bucket.lane(hop.tier), self._what(hop, bucket)
-            ends = self.counted(hop, bucket, message, elements, peers_received=1 - 1 / hop.size)
-            summed = bucket.dtype if codec.name == "none" else None
-            received = yield from self._transport.scatter(
-                lane, message, what, ends, self.received, self.compare, summed=summed
-            )
+            received = yield from crossed(self, self._transport, hop, bucket, message, pieces, rows)
             message = None
             peers = 1 if codec.name == "none" else hop.size
             following = hops[index + 1] if index + 1 < len(hops) else None
             if following is None:
                 tensors = codec.decode_sum(received, peers, chunks, inner=inner, dtype=bucket.dtype, into=into())
-            elif codec.name == "none" and following.codec.codec == "none":
+            elif codec.name == "none" and in_memory(following) is PLAIN:
                 message = received
             elif codec.name == "none":
                 tensors = codec.decode(received, chunks, dtype=bucket.dtype)
-            elif following.codec.codec != "none" and not self._keeps_residual(following):
+            elif in_memory(following) is not PLAIN and not self._keeps_residual(following):
                 message = codec.decode_sum_encode(
                     received,
                     peers,
@@ -412,18 +408,14 @@ class TieredCollectives:
     def _pieces(hops: Sequence[Hop]) -> int:
         """Number of pieces to encode a message in for the first of ``hops``.
 
-        While successive hops have codec none, sums are passed on unchanged: the pieces of all those hops are laid out
-        at once.
+        While successive hops have messages in codec none, sums are passed on unchanged: the pieces of all those hops are
+        laid out at once.
         """
-        pieces = hops[0].size
-        for before, hop in itertools.pairwise(hops):
-            if before.codec.codec != "none" or hop.codec.codec != "none":
-                break
-            pieces *= hop.size
-        return pieces
+        exact = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
+        return math.prod([hop.size for hop in exact] or [hops[0].size])
 
     def _keeps_residual(self, hop: Hop) -> bool:
-        return self.feedback is not None and hop.tier in self.plan.error_feedback and hop.codec.codec != "none"
+        return self.feedback is not None and hop.tier in self.plan.error_feedback and in_memory(hop) is not PLAIN
 
     # ---- ranks in no regular order ----------------------------------------------------------------------------
 
@@ -469,12 +461,19 @@ class TieredCollectives:
 
     # ---- one hop -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _what(hop: Hop, bucket: Bucket) -> str:
-        return f"{bucket.label} in codec {hop.codec.codec}"
+    def counted(
+        self, hop: Hop, bucket: Bucket, codec: Codec, message: torch.Tensor, elements: int, peers: float
+    ) -> Ends:
+        """Times a hop from now on, until it has arrived, and counts it when it has been waited for.
 
-    def counted(self, hop: Hop, bucket: Bucket, message: torch.Tensor, elements: int, *, peers_received: float) -> Ends:
-        """Times a hop from now on, until it has arrived, and counts it when it has been waited for."""
+        Args:
+            hop: The hop.
+            bucket: The tensors.
+            codec: Of the message.
+            message: What is sent.
+            elements: Its elements.
+            peers: Messages of its size that this rank receives from others.
+        """
         # A hop that the host starts and ends is timed by its clock, whatever memory it is in.
         device = message.device if self.pipeline.streams is not None else torch.device("cpu")
         timer = HopTimer(device, self.pipeline.waited_s)
@@ -488,11 +487,11 @@ class TieredCollectives:
             self.wire_log.add(
                 role=bucket.role,
                 tier=hop.tier,
-                codec=hop.codec.codec,
+                codec=codec.name,
                 elements=elements,
                 payload_bytes=payload,
-                wire_bytes=round(payload * peers_received),
-                raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers_received),
+                wire_bytes=round(payload * peers),
+                raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers),
                 timer=timer,
                 label=bucket.label,
             )

@@ -81,7 +81,8 @@ class Pending:
 
     def announce(self, arrived: Callable[[], None]) -> None:
         """Asks the backend to call ``arrived`` when the collective has ended; see `announced`."""
-        assert self._work is not None
+        if self._work is None:
+            return
         try:
             self._future = self._work.get_future()
         except RuntimeError:  # not every kind of work has one
@@ -125,6 +126,10 @@ class Pending:
         return self._output
 
 
+#: In place of a collective that a chain has announced and does not need.
+NOTHING_SENT = Pending(None, torch.empty(0), str)
+
+
 def take(pending: Pending, sent: torch.Tensor) -> torch.Tensor:
     """Waits for a collective that sends from the buffer ``sent``, and returns what it has received."""
     return pending.wait()
@@ -138,7 +143,7 @@ def _check(comparison: Comparison, message: torch.Tensor) -> None:
     comparison.check()
 
 
-def _sum(parts: torch.Tensor) -> torch.Tensor:
+def sum_of(parts: torch.Tensor) -> torch.Tensor:
     """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of ``parts``, which is overwritten."""
     first, *others = parts
     if len(others) == 1:  # one addition rounds once in any type
@@ -250,7 +255,7 @@ class Transport:
         if not wires.own_sums:
             parts = torch.empty_like(elements)
             work = wires.all_to_all(parts.view(torch.uint8), elements.view(torch.uint8))
-            then = lambda arrived: _sum(arrived.view(-1, size))  # noqa: E731
+            then = lambda arrived: sum_of(arrived.view(-1, size))  # noqa: E731
             return self._pending(work, parts, "reduce_scatter", lane, what, elements.nbytes, ends, then)
         output = elements.new_empty(size)
         work = wires.reduce_scatter(output, elements)
@@ -408,7 +413,7 @@ class Transport:
         if summed is None:
             return parts
         elements = parts.view(summed)
-        return _sum(elements.view(len(ranks), elements.numel() // len(ranks))).view(torch.uint8)
+        return sum_of(elements.view(len(ranks), elements.numel() // len(ranks))).view(torch.uint8)
 
     def spread(
         self,

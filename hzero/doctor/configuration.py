@@ -119,6 +119,9 @@ def examine_configuration(
         )
     if environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         findings.add(UNUSABLE, "ACCELERATE_USE_CPU is set: Accelerate trains DDP then, without DeepSpeed")
+    if isinstance(parent, Mapping) and parent.get("stage") == 1:
+        result["in_effect"] = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule alone"
+        return result
     result["in_effect"] = f"{parsed.preset}, on the grid of the ranks that are started"
     try:
         grid = _grid(parsed, grid, world_size)

@@ -32,7 +32,7 @@ class Task:
     lane: str
     name: str
     phases: Sequence[Phase]
-    after: Sequence[Task] = ()
+    after: Sequence[Task] = field(default=(), repr=False)  # each has its own: a text of all would grow without end
     details: dict[str, Any] = field(default_factory=dict)
     start: float = -1.0
     end: float = math.inf

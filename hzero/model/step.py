@@ -186,8 +186,6 @@ class _Builder:
         self._in_flight = most if beside and job.overlap else 0
         # Crossings of a reduction before those that wait for the last micro-step.
         self._inside = len(scheme.micro_hops()) if isinstance(scheme, ShardPlan) else 1
-        # Without accumulators the stage waits for the reductions of a micro-step at its end.
-        self._settles = isinstance(scheme, ShardPlan) and not scheme.accumulates
         # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
         behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
         keeps = self._engine in ("hzero", "deepspeed")
@@ -221,8 +219,6 @@ class _Builder:
             needs = gathered[place]
             if phase == "backward" and len(pending) > self._in_flight:
                 needs = [*needs, pending[-1 - self._in_flight]]
-            if self._settles and phase == "forward" and not index:
-                needs = [*needs, *pending[-count:]]
             computed.append(self._compute(phase, index, needs))
             if phase == "backward" and (chain := self._chains.get(("reduce", micro))) is not None:
                 made = self._chain(chain, index, computed[-1:])

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from hzero.arguments import Parser
-from hzero.config import UNCODED
+from hzero.config import TIERS, UNCODED
 from hzero.model.footprint import footprint
 from hzero.model.profile import Profile
 from hzero.model.step import predict
@@ -31,6 +31,7 @@ from hzero.plan.scenario import (
     profile_of,
     read_scenario,
     scenario_of,
+    settings_of,
     shape_of,
     split_keys,
     with_links,
@@ -39,7 +40,7 @@ from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.plan.tables import show
 from hzero.plan.tune import tune
 from hzero.settings.buffers import buffers_of
-from hzero.settings.conf import compose, key_of, plain
+from hzero.settings.conf import key_of
 from hzero.settings.groups import Configuration
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding import memory as memory_plan
@@ -215,7 +216,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     for key in set(own) - set(SWEPT):
         modes = "--tune or --fit, which alone read it" if key in FITTED else "--tune, which alone reads it"
         raise ConfigError(f"{key}: given without {modes}")
-    settings = Settings(plain(compose(kept)))
+    settings = settings_of(kept)
     plan, grid, layout = _plan_of(settings), settings.grid, settings.layout
     profile = profile_of(kept, own.get("profile"))
     if profile is not None and "profile" not in own and not _holds(profile, grid):
@@ -240,8 +241,11 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     sums: Any = _sums(settings) | {"itemsize": itemsize, "checksum": plan.checksum}
     traffic += traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums)
     stock += traffic_plan.tensor_traffic(layout.tensor_grid, UNCODED, **sums)
+    exchanges: Any = _exchanges(settings) | {"itemsize": itemsize, "checksum": plan.checksum}
+    traffic += traffic_plan.sequence_traffic(settings.sequence.tensor_grid, plan.codecs.sequence, **exchanges)
+    stock += traffic_plan.sequence_traffic(settings.sequence.tensor_grid, UNCODED, **exchanges)
     scenario = None
-    if profile is not None and shape_of(model) is not None and layout.tensor == 1:
+    if profile is not None and shape_of(model) is not None and not _divided(settings):
         scenario = scenario_of(settings, own, profile, itemsize)
     measured = None if links is None else _measured(links, grid)
     rates = settings["topology"].get("bandwidth_gb_s") or {}
@@ -287,7 +291,7 @@ def _memory(settings: Settings, own: dict[str, str], profile: Profile | None, it
     if profile is not None or "memory" in own:
         there = bytes_of(own["memory"]) if profile is None else memory_of(own, profile)
     attention = attention_of(own)
-    if shape_of(settings["model"]) is None or settings.layout.tensor > 1:  # activations are not known
+    if shape_of(settings["model"]) is None or _divided(settings):  # activations are not known
         about: Any = {"itemsize": itemsize, "channels": channels, "buffers": buffers_of(settings)}
         accumulation = settings["train"]["grad_accumulation"]
         states = memory_plan.plan_memory(plan, numels, accumulation=accumulation, **about)
@@ -329,11 +333,33 @@ def _sums(settings: Settings) -> dict[str, int]:
     }
 
 
+def _exchanges(settings: Settings) -> dict[str, Any]:
+    """Elements of the activations that a sequence group exchanges, and how often it does in a step.
+
+    Each layer exchanges queries, keys and values together, and what attention makes of them, in forward and in backward;
+    recomputation repeats those of forward.
+    """
+    model, train, ranks = settings["model"], settings["train"], settings.sequence.tensor
+    if ranks == 1:
+        return {"numels": (), "times": 0}
+    own = train["micro_batch"] * model["seq_length"] * model["hidden_size"] // ranks
+    passes = 3 if train["activation_checkpointing"] else 2
+    return {"numels": (3 * own, own), "times": passes * model["num_layers"] * train["grad_accumulation"]}
+
+
+def _divided(settings: Settings) -> bool:
+    """Whether layers or sequences are divided over ranks."""
+    return settings.layout.tensor * settings.sequence.tensor > 1
+
+
 def _layout(settings: Settings) -> dict[str, str] | None:
-    """Where tensor groups and data-parallel groups lie; None without tensor parallelism."""
+    """Where tensor groups and data-parallel groups, or sequence groups, lie; None without."""
     layout = settings.layout
-    if layout.tensor == 1:
+    if not _divided(settings):
         return None
+    if layout.tensor == 1:
+        found = settings.sequence
+        return {"sequence": f"{found.tensor} ranks, {found.tensor_grid}, such as {found.tensor_group(0)}"}
     return {
         "tensor": f"{layout.tensor} ranks, {layout.tensor_grid}, such as {layout.tensor_group(0)}",
         "data": f"{layout.data} ranks, {layout.data_grid}, such as {some(list(map(str, layout.data_group(0))), 8)}",
@@ -364,12 +390,19 @@ def _exceptions_note(plan: ShardPlan) -> list[str]:
 
 
 def _layout_note(settings: Settings) -> list[str]:
-    if settings.layout.tensor == 1:
+    if not _divided(settings):
         return []
-    return [
+    notes = [
         "with tensor parallelism degrees are over data-parallel ranks, and memory leaves out activations and the communicators "
         "of tensor groups"
     ]
+    grid, codecs = settings.layout.tensor_grid, _plan_of(settings).codecs.tensor
+    if settings.sequence.tensor > 1:
+        notes = ["with sequence parallelism memory leaves out activations and the communicators of sequence groups"]
+        grid, codecs = settings.sequence.tensor_grid, _plan_of(settings).codecs.sequence
+    if any(grid.size(tier) > 1 and codecs[tier].codec == "mpc" for tier in TIERS):
+        notes.append("codec mpc: bytes of activations are the most that it can take; what it takes depends on the data")
+    return notes
 
 
 def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:

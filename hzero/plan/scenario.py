@@ -103,7 +103,7 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
         ConfigError: A key is unknown, the machine has no profile, or the profile does not know it.
     """
     own, kept = split_keys(overrides)
-    settings = Settings(plain(compose(kept)))
+    settings = settings_of(kept)
     profile = profile_of(kept, own.get("profile"))
     if profile is None:
         raise ConfigError(
@@ -112,6 +112,18 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
         )
     scenario = scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
     return replace(scenario, given=tuple(kept))
+
+
+def settings_of(overrides: Sequence[str]) -> Settings:
+    """The settings of the trainer's configuration.
+
+    Raises:
+        ConfigError: A key is wrong, or there are pipeline stages, which are refused before the settings that they need.
+    """
+    config = plain(compose(list(overrides)))
+    if (stages := config["model"].get("pipeline_parallel", 1)) != 1:
+        raise ConfigError(f"model.pipeline_parallel: found {stages}, which plans do not know; possible: 1")
+    return Settings(config)
 
 
 def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -203,9 +215,13 @@ def job_of(settings: Settings, itemsize: int) -> Job:
     Raises:
         ConfigError: The layers of the model differ, or are split over ranks.
     """
-    if settings.layout.tensor > 1:
+    if settings.layout.pipeline > 1:
         raise ConfigError(
-            f"model.tensor_parallel: found {settings.layout.tensor}, which predictions do not know; possible: 1, or hzero plan "
+            f"model.pipeline_parallel: found {settings.layout.pipeline}, which predictions do not know; possible: 1"
+        )
+    if settings.readers.tensor > 1:
+        raise ConfigError(
+            f"{settings.readers.key}: found {settings.readers.tensor}, which predictions do not know; possible: 1, or hzero plan "
             "without --tune, --fit, --sweep, --from and --trace"
         )
     shape = shape_of(settings["model"])

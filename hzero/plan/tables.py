@@ -11,7 +11,7 @@ from hzero.formatting import size_text, table_of
 from hzero.plan.predicted import show_steps
 
 #: Why activations are not known, without tensor parallelism and with it.
-_UNKNOWN = ("the layers of the model differ", "predictions know no tensor parallelism")
+_UNKNOWN = ("the layers of the model differ", "predictions know no tensor or sequence parallelism")
 
 
 def show(result: dict[str, Any], console: Console) -> None:

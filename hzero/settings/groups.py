@@ -35,6 +35,8 @@ class ModelGroup(AnyModel):
 
     Attributes:
         tensor_parallel: Ranks among which heads of attention and hidden units of the MLP are divided; they divide both.
+        sequence_parallel: Ranks among which every sequence is divided, and in attention its heads; they divide both.
+        pipeline_parallel: Stages among which the layers are divided; micro-batches are `train.grad_accumulation`.
     """
 
     name: str
@@ -44,6 +46,8 @@ class ModelGroup(AnyModel):
     intermediate_size: Positive
     vocab_size: int = Field(ge=257)
     tensor_parallel: Positive = 1
+    sequence_parallel: Positive = 1
+    pipeline_parallel: Positive = 1
 
     @field_validator("tensor_parallel")
     @classmethod
@@ -55,6 +59,31 @@ class ModelGroup(AnyModel):
             raise ValueError(
                 f"found {value} with model.zero_init true, and layers are split once they are built; possible: zero_init auto "
                 "or false"
+            )
+        return value
+
+    @field_validator("sequence_parallel")
+    @classmethod
+    def _divides_sequences(cls, value: int, info: ValidationInfo) -> int:
+        for key in ("num_heads", "seq_length"):
+            if info.data.get(key, value) % value:
+                raise ValueError(f"found {value}, which does not divide model.{key} {info.data[key]}")
+        if value > 1 and info.data.get("tensor_parallel", 1) > 1:
+            raise ValueError(
+                f"found {value} with model.tensor_parallel {info.data['tensor_parallel']}; one of them has to be 1"
+            )
+        return value
+
+    @field_validator("pipeline_parallel")
+    @classmethod
+    def _has_layers(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("num_layers", value):
+            raise ValueError(f"found {value}, more than model.num_layers {info.data['num_layers']}")
+        if value > 1 and info.data.get("zero_init") is True:
+            raise ValueError(f"found {value} with model.zero_init true; possible: zero_init auto or false")
+        if value > 1 and info.data.get("sequence_parallel", 1) > 1:
+            raise ValueError(
+                f"found {value} with model.sequence_parallel {info.data['sequence_parallel']}; one of them has to be 1"
             )
         return value
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import TIERS, HZeroConfig, TopologyConfig
+from hzero.config import TIERS, Dimension, HZeroConfig, TopologyConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
+from hzero.settings.pipelines import check_pipelines
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
 from hzero.sharding.tensor_groups import TensorGroups
@@ -30,9 +31,12 @@ _OWNED = {
     "optimizer.params.weight_decay": "use train.weight_decay",
     "bf16.enabled": "use train.dtype",
     "fp16.enabled": "use train.dtype",
-    "zero_optimization.stage": "the trainer runs stage 3",
+    "zero_optimization.stage": "the trainer runs stage 3, and stage 1 with model.pipeline_parallel",
     "zero_optimization.hzero": "choose zero=...",
+    "checkpoint.load_universal": "a run goes on from its own checkpoints, see resume",
 }
+
+_STAGES = "model.pipeline_parallel"
 
 
 def without_nulls(value: Any) -> Any:
@@ -75,7 +79,8 @@ class Settings:
         config: The configuration as plain dictionaries.
         world_size: Ranks of the run.
         grid: Where the ranks sit.
-        layout: Their tensor groups and data-parallel groups.
+        layout: Their tensor groups, data-parallel groups and pipelines.
+        sequence: Their sequence groups, innermost too, and the ranks at the same place of each.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
         plan: The shard plan of rank 0; None for stock ZeRO-3.
 
@@ -101,7 +106,11 @@ class Settings:
         else:
             where = "topology.source" if isinstance(declared, str) else "topology"
             self.grid = resolve_grid(declared, self.world_size, where=where)
-        self.layout = TensorGroups(self.grid, self["model"].get("tensor_parallel", 1))
+        model = self["model"]
+        self.layout = TensorGroups(self.grid, model.get("tensor_parallel", 1), model.get("pipeline_parallel", 1))
+        self.sequence = TensorGroups(self.grid, model.get("sequence_parallel", 1), key="model.sequence_parallel")
+        if self.layout.pipeline > 1:
+            check_pipelines(config, without_nulls(config["zero"]), self.layout)
         self.block = self._block(declared)
         parsed = parse_config(self.block, "zero") if self.block else None
         if parsed is not None:
@@ -140,29 +149,50 @@ class Settings:
                 raise ConfigError(f"{block}.steps: found {steps}, and the run ends with step {last} (train.steps)")
 
     def _check_dimensions(self, parsed: HZeroConfig) -> None:
-        """Refuses codecs of activations that this run does not send."""
-        for dimension in parsed.codecs.dimensions:
-            if dimension != "tensor":
+        """Refuses written codecs of dimensions that this run does not send."""
+        layout, sequence = self.layout, self.sequence
+        of: dict[Dimension, tuple[str, int, Grid, str, str]] = {
+            "tensor": (layout.key, layout.tensor, layout.tensor_grid, "tensor groups", "activations"),
+            "sequence": (sequence.key, sequence.tensor, sequence.tensor_grid, "sequence groups", "activations"),
+            "pipeline": (_STAGES, layout.pipeline, layout.pipeline_grid, "pipelines", "activations"),
+            "optimizer": (_STAGES, layout.pipeline, layout.data_grid, "data-parallel groups", "updated weights"),
+        }
+        for dimension in parsed.written_dimensions:
+            if dimension not in of:
                 raise ConfigError(
                     f"zero.codecs.{dimension}: given, and nothing of the trainer's models is split like that; possible: "
-                    "zero.codecs.tensor with model.tensor_parallel, or a script of your own (hzero.collectives.for_dimension)"
+                    "zero.codecs.tensor with model.tensor_parallel, zero.codecs.sequence with model.sequence_parallel, "
+                    "zero.codecs.pipeline and optimizer with model.pipeline_parallel, or a script of your own "
+                    "(hzero.collectives.for_dimension)"
                 )
-            if self.layout.tensor == 1:
+            key, parts, grid, groups, sent = of[dimension]
+            if parts == 1:
+                raise ConfigError(f"zero.codecs.{dimension}: given without {key}, and so no {sent} are sent")
+            if all(grid.size(tier) == 1 or parsed.codecs[dimension][tier].codec == "none" for tier in TIERS):
+                crossed = ", ".join(tier for tier in TIERS if grid.size(tier) > 1) or "none"
                 raise ConfigError(
-                    "zero.codecs.tensor: given without model.tensor_parallel, and so no activations are sent"
+                    f"zero.codecs.{dimension}: none on the tiers that {groups} of {grid.world_size} ranks cross ({crossed}), and "
+                    "so without effect"
                 )
-            grid = self.layout.tensor_grid
-            if all(grid.size(tier) == 1 or parsed.codecs.tensor[tier].codec == "none" for tier in TIERS):
-                crossed = ", ".join(tier for tier in TIERS if grid.size(tier) > 1)
+            narrow = [tier for tier in TIERS if grid.size(tier) > 1 and parsed.codecs[dimension][tier].codec == "exp"]
+            if narrow and self.dtype != "bf16":
                 raise ConfigError(
-                    f"zero.codecs.tensor: none on the tiers that tensor groups of {self.layout.tensor} ranks cross ({crossed}), "
-                    "and so without effect"
+                    f"zero.codecs.{dimension}.{narrow[0]}: found 'exp', which holds bfloat16 numbers, with train.dtype "
+                    f"{self.dtype}; possible with train.dtype bf16, or mpc, none"
                 )
 
     @property
     def numels(self) -> list[int]:
-        """Elements of every parameter of the model; with tensor parallelism of one rank's parts."""
-        return model_numels(self["model"], self.layout.tensor)
+        """Elements of every parameter of the model; with tensor groups of one rank's parts, with stages of one stage at most."""
+        model = self["model"]
+        if self.layout.pipeline > 1:
+            model = {**model, "num_layers": -(-model["num_layers"] // self.layout.pipeline)}
+        return model_numels(model, self.layout.tensor)
+
+    @property
+    def readers(self) -> TensorGroups:
+        """The groups whose ranks read the same sequences; their `data` is the number of ranks, or groups, that read others."""
+        return self.sequence if self.sequence.tensor > 1 else self.layout
 
     @property
     def preset(self) -> str:
@@ -190,6 +220,8 @@ class Settings:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
+        if self.layout.pipeline > 1:
+            return {**zero, "topology": declared if isinstance(declared, str) else self.grid.declaration()}
         guard = zero.get("guard", {})
         if isinstance(guard, Mapping):
             zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **guard}}

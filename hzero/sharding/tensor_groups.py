@@ -1,9 +1,13 @@
-"""Tensor groups inside a machine and data-parallel groups across it, by arithmetic on the grid."""
+"""Tensor groups inside a machine, data-parallel groups across it, and pipelines outermost, by arithmetic on the grid.
+
+Sequence groups lie as tensor groups do.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +18,12 @@ from hzero.validation import ConfigError
 
 @dataclass(frozen=True)
 class TensorGroups:
-    """Where the ranks of a job with tensor parallelism stand.
+    """Where the ranks of a job with tensor and pipeline parallelism stand.
 
-    Tensor groups are innermost, as they send the most: the devices of a package first, then packages of a node. Ranks at the
-    same place of all tensor groups are a data-parallel group, over which the stage shards.
+    Tensor groups are innermost, as they send the most: the devices of a package first, then packages of a node. The stages of
+    a pipeline are outermost, as they send the least: each is a part of the places that follow each other, such as half of the
+    nodes. Ranks at the same place of all tensor groups of a stage are a data-parallel group, over which the stage shards. So
+    does DeepSpeed's ``PipeModelDataParallelTopology``.
 
     Two nodes of two packages of two devices:
 
@@ -29,42 +35,76 @@ class TensorGroups:
     Attributes:
         grid: Of the world.
         tensor: Ranks of a tensor group.
+        pipeline: Stages of a pipeline.
+        key: What sets the ranks of a tensor group, for messages.
 
     Raises:
-        ConfigError: Groups of this size do not fill the tiers of a node evenly; the message names the sizes that do.
+        ConfigError: Groups of this size do not fill the tiers of a node evenly; the message names the sizes that do. Or
+            stages do not fill a part of the grid.
     """
 
     grid: Grid
     tensor: int
+    pipeline: int = 1
+    key: str = "model.tensor_parallel"
 
     def __post_init__(self) -> None:
         if self.tensor not in (possible := sizes(self.grid)):
             raise ConfigError(
-                f"model.tensor_parallel: found {self.tensor}, which does not divide a node of {self.grid} from the innermost "
+                f"{self.key}: found {self.tensor}, which does not divide a node of {self.grid} from the innermost "
                 f"tier outwards; possible: {', '.join(map(str, possible))}"
             )
+        if self.pipeline > 1 and self.pipeline not in (stages := self._stages()):
+            raise ConfigError(
+                f"model.pipeline_parallel: found {self.pipeline}, into which {self.grid} with tensor groups of {self.tensor} "
+                f"does not divide from the outermost tier inwards; possible: {', '.join(map(str, stages))}"
+            )
+
+    def _stages(self) -> list[int]:
+        """Numbers of stages that are possible: of the outermost tiers whole ones, of the next a part."""
+        found, outside = {1}, 1
+        left = self.tensor
+        inner = {}
+        for tier in TIERS:
+            inner[tier] = self.grid.size(tier) // math.gcd(self.grid.size(tier), left)
+            left //= math.gcd(self.grid.size(tier), left)
+        for tier in TIERS[::-1]:
+            found |= {outside * count for count in range(1, inner[tier] + 1) if inner[tier] % count == 0}
+            outside *= inner[tier]
+        return sorted(found)
 
     @property
     def data(self) -> int:
         """Ranks of a data-parallel group."""
-        return self.grid.world_size // self.tensor
+        return self.grid.world_size // self.tensor // self.pipeline
 
     def tensor_rank(self, rank: int) -> int:
         """The number of a rank in its tensor group."""
         return self._places[rank] % self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """The number of a rank in its data-parallel group: that of its tensor group."""
-        return self._places[rank] // self.tensor
+        """The number of a rank in its data-parallel group: that of its tensor group in its stage."""
+        return self._places[rank] // self.tensor % self.data
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return self._places[rank] // (self.tensor * self.data)
 
     def tensor_group(self, rank: int) -> list[int]:
         """The tensor group of a rank, in order."""
-        first = self.data_rank(rank) * self.tensor
+        first = self._places[rank] // self.tensor * self.tensor
         return list(self._ranks[first : first + self.tensor])
 
     def data_group(self, rank: int) -> list[int]:
         """The data-parallel group of a rank, in order."""
-        return list(self._ranks[self.tensor_rank(rank) :: self.tensor])
+        ranks = self.tensor * self.data
+        first = self.stage(rank) * ranks
+        return list(self._ranks[first + self.tensor_rank(rank) : first + ranks : self.tensor])
+
+    def pipeline_group(self, rank: int) -> list[int]:
+        """The ranks of a rank's pipeline, by stage."""
+        ranks = self.tensor * self.data
+        return list(self._ranks[self._places[rank] % ranks :: ranks])
 
     @functools.cached_property
     def tensor_grid(self) -> Grid:
@@ -73,13 +113,18 @@ class TensorGroups:
 
     @functools.cached_property
     def data_grid(self) -> Grid:
-        """Where the ranks of a data-parallel group sit, in its own numbers; the world without tensor parallelism."""
-        return self.grid if self.tensor == 1 else self.grid.of_ranks(self.data_group(0))
+        """Where the ranks of a data-parallel group sit, in its own numbers; the world without other parallelism."""
+        return self.grid if self.data == self.grid.world_size else self.grid.of_ranks(self.data_group(0))
+
+    @functools.cached_property
+    def pipeline_grid(self) -> Grid:
+        """Where the ranks of a pipeline sit, in its own numbers."""
+        return self.grid.of_ranks(self.pipeline_group(0))
 
     @functools.cached_property
     def _ranks(self) -> Sequence[int]:
-        """The rank of every place, innermost tier fastest; without tensor parallelism that of its number."""
-        if self.tensor == 1 or (self.grid.regular and self.grid.order == TIERS[::-1]):
+        """The rank of every place, innermost tier fastest; without other parallelism that of its number."""
+        if self.tensor == self.pipeline == 1 or (self.grid.regular and self.grid.order == TIERS[::-1]):
             return range(self.grid.world_size)
         cells = itertools.product(*(range(self.grid.size(tier)) for tier in TIERS[::-1]))
         return [self.grid.rank(**dict(zip(TIERS[::-1], cell))) for cell in cells]

@@ -31,7 +31,8 @@ class TierTraffic:
         codec: Codec of the messages.
         wire_bytes: Bytes received, scales and record padding included.
         raw_bytes: The same with codec ``none``, without padding.
-        crossings: How often per step a whole set of parameters crosses the tier; of activations the number of sums.
+        crossings: How often per step a whole set of parameters crosses the tier; of activations the number of sums, or of
+            exchanges.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
         checksum_bytes: Bytes received on top with each collective, where messages carry checksums. They are in no other
             number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
@@ -136,6 +137,48 @@ def tensor_traffic(
             )
         )
         rows = left
+    return found
+
+
+def sequence_traffic(
+    grid: Grid,
+    codecs: TierCodecs,
+    numels: Sequence[int],
+    times: int,
+    *,
+    itemsize: int = 2,
+    checksum: bool = False,
+) -> list[TierTraffic]:
+    """Bytes of the exchanges of activations in a sequence group, exactly as its wire log counts them.
+
+    Args:
+        grid: Of the sequence group.
+        codecs: Of the tiers.
+        numels: Elements that a rank has of each tensor that is exchanged.
+        times: How often per step each is.
+        itemsize: Bytes of an element.
+        checksum: Whether messages carry checksums.
+
+    Returns:
+        One entry per tier of more than one rank, innermost first.
+    """
+    found = []
+    for tier in (tier for tier in grid.tiers if grid.size(tier) > 1):
+        size, form = grid.size(tier), record_format(codecs[tier])
+        others = 1 - 1 / size
+        wire = [form.message_bytes([count // grid.world_size], grid.world_size, itemsize) for count in numels]
+        found.append(
+            TierTraffic(
+                role="sequence",
+                tier=tier,
+                codec=codecs[tier].codec,
+                wire_bytes=times * sum(round(one * others) for one in wire),
+                raw_bytes=times * sum(math.ceil(count * itemsize * others) for count in numels),
+                crossings=times * len(numels),
+                used=True,
+                checksum_bytes=CHECKSUM_BYTES * (size - 1) if checksum else 0,
+            )
+        )
     return found
 
 

@@ -38,7 +38,7 @@ class Batches(ABC):
 
     Args:
         settings: The run's settings.
-        rank: This rank's number in its data-parallel group; the ranks of a tensor group read the same batches.
+        rank: This rank's number among those that read other batches; the ranks of a tensor or sequence group read the same.
 
     Attributes:
         packs: Whether sequences hold several examples.
@@ -48,7 +48,7 @@ class Batches(ABC):
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self.train, self.length = settings["train"], settings["model"]["seq_length"]
-        self.rank, self.world = rank, settings.layout.data
+        self.rank, self.world = rank, settings.readers.data
 
     @abstractmethod
     def training(self, step: int, micro: int) -> Batch:

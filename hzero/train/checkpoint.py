@@ -24,6 +24,9 @@ from hzero.validation import ConfigError, some
 
 _TAG = re.compile(r"step_(\d+)$")
 
+#: Keys of the model that say where it is computed, and not which one it is.
+_LAYOUT = ("name", "zero_init", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -33,10 +36,11 @@ class Identity:
         model: Hash of the model's shape.
         data: Hash of the tokenised text, the share of it that is kept for evaluation, and whether examples are packed.
         seed: Of weights and batches.
-        world_size: Ranks; ZeRO-3 writes two files per rank.
+        world_size: Ranks; ZeRO-3 writes two files per rank, ZeRO-1 with pipeline stages others.
         dtype: Type of the weights.
         sequences: Of all ranks in a step; None for a checkpoint of an earlier release.
         tensor_parallel: Ranks that share every layer.
+        pipeline_parallel: Stages among which the layers are divided.
     """
 
     model: str
@@ -46,16 +50,16 @@ class Identity:
     dtype: str
     sequences: int | None = None
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
 
 
 def identity_of(settings: Settings, data_key: str) -> Identity:
     """The identity of a run's checkpoints."""
     model, train = settings["model"], settings["train"]
-    # The other keys of the group fix the shape of a GPT-NeoX.
     shape = (
         architecture.shape_of(model)
         if architecture.is_general(model)
-        else {key: value for key, value in sorted(model.items()) if key not in ("name", "zero_init", "tensor_parallel")}
+        else {key: value for key, value in sorted(model.items()) if key not in _LAYOUT}
     )
     return Identity(
         model=hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16],
@@ -63,8 +67,9 @@ def identity_of(settings: Settings, data_key: str) -> Identity:
         seed=train["seed"],
         world_size=settings.world_size,
         dtype=settings.dtype,
-        sequences=settings.layout.data * train["micro_batch"] * train["grad_accumulation"],
+        sequences=settings.readers.data * train["micro_batch"] * train["grad_accumulation"],
         tensor_parallel=settings.layout.tensor,
+        pipeline_parallel=settings.layout.pipeline,
     )
 
 
@@ -325,7 +330,7 @@ def with_its_batch(settings: Settings, found: Checkpoint) -> Settings:
     Raises:
         ConfigError: No accumulation does; the message says which ranks and micro-batches could.
     """
-    wanted, train, world = found.identity.sequences, settings["train"], settings.layout.data
+    wanted, train, world = found.identity.sequences, settings["train"], settings.readers.data
     at_once = train["micro_batch"] * world
     if wanted is None or wanted == at_once * train["grad_accumulation"]:
         return settings
@@ -350,15 +355,19 @@ def _compare(found: Checkpoint, identity: Identity) -> None:
         "model": "was saved by a model of another shape (the model group differs)",
         "data": "was trained on other text (data.path, data.max_bytes, data.eval_share, data.packing or the tokenizer differ)",
         "seed": f"was trained with train.seed={found.identity.seed}, not {identity.seed}",
-        "tensor_parallel": f"was trained with model.tensor_parallel={found.identity.tensor_parallel}, and goes on with the same "
-        f"alone; found {identity.tensor_parallel}",
+        **{
+            key: f"was trained with model.{key}={getattr(found.identity, key)}, and goes on with the same alone; found "
+            f"{getattr(identity, key)}"
+            for key in ("tensor_parallel", "pipeline_parallel")
+        },
         "dtype": f"was trained in {found.identity.dtype}, not {identity.dtype}",
     }
     for name, message in said.items():
         if getattr(found.identity, name) != getattr(identity, name):
             raise ConfigError(f"resume: {str(found.folder)!r} {message}")
-    if identity.tensor_parallel > 1 and found.identity.world_size != identity.world_size:
+    divided = identity.tensor_parallel > 1 or identity.pipeline_parallel > 1
+    if divided and found.identity.world_size != identity.world_size:
         raise ConfigError(
-            f"resume: {str(found.folder)!r} was written by {found.identity.world_size} ranks with tensor parallelism, and goes "
-            f"on with as many alone; found {identity.world_size}"
+            f"resume: {str(found.folder)!r} was written by {found.identity.world_size} ranks with tensor or pipeline "
+            f"parallelism, and goes on with as many alone; found {identity.world_size}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -87,14 +88,25 @@ class TrainerCheckpointEngine(CheckpointEngine):
         """
         load = functools.partial(safe_load.load, map_location="cpu", trust=self._trust)
         self._resharding = resharding(self._engine, folder, world_size, load)
-        names = self._engine._get_all_ckpt_names
+        names, module = self._engine._get_all_ckpt_names, self._engine.module
+        layers = getattr(module, "ckpt_layer_path_list", None)
         if self._resharding is not None:
-            path = str(self._resharding.path(0, MODEL))  # this rank may have written none
-            self._engine._get_all_ckpt_names = lambda checkpoints_path, tag: [path]
+            own = str(self._resharding.path(0, MODEL))  # this rank may have written none
+            self._engine._get_all_ckpt_names = lambda path, tag: [own]
+        else:  # stock looks for files by a pattern of which the folder's name is a part, whatever characters it has
+            self._engine._get_all_ckpt_names = lambda path, tag: names(glob.escape(path), tag)
+        if layers is not None:  # of pipeline stages
+            module.ckpt_layer_path_list = lambda path, index: layers(glob.escape(path), index)
         try:
             yield
         finally:
             self._engine._get_all_ckpt_names, self._resharding = names, None
+            if layers is not None:
+                module.ckpt_layer_path_list = layers
+
+    def preserves_storage_sharing(self) -> bool:
+        """Whether DeepSpeed has to copy tensors that are parts of larger ones: no, `save` does."""
+        return False
 
     def begin(self) -> None:
         """Forgets the last save, whose files have been written."""

@@ -47,7 +47,7 @@ def prepare(settings: Settings, say: Callable[[str], None]) -> tuple[data.Tokens
     """
     group, model = settings["data"], settings["model"]
     vocab, length = model_vocab(model), model["seq_length"]
-    least = settings.layout.data * settings["train"]["micro_batch"]
+    least = settings.readers.data * settings["train"]["micro_batch"]
     tokenizer = tokenizers.of_folder(architecture.checkpoint_folder(model), vocab)
     if form(group) == "text":
         text = data.prepare(group, vocab, length, least, say, tokenizer)
@@ -56,6 +56,11 @@ def prepare(settings: Settings, say: Callable[[str], None]) -> tuple[data.Tokens
         raise ConfigError(
             "data.packing: found true, and the architecture takes no position_ids, by which packed examples are kept apart; "
             "possible: false"
+        )
+    if group["packing"] and settings.sequence.tensor > 1:
+        raise ConfigError(
+            f"data.packing: found true with model.sequence_parallel {settings.sequence.tensor}, whose attention does not keep "
+            "packed examples apart; possible: false"
         )
     found = examples.prepare(group, vocab, tokenizer, say)
     _check_count(found, settings, least, say)

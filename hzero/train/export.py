@@ -72,6 +72,10 @@ def run_export(arguments: Sequence[str]) -> int:
     parsed = parser().parse_args(list(arguments))
     output = (parsed.output or parsed.run / "export").expanduser().resolve()
     found = _checkpoint(parsed.run)
+    if (stages := found.identity.pipeline_parallel) > 1:
+        raise ConfigError(
+            f"RUN: {str(found.folder)!r} is of {stages} pipeline stages (model.pipeline_parallel), which are not joined"
+        )
     if not parsed.trust:
         safe_load.refuse_code(found.folder, "--trust")
     _check_output(output, parsed.overwrite)

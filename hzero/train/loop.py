@@ -35,12 +35,14 @@ from hzero.train.packing import check_packing
 from hzero.train.recordings import Recordings
 from hzero.train.sample import Sampler
 from hzero.train.saver import Saver
+from hzero.train.sequence_parallel import divide, part_of, sequence_group
 from hzero.train.status import Status
 from hzero.train.stop import Reason, Stop
 from hzero.train.stragglers import Stragglers, described
 from hzero.train.summary import build_summary, print_summary
 from hzero.train.tensor_parallel import Groups
 from hzero.validation import seconds_of
+from hzero.zero import StageState
 from hzero.zero.guard import scaling_can_help
 
 # A C++ extension that DeepSpeed would build and stage 3 never uses. The first look at this dictionary makes DeepSpeed try
@@ -58,12 +60,12 @@ def deepspeed_config(settings: Settings) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": train["micro_batch"],
         "gradient_accumulation_steps": train["grad_accumulation"],
         "gradient_clipping": float(train["grad_clip"]),
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3 if settings.layout.pipeline == 1 else 1},
         "optimizer": adamw(train),
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
     }
-    if settings.block is None:
+    if settings.block is None and settings.layout.pipeline == 1:
         # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if settings.dtype != "fp32":
@@ -112,22 +114,26 @@ class Loop:
         self._settings, self._run_dir = settings, run_dir
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._layout = settings.layout
-        self._batches = batches_of(corpus, settings, self._layout.data_rank(self._rank))
+        self._batches = batches_of(corpus, settings, settings.readers.data_rank(self._rank))
         self._sampler = Sampler(settings, run_dir, self._batches, corpus)
         self._flops_per_token = model.flops_per_token(settings["model"])
         self._device = torch.device(get_accelerator().current_device_name())
         config = deepspeed_config(settings)
         train = settings["train"]
-        groups = self._tensor = None
+        groups = self._tensor = self._sequence = None
         if self._layout.tensor > 1:
             groups = Groups(self._layout)
             self._tensor = for_dimension("tensor", config, groups.get_model_parallel_group(), grid=settings.grid)
+        if settings.sequence.tensor > 1:
+            self._sequence = sequence_group(settings, config)
         recompute = train["activation_checkpointing"]
         built = model.build(settings["model"], train["seed"], config, recompute, self._tensor)
+        if self._sequence is not None:
+            divide(built, self._sequence)
         self._parameters = sum(getattr(p, "ds_numel", p.numel()) for p in built.parameters())
-        if self._tensor is not None:
+        if self._tensor is not None or self._layout.pipeline > 1:
             self._parameters = sum(model_numels(settings["model"]))
-        self._engine = hzero.initialize(model=built, model_parameters=built.parameters(), config=config, mpu=groups)[0]
+        self._engine = self._start(built, config, groups)
         saves = settings["checkpoint"]
         self._saver = Saver(
             self._engine,
@@ -152,6 +158,10 @@ class Loop:
         self._said: set[str] = set()
         stop.remember(signal.SIGTERM)
 
+    def _start(self, built: torch.nn.Module, config: dict[str, Any], groups: Groups | None) -> Any:
+        """The engine of a model."""
+        return hzero.initialize(model=built, model_parameters=built.parameters(), config=config, mpu=groups)[0]
+
     def _warn(self, message: str) -> None:
         """Says a warning once, on the user's terminal: the logs may be on the disk that is full."""
         if message not in self._said:
@@ -170,13 +180,14 @@ class Loop:
         status = Status(self._run_dir, self._warn) if first else None
         stopped: Reason | None = None
         evaluation: dict[str, float] = {}
-        own = hzero.state(self._engine)
-        ratios = own.ratios if own is not None else {}
+        own, stage = hzero.state(self._engine), self._stage
+        ratios = stage.ratios if stage is not None else {}
         if self._batches.packs:
             shape = self._settings["model"]
             check_packing(self._engine, model_vocab(shape), shape["seq_length"], self._device)
+        if stage is not None:
+            stage.weights.refresh()  # this one belongs to no step
         if own is not None:
-            own.weights.refresh()  # this one belongs to no step
             own.settle()
         if (log := self._wire_log) is not None:
             log.reset()
@@ -206,8 +217,8 @@ class Loop:
                 if metrics is not None:
                     metrics.add(row)
                     monitor.write(step, {f"train/{name}": row[name] for name in MONITORED})
-                    if own is not None and own.ratios and own.ratios is not ratios:
-                        ratios = own.ratios
+                    if stage is not None and stage.ratios and stage.ratios is not ratios:
+                        ratios = stage.ratios
                         metrics.add({"kind": "audit", "step": step, "signal_to_noise_db": ratios})
                         monitor.write(step, {f"signal_to_noise_db/{name}": one for name, one in ratios.items()})
                 self._guard(row, progress)
@@ -237,12 +248,13 @@ class Loop:
                     self._warn_of_saves(self._saver.save(step, last=last or stopped is not None), metrics)
                 if stopped:
                     self._warn_of_saves(self._saver.settle(last=True), metrics)
-                    again = f"resume=auto run.dir={self._run_dir}"
+                    again = f"the same command with resume=auto run.dir={self._run_dir} goes on from there"
                     why = "stopped" if stopped == "interrupted" else "stopped in time for the end of the job"
-                    progress.message(f"{why} after step {step}; the same command with {again} goes on from there")
+                    progress.message(f"{why} after step {step}; {again}")
                     break
+        if stage is not None:
+            stage.weights.refresh()  # the last step's
         if own is not None:
-            own.weights.refresh()  # the last step's
             own.settle()
         log = self._wire_log
         traffic = log.as_dicts() if log is not None else []
@@ -265,9 +277,15 @@ class Loop:
         return stopped
 
     @property
+    def _stage(self) -> StageState | None:
+        """The state of hzero's stage 3; None for stock, and with pipeline stages."""
+        own = hzero.state(self._engine)
+        return own if isinstance(own, StageState) else None
+
+    @property
     def _wire_log(self) -> WireLog | None:
-        """That of the stage, which counts the hops of tensor groups too; of stock ZeRO-3 beside such groups theirs alone."""
-        counted = hzero.state(self._engine) or self._tensor
+        """That of the stage, which counts the hops of parallel dimensions too; of stock ZeRO-3 beside them theirs alone."""
+        counted = hzero.state(self._engine) or self._tensor or self._sequence
         return counted.wire_log if counted is not None else None
 
     @property
@@ -298,18 +316,13 @@ class Loop:
         torch.manual_seed(
             np.random.SeedSequence([train["seed"], step, self._layout.data_rank(self._rank)]).generate_state(1).item()
         )  # of dropout
-        total = torch.zeros((), device=self._device)
-        for micro in range(train["grad_accumulation"]):
-            loss = self._loss(self._batches.training(step, micro))
-            total += loss.detach().float()
-            self._engine.backward(loss)
-            self._engine.step()
+        loss = self._micro_steps(step)
         # The ranks agree on the loss, on stopping and on saves in one message; of the clocks rank 0's counts.
         timed = self._stop.timed or (
             self._rank == 0 and self._stop.is_due(self._saver.longest_s * (1 + self._saver.busy))
         )
         flags = torch.tensor([self._stop.asked, timed, self._saver.ready], dtype=torch.float32, device=self._device)
-        shared = torch.cat([(total / train["grad_accumulation"])[None], flags])
+        shared = torch.cat([loss.reshape(1), flags])
         arrived = time.perf_counter()
         dist.all_reduce(shared)
         loss_mean, asked, times, ready = shared.tolist()
@@ -334,6 +347,17 @@ class Loop:
         }
         self._rows.append(row)
         return row, "timed out" if times else "interrupted" if asked else None, ready == self._world
+
+    def _micro_steps(self, step: int) -> torch.Tensor:
+        """Forward and backward of all micro-steps, and the optimizer's step; their mean loss on this rank, a scalar."""
+        count = self._settings["train"]["grad_accumulation"]
+        total = torch.zeros((), device=self._device)
+        for micro in range(count):
+            loss = self._loss(self._batches.training(step, micro))
+            total += loss.detach().float()
+            self._engine.backward(loss)
+            self._engine.step()
+        return total / count
 
     def _guard(self, row: dict[str, Any], progress: Progress) -> None:
         """Notices a step that is not finite; with too many in a row the run ends, on all ranks, since they share the row.
@@ -362,6 +386,8 @@ class Loop:
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch, weighted by its share of the tokens that the loss counts."""
+        if self._sequence is not None:
+            batch = part_of(batch, self._sequence.plan.rank, self._sequence.plan.grid.world_size)
         inputs = {name: torch.from_numpy(array).to(self._device) for name, array in batch.inputs.items()}
         loss: torch.Tensor = self._engine(**inputs).loss
         return loss if batch.share == 1 else loss * batch.share
@@ -374,13 +400,17 @@ class Loop:
             progress.message(f"sample after step {step}: {row['prompt']!r} → {row['text']!r}")
 
     def _evaluate(self, step: int, metrics: folder.Metrics | None, monitor: Monitor) -> dict[str, float]:
-        losses = {"loss_decoded": self._evaluation_loss()}
-        with hzero.exact_weights(self._engine):
-            losses["loss_exact"] = self._evaluation_loss()
+        losses = self._losses()
         if metrics is not None:
             metrics.add({"kind": "eval", "step": step, **losses})
         monitor.write(step, {f"eval/{name}": loss for name, loss in losses.items()})
         return losses
+
+    def _losses(self) -> dict[str, float]:
+        """Losses of an evaluation with decoded and with exact weights."""
+        decoded = self._evaluation_loss()
+        with hzero.exact_weights(self._engine):
+            return {"loss_decoded": decoded, "loss_exact": self._evaluation_loss()}
 
     @torch.no_grad()
     def _evaluation_loss(self) -> float:
@@ -410,7 +440,7 @@ class Loop:
                 everyones=everyones,
                 evaluation=evaluation,
                 status=stopped or "finished",
-                plan=own.plan if own is not None else None,
+                plan=self._stage.plan if self._stage is not None else None,
             )
             print_summary(summary)
             folder.write_summary(self._run_dir, summary)

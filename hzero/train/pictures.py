@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,7 +272,9 @@ def _bytes(runs: Sequence[Run]) -> Picture | None:
     sizes = []
     for colour, summary in _ended(runs):
         steps = max(summary["steps_here"], 1)
-        own = {(row["role"], row["tier"]): row["wire_bytes"] / steps for row in summary["traffic"]}
+        own: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for row in summary["traffic"]:
+            own[row["role"], row["tier"]] += row["wire_bytes"] / steps
         sizes.append((colour, own, zero3_bytes(summary)))
     used = {tier for _, *both in sizes for of in both for (_, tier), count in of.items() if count}
     tiers = [tier for tier in TIERS if tier in used]

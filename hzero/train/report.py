@@ -244,4 +244,5 @@ def _states(summary: dict[str, Any]) -> tuple[str, str]:
         return "", ""
     stock = {row["name"]: row["bytes"] for row in summary["zero3"]["memory"]}
     own = summary["memory"]
-    return size_text(sum(own.values())), f"{sum(own.values()) / sum(stock.get(name, 0) for name in own):.2f} x"
+    plain = sum(stock.get(name, 0) for name in own)  # none with pipeline stages
+    return size_text(sum(own.values())), f"{sum(own.values()) / plain:.2f} x" if plain else ""

@@ -240,7 +240,8 @@ def resharding(engine: Any, folder: Path, world_size: int, load: Callable[..., A
         world_size: Ranks that wrote it.
         load: As of `Resharding`.
     """
-    if engine.mp_world_size > 1:  # of tensor groups: settings have refused every other layout
+    # Beside tensor groups, and with pipeline stages (ZeRO-1), settings have refused every other layout.
+    if engine.mp_world_size > 1 or engine.zero_optimization_stage() == 1:
         return None
     zero = engine.optimizer
     layout = Layout(dist.get_world_size(), engine._get_zero_param_shapes())

@@ -17,11 +17,12 @@ from hzero.validation import ConfigError
 
 #: What lets a run load a checkpoint that holds more.
 TRUST = "checkpoint.trust=true"
-#: What DeepSpeed's own ZeRO-3 files need beyond tensors and Python's plain types.
+#: What DeepSpeed's own files of ZeRO-3 and, with pipeline stages, ZeRO-1 need beyond tensors and Python's plain types.
 ALLOWED = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
 )
 #: How torch names what it refuses.
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")

@@ -15,6 +15,7 @@ from hzero.settings.settings import Settings
 from hzero.train import folder
 from hzero.train.batches import Batches
 from hzero.train.examples import Examples
+from hzero.train.sequence_parallel import whole_sequences
 
 
 def _together(group: dist.ProcessGroup, device: torch.device, max_time: float) -> Any:
@@ -83,7 +84,7 @@ class Sampler:
             patience = {"stopping_criteria": _together(engine.mpu.get_model_parallel_group(), device, **patience)}
         training = engine.module.training
         engine.eval()
-        with hzero.exact_weights(engine), torch.random.fork_rng(devices=devices):
+        with hzero.exact_weights(engine), whole_sequences(engine.module), torch.random.fork_rng(devices=devices):
             torch.manual_seed(self._seed)
             written = engine.module.generate(
                 input_ids=ids,

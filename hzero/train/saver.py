@@ -27,10 +27,13 @@ from hzero.train import checkpoint
 from hzero.train.checkpoint_engine import TrainerCheckpointEngine, Written
 from hzero.train.folder import WriteError
 from hzero.train.writer import Writer
-from hzero.validation import some
+from hzero.validation import ConfigError, some
+from hzero.zero.state import optimizer_bytes
 
 #: Seconds between two questions of ranks that wait for each other's files.
 _ASK_S = 0.1
+#: Of a parameter group, beside the learning rate, which every step sets.
+_HYPERPARAMETERS = ("betas", "weight_decay")
 
 
 @dataclasses.dataclass
@@ -110,7 +113,7 @@ class Saver:
     @property
     def longest_s(self) -> float:
         """Seconds of the longest save so far; before the first an estimate, from 100 MB/s for every rank."""
-        return self._saved_s or 10.0 + self._states() / 1e8
+        return self._saved_s or 10.0 + (self._states() + self._weights()) / 1e8
 
     @property
     def busy(self) -> bool:
@@ -126,9 +129,20 @@ class Saver:
         return work.waits_for is None or work.waits_for.done()
 
     def load(self, found: checkpoint.Checkpoint) -> None:
-        """Loads a checkpoint of any number of ranks. Collective."""
+        """Loads a checkpoint of any number of ranks; hyperparameters stay those of the run that goes on. Collective.
+
+        Raises:
+            ConfigError: DeepSpeed finds nothing to load in it.
+        """
+        optimizer = self._engine.optimizer
+        own = [{key: group[key] for key in _HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
         with self._files.reading(found.folder, found.identity.world_size):
-            self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
+            loaded, _ = self._engine.load_checkpoint(str(found.folder.parent), tag=found.folder.name)
+        if loaded is None:
+            raise ConfigError(f"resume: DeepSpeed finds nothing to load in {str(found.folder)!r}")
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            group.update(values)
+        optimizer.clip_grad = self._engine.gradient_clipping()  # ZeRO-1 takes the checkpoint's
         self._bytes = found.bytes
         if self._rank == 0 and found.folder.parent.resolve() == self._folder.resolve():
             self._given_up = checkpoint.later_than(found.folder)
@@ -279,16 +293,18 @@ class Saver:
             usage = shutil.disk_usage(self._folder)
         except OSError as error:
             return f"{error.filename or self._folder}: {error.strerror or error}"
-        needed = self._bytes or self._states() * self._world
+        needed = self._bytes or self._states() * self._world + self._weights()
         if usage.total and usage.free < needed:
             return f"{self._folder}: it takes {size_text(needed)}, and {size_text(usage.free)} are free"
         return None
 
     def _states(self) -> int:
         """Bytes of this rank's share of the float32 weights and the optimizer's states."""
-        zero = self._engine.optimizer
-        tensors = [*zero.fp32_partitioned_groups_flat, *(v for s in zero.optimizer.state.values() for v in s.values())]
-        return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
+        return optimizer_bytes(self._engine.optimizer)
+
+    def _weights(self) -> int:
+        """Bytes of the weights that one rank writes for all: those of a pipeline stage. With ZeRO-3 next to none is whole."""
+        return sum(param.nbytes for param in self._engine.module.parameters())
 
     def _conclude(self, work: _UnderWay, everyones: list[Written]) -> str | None:
         """On rank 0, by its writer: publishes what all ranks have written; removes it where one has not."""

@@ -68,6 +68,7 @@ def build_summary(
         if plan is not None
         else []
     )
+    comparable = settings.layout.pipeline == 1  # ZeRO-3 has no pipeline stages to compare with
     first, last, window = ends(losses)
     fetches = _fetches(traffic, plan, sizes, itemsize, len(rows) * accumulation, settings.world_size)
     return {
@@ -86,6 +87,8 @@ def build_summary(
         "grid": {tier: settings.grid.size(tier) for tier in settings.grid.tiers},
         "preset": settings.preset,
         "tensor_parallel": settings.layout.tensor,
+        "sequence_parallel": settings.sequence.tensor,
+        "pipeline_parallel": settings.layout.pipeline,
         "accumulation": accumulation,
         "traffic": traffic,
         "traced": _traced(traced),
@@ -98,8 +101,10 @@ def build_summary(
             "fetches": fetches,
             "traffic": traffic_dicts(
                 zero3_traffic(grid, sizes, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
-            ),
-            "memory": memory_dicts(zero3_memory(grid, sizes, itemsize=itemsize, buffers=buffers)),
+            )
+            if comparable
+            else [],
+            "memory": memory_dicts(zero3_memory(grid, sizes, itemsize=itemsize, buffers=buffers)) if comparable else [],
         },
         "eval": evaluation,
         "versions": {"python": platform.python_version(), **_versions("hzero", "torch", "deepspeed", "transformers")},
@@ -250,20 +255,21 @@ def traffic_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """The cells under `TRAFFIC_HEAD`: bytes that all ranks together received per step, and would under plain ZeRO-3."""
     steps, world = max(summary.get("steps_here", 0), 1), summary["world_size"]
     stock = zero3_bytes(summary)
-    own = {(row["role"], row["tier"]): row for row in summary["traffic"]}
+    own: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in summary["traffic"]:
+        own.setdefault((row["role"], row["tier"]), []).append(row)
     rows: list[tuple[str, ...]] = []
     for key in sorted({**stock, **own}, key=lambda k: (_SENT.index(k[0]), TIERS.index(k[1]))):  # type: ignore[arg-type]
-        row = own.get(key)
-        if row is not None:
+        plain = size_text(stock[key]) if key in stock else ""
+        for row in own.get(key, ()):
             ratio = row["raw_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0
             hops = f"{row['hops'] / steps / world:.1f}"
             hidden = f"{row.get('hidden_seconds', 0) / row['seconds']:.0%}" if row["seconds"] else ""
             cells = (row["codec"], hops, hidden, size_text(row["wire_bytes"] / steps), f"{ratio:.2f}")
-        elif stock[key]:
-            cells = ("", "", "", "", "")
-        else:
-            continue
-        rows.append((*key, *cells, size_text(stock[key]) if key in stock else ""))
+            rows.append((*key, *cells, plain))
+            plain = ""  # once, in the first of the rows of several codecs
+        if key not in own and stock[key]:
+            rows.append((*key, "", "", "", "", "", plain))
     return rows
 
 

@@ -47,6 +47,7 @@ def train_rank(run_dir: Path, stop: Stop) -> int:
     from hzero.settings.settings import Settings
     from hzero.train import checkpoint, corpus
     from hzero.train.loop import Loop
+    from hzero.train.pipeline_parallel import PipelineLoop
 
     job = json.loads((run_dir / LOGS / JOB).read_text())
     settings = Settings(_config(run_dir), world_size=int(os.environ["WORLD_SIZE"]))
@@ -54,7 +55,8 @@ def train_rank(run_dir: Path, stop: Stop) -> int:
     resume_from = checkpoint.read(Path(job["resume_from"]), hashes=False) if job["resume_from"] else None
     stop.ends_at = job["ends_at"]
     with blaming():
-        return UNFINISHED if Loop(settings, run_dir, found, resume_from, stop).run() else 0
+        loop = Loop if settings.layout.pipeline == 1 else PipelineLoop
+        return UNFINISHED if loop(settings, run_dir, found, resume_from, stop).run() else 0
 
 
 def prepare_process(threads: int) -> None:

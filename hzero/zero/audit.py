@@ -120,6 +120,8 @@ class Audit:
         if compared is None:
             return torch.zeros((), dtype=torch.bool, device=kept.device)
         copy, fresh = (tensor.reshape(-1).view(torch.uint8) for tensor in compared)
+        if copy.numel() != fresh.numel():  # one of them does not fit codec exp
+            return torch.ones((), dtype=torch.bool, device=kept.device)
         return (copy != fresh).any()
 
     def _differing(self, sums: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from hzero.zero.accumulators import Accumulators
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Route, Routes
 
+logger = logging.getLogger("hzero")
+
 #: Takes parameters and their flat shards, cut to the elements that exist (possibly none).
 Deliver: TypeAlias = Callable[[list[ZeroParameter], list[torch.Tensor]], None]
 
@@ -29,7 +32,7 @@ class Gradients:
     gradients' scope; into float32 accumulators the last hop adds them as it decodes them. Over a single device no hop is
     made, and whole gradients are added up as they are. In the last micro-step of a window they go on across the outer tiers
     at once, while backward runs; a window of one micro-step keeps no accumulator. `boundary` sends what still waits, and
-    delivers all shards together: after an error none is delivered, and the window is given up.
+    delivers their shards together. After an error the window is given up: what is left of it is an error too, until `clear`.
 
     Args:
         collectives: The stage's tiered collectives.
@@ -53,6 +56,7 @@ class Gradients:
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
+        self._error: BaseException | None = None
         self._crossing: list[tuple[list[ZeroParameter], torch.dtype, Chain[list[torch.Tensor]]]] = []
         self.reductions = 0
         self._peak_bytes = 0
@@ -63,8 +67,8 @@ class Gradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients wait here to cross the outer tiers."""
-        return bool(self._waiting)
+        """Whether a boundary is still to come: for partial sums, for reductions under way, or to tell of an error."""
+        return bool(self._waiting or self._reducing or self._error)
 
     def holds(self, param: ZeroParameter) -> bool:
         """Whether this parameter's gradient of the current accumulation window waits for the boundary."""
@@ -97,6 +101,7 @@ class Gradients:
             last: Whether no other micro-step of this window follows.
             deliver: Takes this rank's shards where gradients are sharded over the world.
         """
+        self._check()
         for route, alike in self._routes.alike(params):
             self._micro(route, alike, dtype, scale, last=last, deliver=deliver)
 
@@ -179,14 +184,28 @@ class Gradients:
         """An error gives up the window: a step with some of its gradients would be wrong and look right."""
         try:
             yield
-        except BaseException:
-            self.clear()
+        except BaseException as error:
+            self._error = error
+            self._drop()
             raise
 
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                "hzero: gradients of this accumulation window are lost by an error, and a step with the others would be wrong; "
+                f"begin a new window with engine.optimizer.zero_grad(). The error: {self._error}"
+            ) from self._error
+
     def settle(self) -> None:
-        """Waits for the reductions of the micro-steps so far."""
-        while self._reducing:
-            self._finish_first()
+        """Waits for the reductions of the micro-steps so far.
+
+        Raises:
+            RuntimeError: The window is given up.
+        """
+        self._check()
+        with self._all_or_nothing():
+            while self._reducing:
+                self._finish_first()
 
     def _finish_first(self) -> None:
         chain, deliver = self._reducing.popleft()
@@ -256,8 +275,8 @@ class Gradients:
             scale: Loss scale of these gradients.
             deliver: Takes the shards, bucket by bucket, once all have arrived.
         """
+        self.settle()
         with self._all_or_nothing():
-            self.settle()
             rest = [self._waiting[key] for key in self._accumulators.in_order()]
             for _, alike in self._routes.alike(rest):
                 for params in in_buckets(((param, param.ds_numel) for param in alike), self.bucket_numel):
@@ -281,11 +300,18 @@ class Gradients:
 
     def clear(self) -> None:
         """Starts a new window: nothing waits, nothing has arrived, and pending residuals are discarded."""
+        self._drop()
+        self._error = None
+
+    def _drop(self) -> None:
         reducing: list[Chain[Any]] = [chain for chain, _ in self._reducing]
         for chains in (reducing, (chain for *_, chain in self._crossing)):  # the former may add to the latter
             for chain in chains:
-                with contextlib.suppress(Exception):  # whoever waited for it has been told
+                try:
                     chain.wait()
+                except Exception as error:
+                    if self._error is None:  # else whoever waited has been told of the first
+                        logger.warning("hzero: gradients that nobody waits for any more: %s", error)
         self._reducing.clear()
         self._crossing.clear()
         self._waiting.clear()

@@ -12,11 +12,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from hzero.block import KEY
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
+from hzero.validation import ConfigError
 from hzero.zero.overridden import check_deepspeed
 from hzero.zero.partition import Partition, check_mpu, group_of
-from hzero.zero.refusals import check_config, read_block, sets_persistence_threshold
+from hzero.zero.pipeline_engine import HZeroPipelineEngine
+from hzero.zero.refusals import check_config, check_pipeline, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
 from hzero.zero.weights import Weights
@@ -30,9 +33,9 @@ def enable() -> None:
     `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
     are.
 
-    The call replaces three things in DeepSpeed: its ZeRO-3 optimizer class (by a subclass), the constructor of its
-    parameter offload (which the stage wraps, to take over gathers), and its sanity check (which the stage extends, to
-    refuse unsupported features before anything is built). It starts no collective, reads no configuration and
+    The call replaces four things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by subclasses),
+    the constructor of its parameter offload (which the stage wraps, to take over gathers), and its sanity check (which the
+    stage extends, to refuse unsupported features before anything is built). It starts no collective, reads no configuration and
     allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it
     cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
 
@@ -43,10 +46,11 @@ def enable() -> None:
         return
     check_deepspeed()
     # SuperOffload subclasses the stock class, by the name that is about to be replaced.
-    import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+    import deepspeed.runtime.superoffload.superoffload_stage3
 
     DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
+    deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
     stage3.DeepSpeedZeroOptimizer_Stage3 = HZeroStage3  # engine._configure_zero_optimizer imports the name late
 
 
@@ -57,11 +61,23 @@ def _checked(stock: Any) -> Any:
     def check(self: DeepSpeedEngine) -> None:
         config = read_block(self._config._param_dict)
         if config is not None:
-            check_config(self._config, self.optimizer_name())
-            check_mpu(self.mpu, config.topology)
-            partition = Partition.of(group_of(self.mpu), config.topology)
+            check_config(self._config, self.optimizer_name(), pipeline=self.pipeline_parallelism)
+            if self.pipeline_parallelism:
+                check_mpu(self.mpu, config.topology)
+                check_pipeline(self._config, config)
+                if not isinstance(self, HZeroPipelineEngine):  # such as DualPipeVEngine
+                    raise ConfigError(
+                        f"{KEY}: found the engine {type(self).__name__}, which {KEY} does not support; possible: a "
+                        "PipelineModule with deepspeed.initialize"
+                    )
+                return stock(self)
+            if (size := self.autotp_size()) > 1:
+                partition = Partition.of_autotp(size, config.topology)
+            else:
+                check_mpu(self.mpu, config.topology)
+                partition = Partition.of(group_of(self.mpu), config.topology)
             ShardPlan.from_config(config, partition.grid, partition.rank)
-        stock(self)
+        return stock(self)
 
     return check
 
@@ -132,8 +148,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
     change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
     not shard activations. It works beside tensor parallelism of a model's own, with an ``mpu`` whose tensor groups lie inside
-    nodes: then it shards over the data-parallel ranks. It refuses expert and pipeline parallelism, AutoTP and, by name, the
+    nodes, and beside AutoTP: then it shards over the data-parallel ranks. It refuses expert parallelism and, by name, the
     other DeepSpeed features that it does not support. A configuration without the block gives a stock engine.
+
+    A model with pipeline stages, a ``PipelineModule``, has ZeRO-1 at most in DeepSpeed, and the block goes with stage 1 then:
+    activations between stages, sums of gradients and updated weights cross tier by tier with codecs (`HZeroStage1`).
 
     Args:
         *args: As for ``deepspeed.initialize``.
@@ -150,8 +169,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     return deepspeed.initialize(*args, **kwargs)
 
 
-def state(engine: Any) -> StageState | None:
-    """The plan, wire log and configuration of an engine; None for an engine without the block."""
+def state(engine: Any) -> Any:
+    """The plan, wire log and configuration of an engine.
+
+    Returns:
+        A `StageState`; of an engine with pipeline stages a `PipelineState`; None for an engine without the block.
+    """
     return getattr(getattr(engine, "optimizer", None), "hzero", None)
 
 

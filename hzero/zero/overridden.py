@@ -12,9 +12,11 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from hzero.validation import ConfigError
 
@@ -53,6 +55,31 @@ EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (DeepSpeedZeroOptimizer_Stage3, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
     (DeepSpeedZeroOptimizer_Stage3, "reload_states", ("self", "non_blocking")),
+    (PipelineEngine, "train_batch", ("self", "data_iter")),
+    (PipelineEngine, "eval_batch", ("self", "data_iter")),
+    (PipelineEngine, "get_data_types", ("self",)),
+    (PipelineEngine, "_do_optimizer_sanity_check", ("self", "basic_optimizer")),
+    (PipelineEngine, "_configure_zero_optimizer", ("self", "optimizer")),
+    (PipelineEngine, "_exec_reduce_tied_grads", ("self",)),
+    (DeepSpeedZeroOptimizer, "setup_buckets", ("self",)),
+    (DeepSpeedZeroOptimizer, "reduce_gradients", ("self", "pipeline_parallel")),
+    (DeepSpeedZeroOptimizer, "get_gradient_for_reduction", ("self", "param")),
+    (DeepSpeedZeroOptimizer, "_build_compact_grad_partition_buffer", ("self", "group_idx")),
+    (DeepSpeedZeroOptimizer, "_get_preflattened_grad_partition", ("self", "group_idx")),
+    (DeepSpeedZeroOptimizer, "_release_ipg_buffers", ("self",)),
+    (DeepSpeedZeroOptimizer, "_clear_param_grad_only", ("self",)),
+    (DeepSpeedZeroOptimizer, "step", ("self", "closure")),
+    (DeepSpeedZeroOptimizer, "update_lp_params", ("self",)),
+    (DeepSpeedZeroOptimizer, "load_state_dict", ("self", "state_dict_list")),
+)
+#: Names of their modules that some methods look up, and to which `hzero.zero.borrowed` gives another meaning.
+NAMES: tuple[tuple[type, str, str], ...] = (
+    (PipelineEngine, "_configure_zero_optimizer", "DeepSpeedZeroOptimizer"),
+    (PipelineEngine, "_exec_send_activations", "p2p"),
+    (PipelineEngine, "_exec_recv_activations", "p2p"),
+    (PipelineEngine, "_exec_send_grads", "p2p"),
+    (PipelineEngine, "_exec_recv_grads", "p2p"),
+    (DeepSpeedZeroOptimizer, "step", "all_gather_dp_groups"),
 )
 #: Functions that DeepSpeed makes for every parameter inside this method, which the stage replaces on the parameter.
 MAKER = (Init, "_convert_to_deepspeed_param")
@@ -64,7 +91,7 @@ ON_PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 #: How many functions `differences` looks at.
-COUNT = len(EXPECTED) + len(ON_PARAMETERS)
+COUNT = len(EXPECTED) + len(NAMES) + len(ON_PARAMETERS)
 
 
 def differences() -> Iterator[str]:
@@ -72,6 +99,11 @@ def differences() -> Iterator[str]:
     for owner, name, arguments in EXPECTED:
         method = getattr(owner, name, None)
         yield from _compared(f"{owner.__name__}.{name}", _arguments(method) if method is not None else None, arguments)
+    for owner, name, used in NAMES:
+        method = getattr(owner, name, None)
+        code = getattr(method, "__code__", None)
+        if code is None or used not in code.co_names:
+            yield f"{owner.__name__}.{name} than the stage expects (it does not use {used})"
     owner, name = MAKER
     made = {
         code.co_name: code.co_varnames[: code.co_argcount]

@@ -40,8 +40,33 @@ class Partition:
             ConfigError: The group is the world in another order, so that rank r does not own shard r; or it does not fill
                 the tiers evenly.
         """
+        return cls._of_ranks(ranks_of(group), resolve_grid(topology, dist.get_world_size()))
+
+    @classmethod
+    def of_autotp(cls, size: int, topology: str | TopologyConfig) -> Partition:
+        """The partition beside DeepSpeed's AutoTP, whose groups are made later than the first check of an engine.
+
+        Its tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``). Collective as
+        `of`.
+
+        Args:
+            size: Ranks of a tensor group.
+            topology: The block's.
+
+        Raises:
+            ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
+        """
         world = resolve_grid(topology, dist.get_world_size())
-        ranks = ranks_of(group)
+        if world.world_size % size:
+            raise ConfigError(
+                f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks"
+            )
+        for first in range(0, world.world_size, size):  # all, so that all ranks end alike
+            _check_tensor_group(list(range(first, first + size)), world)
+        return cls._of_ranks(list(range(dist.get_rank() % size, world.world_size, size)), world)
+
+    @classmethod
+    def _of_ranks(cls, ranks: list[int], world: Grid) -> Partition:
         if len(ranks) < world.world_size:
             return cls(world.of_ranks(ranks), ranks.index(dist.get_rank()), tuple(ranks), world)
         place = next((place for place, rank in enumerate(ranks) if place != rank), None)
@@ -103,17 +128,28 @@ def check_mpu(mpu: Any, topology: str | TopologyConfig) -> None:
 def _check_groups(mpu: Any, group: Any, world: Grid) -> None:
     """`check_mpu` on this rank."""
     stages = bwc_pipeline_parallel_world_size(mpu)
-    if stages > 1:
+    of_pipeline = hasattr(
+        mpu, "get_slice_parallel_group"
+    )  # PipelineParallelGrid, whose model-parallel group has all stages
+    if stages > 1 and not of_pipeline:
         raise ConfigError(
-            f"mpu: found {stages} pipeline stages, which {KEY} does not support; possible: tensor parallelism"
+            f"mpu: found {stages} pipeline stages, which {KEY} supports with deepspeed.PipelineModule alone; possible: tensor "
+            "parallelism"
         )
-    ranks = ranks_of(mpu.get_model_parallel_group())
+    ranks = ranks_of(mpu.get_slice_parallel_group() if of_pipeline else mpu.get_model_parallel_group())
     data = ranks_of(group)
-    if len(ranks) * len(data) != world.world_size or set(ranks) & set(data) != {dist.get_rank()}:
+    if of_pipeline:
+        for others in (data, ranks_of(mpu.get_pipe_parallel_group())):
+            world.of_ranks(others)
+    elif len(ranks) * len(data) != world.world_size or set(ranks) & set(data) != {dist.get_rank()}:
         raise ConfigError(
             f"mpu: found {len(data)} data-parallel and {len(ranks)} model-parallel ranks in a world of {world.world_size}; "
             "the one number times the other has to be the world, and a rank may meet another one in one of them only"
         )
+    _check_tensor_group(ranks, world)
+
+
+def _check_tensor_group(ranks: list[int], world: Grid) -> None:
     if world.of_ranks(ranks).nodes > 1:
         raise ConfigError(
             f"the tensor group of ranks {some(list(map(str, ranks)), 16)} crosses nodes ({world}); tensor groups have to lie "

@@ -9,8 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain
-from hzero.sharding.plan import ShardPlan
+from hzero.collectives import Bucket, Chain, Payload, TieredCollectives
 from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.refusals import ZeroParameter
 
@@ -19,11 +18,11 @@ class PrimaryShards:
     """Reads this rank's shards of parameters, in order with those who write them.
 
     Args:
-        plan: The shard plan of this rank.
+        collectives: The stage's tiered collectives.
     """
 
-    def __init__(self, plan: ShardPlan) -> None:
-        self._plan = plan
+    def __init__(self, collectives: TieredCollectives) -> None:
+        self._collectives, self._plan = collectives, collectives.plan
         self._changed: Any = None
         self._reader: Chain[Any] | None = None
 
@@ -65,6 +64,7 @@ class PrimaryShards:
             shards.append(param.ds_tensor.detach().view(-1)[:owned].to(params[0].device))
         return shards
 
-    def encode(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
-        """Their payload, uint8 ``[tensor][1][record]``; ``seed`` is that of stochastic rounding."""
-        return codec.encode(self.of(params, bucket), bucket.chunks, seed=seed)
+    def encode(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> Payload:
+        """Their payload, uint8 ``[tensor][1][record]``, and its codec; ``seed`` is that of stochastic rounding."""
+        shards = self.of(params, bucket)
+        return self._collectives.encoded(bucket, codec, lambda to: to.encode(shards, bucket.chunks, seed=seed))

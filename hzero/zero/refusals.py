@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -9,8 +10,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY, PARENT, find, lifted, load
-from hzero.config import HZeroConfig
-from hzero.parsing import parse_config
+from hzero.config import TIERS, HZeroConfig
+from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 
@@ -35,22 +36,28 @@ def sets_persistence_threshold(ds_config: Any) -> bool:
     return any(zero.get(key, "auto") != "auto" for key in keys)
 
 
-def check_config(config: DeepSpeedConfig, optimizer: str | None) -> None:
+def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool | None = False) -> None:
     """Refuses, by name, DeepSpeed features that the stage does not support.
 
     Args:
         config: The configuration, as DeepSpeed has read it.
         optimizer: Name of the optimizer.
+        pipeline: Whether the model is a ``PipelineModule``; None where nobody knows.
 
     Raises:
         ConfigError: Naming the key, what was found and what is possible.
     """
     zero = config.zero_config
-    if zero.stage != 3:
+    if pipeline and zero.stage != 1:
         raise ConfigError(
-            f"{KEY} needs zero_optimization.stage 3, found {int(zero.stage)}; set it to 3 or remove the {KEY} block"
+            f"{KEY} needs zero_optimization.stage 1 with a PipelineModule, found {int(zero.stage)}; set it to 1 or remove the "
+            f"{KEY} block"
         )
-    autotp_size = config.tensor_parallel_config.autotp_size
+    if not pipeline and zero.stage != 3 and (pipeline is False or zero.stage != 1):
+        why = ", which is for a PipelineModule" if zero.stage == 1 else ""
+        raise ConfigError(
+            f"{KEY} needs zero_optimization.stage 3, found {int(zero.stage)}{why}; set it to 3 or remove the {KEY} block"
+        )
     offload_param = getattr(zero.offload_param, "device", "none")
     offload_optimizer = getattr(zero.offload_optimizer, "device", "none")
     refused: list[tuple[str, Any, bool, str]] = [
@@ -97,7 +104,6 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None) -> None:
             f"false; {KEY} has codecs",
         ),
         ("zero_optimization.zero_quantized_gradients", True, zero.zero_quantized_gradients, f"false; {KEY} has codecs"),
-        ("tensor_parallel.autotp_size", autotp_size, autotp_size > 1, "1"),
         ("torch_autocast.enabled", True, config.torch_autocast_enabled, "false; use bf16 or fp16"),
         (
             "zero_optimization.stage3_use_all_reduce_for_fetch_params",
@@ -110,6 +116,59 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None) -> None:
     for key, found, is_refused, possible in refused:
         if is_refused:
             raise ConfigError(f"{key}: found {found}, which {KEY} does not support; possible: {possible}")
+
+
+def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+    """Refuses what has no effect, or is not supported, in an engine with pipeline stages, beyond `check_config`.
+
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        block: The block, parsed.
+
+    Raises:
+        ConfigError: Naming the key, what was found and what is possible.
+    """
+    check_of_pipelines(find(config._param_dict) or {}, KEY)
+    low, sums = config.bfloat16_config.enabled, config.grad_accum_dtype
+    autotp_size = config.tensor_parallel_config.autotp_size
+    for role, tier in itertools.product(("pipeline", "optimizer"), TIERS):
+        if block.codecs[role][tier].codec == "exp" and not low:  # type: ignore[index]
+            raise ConfigError(
+                f"{KEY}.codecs.{role}.{tier}: found 'exp', which holds bfloat16 numbers, with float32; possible with "
+                "bf16.enabled, or codec none"
+            )
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("fp16.enabled", True, bool(config.float16_config.enabled), "false; use bf16"),
+        ("data_types.grad_accum_dtype", sums, sums not in (None, "fp32"), "fp32"),
+        (
+            "communication_data_type",
+            config.communication_data_type,
+            bool(config.communication_data_type),
+            "no such key",
+        ),
+        ("gradient_allreduce_op", config.gradient_allreduce_op, config.gradient_allreduce_op != "mean", "mean"),
+        ("prescale_gradients", True, bool(config.prescale_gradients), "false"),
+        ("gradient_predivide_factor", config.gradient_predivide_factor, config.gradient_predivide_factor != 1.0, "1.0"),
+        (
+            "zero_optimization.offload_optimizer.device",
+            "cpu",
+            _is_set(getattr(config.zero_config.offload_optimizer, "device", "none")),
+            "none",
+        ),
+        ("zero_optimization.overlap_comm", True, bool(config.zero_config.overlap_comm), "false"),
+        *((f"zero_optimization.{key}", True, bool(getattr(config.zero_config, key)), "false") for key in UNLOADABLE),
+        (
+            "tensor_parallel.autotp_size",
+            autotp_size,
+            autotp_size > 1,
+            "1; tensor groups are those of the PipelineModule",
+        ),
+    ]
+    for key, found, is_refused, possible in refused:
+        if is_refused:
+            raise ConfigError(
+                f"{key}: found {found}, which {KEY} does not support with pipeline stages; possible: {possible}"
+            )
 
 
 def check_file(config: Mapping[str, Any]) -> None:
@@ -130,7 +189,9 @@ def check_file(config: Mapping[str, Any]) -> None:
     except Exception as error:  # of many kinds, by the key
         raise ConfigError(f"DeepSpeed refuses it: {' '.join(str(error).split())}") from None
     if block is not None:
-        check_config(read, read.optimizer_name)
+        check_config(read, read.optimizer_name, pipeline=None)
+        if read.zero_config.stage == 1:
+            check_pipeline(read, parse_config(block))
 
 
 def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:

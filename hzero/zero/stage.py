@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,10 +81,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.end("backward")
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """After a backward: stock, then at the boundary the outer hops."""
+        """After a backward: stock, then at the boundary the outer hops.
+
+        Before the boundary nothing is waited for: reductions go on behind the next forward, whether shards or partial sums
+        come of them.
+        """
         super().independent_gradient_partition_epilogue()
-        if not self.hzero.plan.accumulates:
-            self.hzero.gradients.settle()
         if self.is_gradient_accumulation_boundary():
             self._cross_boundary()
             if self.offload_optimizer:
@@ -150,6 +152,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done."""
         if not self._stepping:
             self.hzero.gradients.clear()
+            if set_to_none and get_accelerator().is_synchronized_device():
+                # Those that an error has left: stock would ask for their stream.
+                for param in itertools.chain.from_iterable(self.fp16_groups):
+                    param.grad = None
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -169,15 +175,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         that was silent before to the remains of the last window.
         """
         gradients = self.hzero.gradients
-        newer = [param.grad for param in params]  # of the next backward, or of a second phase of this one
         for again in (False, True):
             chosen = [i for i, param in enumerate(params) if gradients.arrived(param) == again]
             with self._as_micro_step(int(again)):
                 super().partition_grads(
-                    [params[i] for i in chosen], [shards[i].to(self.gradient_accumulation_dtype) for i in chosen]
+                    [_Receiver(params[i]) for i in chosen],
+                    [shards[i].to(self.gradient_accumulation_dtype) for i in chosen],
                 )
-        for param, grad in zip(params, newer):
-            param.grad = grad
         gradients.arrive(params)
         if self.is_gradient_accumulation_boundary():
             # Stock has moved these to the host, where the optimizer states are; see the epilogue.
@@ -205,29 +209,36 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                         super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
 
     def _get_fp32_grad_state_partition(self, param: ZeroParameter, release_swap_buffers: bool) -> Any:
-        self._refuse_early_reader(param)
+        self._before_reading([param])
         return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[ZeroParameter]) -> None:
-        """Stock, at the boundary; see `_refuse_early_reader`."""
-        for param in param_list:
-            self._refuse_early_reader(param)
+        """Stock, at the boundary; see `_before_reading`."""
+        self._before_reading(param_list)
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
     def get_fp32_grad_partitions(self) -> Any:
-        """Stock, at the boundary; see `_refuse_early_reader`."""
-        for group in self.fp16_groups:
-            for param in group:
-                self._refuse_early_reader(param)
+        """Stock, at the boundary; see `_before_reading`."""
+        self._before_reading(itertools.chain.from_iterable(self.fp16_groups))
         return super().get_fp32_grad_partitions()
 
-    def _refuse_early_reader(self, param: ZeroParameter) -> None:
-        if self.hzero.gradients.holds(param):
-            raise RuntimeError(
-                f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its {self.hzero.plan.gradients_scope} "
-                "until the accumulation boundary. Read it after the backward of the last micro-step, before step(); with "
-                "managed_gradient_accumulation false, after optimizer.finalize_gradient_accumulation_boundary()"
-            )
+    def _before_reading(self, params: Iterable[ZeroParameter]) -> None:
+        """Gradients that are summed in every micro-step have arrived; partial sums over a scope are refused."""
+        for param in params:
+            if self.hzero.gradients.holds(param):
+                raise RuntimeError(
+                    f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its "
+                    f"{self.hzero.plan.gradients_scope} until the accumulation boundary. Read it after the backward of the "
+                    "last micro-step, before step(); with managed_gradient_accumulation false, after "
+                    "optimizer.finalize_gradient_accumulation_boundary()"
+                )
+        self._settle_gradients()
+
+    @torch.no_grad()
+    def _settle_gradients(self) -> None:
+        """Waits for the reductions of the micro-steps so far; shards that come of them are added where stock keeps them."""
+        with get_accelerator().stream(self.reduce_and_partition_stream):
+            self.hzero.gradients.settle()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -273,3 +284,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock; resident payloads are rebuilt at their next use."""
         super().reload_states(non_blocking)
         self.hzero.weights.mark_stale()
+
+
+class _Receiver:
+    """A parameter as stock delivers a shard to it, which takes its ``grad`` away: the parameter's own may be a newer one."""
+
+    def __init__(self, param: ZeroParameter) -> None:
+        self._param, self.grad = param, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param, name)

@@ -72,7 +72,7 @@ class StageState:
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes = Routes(module, self.plan)
         self.wire_log = WireLog()
-        self._adopt()
+        adopt(config, module, self.wire_log)
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = stage_pipeline(config.transport)
         self._pipeline.mend()
@@ -93,22 +93,6 @@ class StageState:
         self._canary = Canary(collectives, config.canary.bytes, device, self.partition.ranks)
         if config.canary.every_steps:
             self._canary.send()
-
-    def _adopt(self) -> None:
-        """Counts the hops of parallel dimensions here; warns of codecs of one that nobody sends."""
-        used = in_use()
-        held = {id(value) for module in self._module.modules() for value in vars(module).values()}
-        for communicator in used:  # not those of another engine's model
-            if id(communicator) in held or not communicator.adopted:
-                communicator.wire_log = self.wire_log
-        for dimension in self.config.codecs.dimensions:
-            if all(communicator.role != dimension for communicator in used) and speaks():
-                logger.warning(
-                    "hzero: codecs.%s has no effect: nothing in this process sends over such a group; a model does, with "
-                    "hzero.collectives.for_dimension(%r, config, group), before its engine is built",
-                    dimension,
-                    dimension,
-                )
 
     def _announce(self) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
@@ -242,9 +226,38 @@ class StageState:
 
     def destroy(self) -> None:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
-        self.weights.close()
-        self.gradients.clear()
-        self._pipeline.mend()
+        try:
+            self.weights.close()
+        finally:
+            self.gradients.clear()
+            self._pipeline.mend()
+
+
+def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> None:
+    """Counts the hops of dimensions in an engine's wire log; warns of codecs of one that nobody sends.
+
+    Args:
+        config: The block.
+        module: The engine's model, which holds the communicators of its layers.
+        wire_log: The engine's.
+    """
+    used = in_use()
+    held = {id(value) for one in module.modules() for value in vars(one).values()}
+    for communicator in used:  # not those of another engine's model
+        if id(communicator) in held or not communicator.adopted:
+            communicator.wire_log = wire_log
+    sent = {communicator.role for communicator in used if communicator.plan.grid.world_size > 1}
+    for dimension in config.written_dimensions:
+        if dimension in sent or not speaks():
+            continue
+        missing = (
+            f"a model does, with hzero.collectives.for_dimension({dimension!r}, config, group), before its engine is built"
+            if dimension not in ("pipeline", "optimizer")
+            else "a PipelineModule does, with zero_optimization.stage 1 and more than one stage or data-parallel rank"
+        )
+        logger.warning(
+            "hzero: codecs.%s has no effect: nothing in this process sends over such a group; %s", dimension, missing
+        )
 
 
 def _check_parameters(module: torch.nn.Module, group: Any) -> None:
@@ -269,8 +282,9 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of a stage 3 optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
-    masters = list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
+    """Bytes of a ZeRO optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # of stage 3, of stage 1
+    masters = [master for name in names for master in getattr(optimizer, name, ())]
     inner = getattr(optimizer, "optimizer", None)
     states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]
     return _bytes(masters) + _bytes(states)

@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
+from hzero.collectives import Bucket, Chain, Payload, TieredCollectives, in_buckets
 from hzero.config import PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.plan import plain
@@ -61,7 +61,7 @@ class Weights:
         self.version = 0
         self._managed: dict[int, Managed] = {}
         self._stale: set[int] = set()
-        self._primary = PrimaryShards(self._plan)
+        self._primary = PrimaryShards(collectives)
         self._ahead: list[Chain[None]] = []  # refreshes that no gather has come to yet, in order
         for param in module.parameters():
             self._manage(param)
@@ -294,22 +294,24 @@ class Weights:
     def _gathered(self, params: Sequence[ZeroParameter], collectives: TieredCollectives) -> Chain[list[torch.Tensor]]:
         bucket, route = self._primary.bucket(params), self._routes.of(params[0])
         if route.refresh:
-            codec, rows = route.resident_codec, self._plan.resident_rows
-            payload: Callable[[], torch.Tensor] = partial(self._payloads, params)
+            rows = self._plan.resident_rows
+            payload: Callable[[], Payload] = partial(self._payloads, params)
         else:
-            codec, rows = route.first_codec, 1
-            payload = partial(self._primary.encode, params, bucket, codec, self.version)
+            rows = 1
+            payload = partial(self._primary.encode, params, bucket, route.first_codec, self.version)
         decode = partial(collectives.decode_gathered, bucket)
         refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
         after = [one for one in refreshes if one is not None]
-        return collectives.gather(
-            route.fetch, bucket, payload, codec, decode, rows=rows, seed=self.version, after=after
-        )
+        return collectives.gather(route.fetch, bucket, payload, decode, rows=rows, seed=self.version, after=after)
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
-    def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
+    def _payloads(self, params: Sequence[ZeroParameter]) -> Payload:
         """One message of resident payloads, as they lie in memory; they are laid together where they do not yet."""
         managed = [self._managed[param.ds_id] for param in params]
+        codec = self._routes.of(params[0]).resident_codec
+        if any(own.unfit for own in managed):
+            plain = [own.plain(self.collectives, codec, self._primary.bucket([own.param])) for own in managed]
+            return torch.cat(plain), Codec.from_config(PLAIN)
         payloads = [own.payload for own in managed if own.payload is not None]
         assert len(payloads) == len(managed), "refresh has built them"
         first, *others = payloads
@@ -322,9 +324,9 @@ class Weights:
                 joined = torch.cat([self.collectives.used(payload) for payload in payloads])
                 for own, part in zip(managed, joined.split([payload.numel() for payload in payloads])):
                     own.payload = part
-                return joined
+                return joined, codec
             end += payload.numel()
-        return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
+        return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,)), codec
 
     # ---- audit ------------------------------------------------------------------------------------------------------
 
@@ -363,8 +365,10 @@ class Weights:
             codecs.append(route.plan.resident_codec)
         if route.plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return None
-        bucket, codec = self._primary.bucket([managed.param]), route.first_codec
-        message = self._primary.encode([managed.param], bucket, codec, self.version)
+        if managed.unfit:
+            codecs.append(PLAIN)
+        bucket = self._primary.bucket([managed.param])
+        message, codec = self._primary.encode([managed.param], bucket, route.first_codec, self.version)
         for target in codecs:
             message, codec = self.collectives.transcode(
                 bucket, message, codec, target, outer=1, rows=1, seed=self.version
@@ -387,8 +391,8 @@ class Weights:
     ) -> None:
         """Starts to rebuild stale resident payloads, by collectives.
 
-        Buckets of a route are started in the order in which forward needs them. Few are ahead of the gathers at a time, since
-        each holds its message twice. All ranks must call it alike.
+        Buckets of a route are started in the order in which their parameters were made, mostly that of forward. Few are ahead
+        of the gathers at a time, since each holds its message twice. All ranks must call it alike.
 
         Args:
             needed: Parameters whose payloads are built in any case, before a few more; None: all.
@@ -430,27 +434,27 @@ class Weights:
         keep: Callable[..., None] = partial(self._keep, managed, bucket, self.version)
         after: Sequence[Chain[Any]] = ()
         if differs:
-            payload: Callable[[], torch.Tensor] = partial(self._encode_difference, managed, bucket, codec, self.version)
+            payload: Callable[[], Payload] = partial(self._encode_difference, managed, bucket, codec, self.version)
             keep = partial(self._add_difference, managed, bucket)
             after = [one for one in dict.fromkeys(own.refresh for own in managed) if one is not None]
         else:
             if route.plan.differences:
                 codec, hops = Codec.from_config(PLAIN), plain(hops)
             payload = partial(self._primary.encode, params, bucket, codec, self.version)
-        chain = self.collectives.gather(hops, bucket, payload, codec, keep, seed=self.version, after=after)
+        chain = self.collectives.gather(hops, bucket, payload, keep, seed=self.version, after=after)
         self._primary.read_by(chain)
         for own, chunk in zip(managed, bucket.chunks):
             own.refresh, own.chunk = chain, chunk
             own.age = (own.age or 0) + 1 if differs else 0
         return chain
 
-    def _encode_difference(self, managed: Sequence[Managed], bucket: Bucket, codec: Codec, seed: int) -> torch.Tensor:
+    def _encode_difference(self, managed: Sequence[Managed], bucket: Bucket, codec: Codec, seed: int) -> Payload:
         """What is new in this rank's shards, against the copy that all ranks hold."""
         row = self._plan.rank if self._plan.decoded else self._plan.own_row
         shards = self._primary.of([own.param for own in managed], bucket)
         copies = [own.copy(self._plan.resident_rows, bucket.dtype)[row] for own in managed]
         base = [copy[: weights.numel()] for copy, weights in zip(copies, shards)]
-        return codec.encode_difference(shards, base, bucket.chunks, seed=seed)
+        return codec.encode_difference(shards, base, bucket.chunks, seed=seed), codec
 
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _add_difference(
@@ -482,13 +486,14 @@ class Weights:
                 own.whole = whole
             return
         route = self._routes.of(managed[0].param)
-        resident = route.resident_codec
-        if resident.format != codec.format:
-            message, _ = self.collectives.transcode(
-                bucket, message, codec, route.fetch[0].codec, outer=outer, rows=1, seed=seed
-            )
-        sizes = [resident.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
+        message, codec = self.collectives.transcode(
+            bucket, message, codec, route.plan.resident_codec, outer=outer, rows=1, seed=seed
+        )
+        unfit = codec.format != route.resident_codec.format
+        sizes = [codec.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
         payloads = message.new_empty(message.numel()).split([outer * size for size in sizes])
         for own, payload, rows in zip(managed, payloads, message.view(outer, -1).split(sizes, dim=1)):
             payload.view(outer, -1).copy_(rows)
-            own.payload = payload
+            own.payload, own.unfit = payload, unfit
+            if unfit and len(managed) > 1:  # this one may fit
+                self._keep([own], self._primary.bucket([own.param]), seed, payload, codec, outer)

@@ -29,7 +29,7 @@ WRONG = {
     "--timeout nan": "--timeout: found 'nan'",
     "--codecs none,int9": "--codecs.1: unknown value 'int9'; did you mean 'int8'",
     "--codecs none,exp": "--codecs: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, in",
-    "--codecs mpc": "--codecs: found 'mpc', whose messages have no fixed size, as those of sums have; possible: none, bf16",
+    "--codecs mpc": "--codecs: found 'mpc', whose messages have no fixed size, as those of a stage have; possible: none, bf16",
     "--codecs zfp": "--codecs: found 'zfp', which needs a rate beside its name; possible: none, bf16, int8, int4",
     "--codecs=": "--codecs.0: unknown value ''",
     "--dtype fp8": "--dtype: unknown value 'fp8'",

@@ -242,7 +242,8 @@ def test_a_loss_that_was_not_finite_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("rows", COMMITTED, ids=lambda path: path.stem)
 def test_committed_reports_are_those_of_the_committed_rows(rows: Path, tmp_path: Path) -> None:
-    comparison, files = write_report([rows], tmp_path)
+    date, name = rows.stem[:10], rows.stem[11:]
+    comparison, files = write_report([rows], tmp_path, name=name, date=date)
     assert comparison.notes == ()
     for file in files:
         committed = rows.parent / file.name

@@ -155,13 +155,13 @@ def test_other_types_are_those_of_float32_converted() -> None:
         assert float((got[40:].float() - x[40:]).abs().max()) <= own.error_bound(largest, dtype)
 
 
-def test_sums_and_other_sources_are_refused() -> None:
+def test_narrow_sources_are_sent_as_float32_and_sums_are_refused() -> None:
     own, x = codec_of(), torch.randn(40)
-    with pytest.raises(TypeError, match=r"source\[0\]: found torch.bfloat16, expected float32: codec mpc encodes no"):
-        own.encode([x.bfloat16()], [40])
+    for narrow in (x.bfloat16(), x.half()):
+        assert torch.equal(own.decode(own.encode([narrow], [40]), [40], dtype=narrow.dtype)[0], narrow)
     message = own.encode([x], [40])
     with pytest.raises(
-        ValueError, match="out_codec: found 'mpc', whose messages have no fixed size, as those of sums have"
+        ValueError, match="out_codec: found 'mpc', whose messages have no fixed size, as those of a stage have"
     ):
         own.decode_sum_encode(message, 1, [40], inner=1, dtype=torch.float32, to=own, outer=1)
     assert torch.equal(own.decode_sum(message, 1, [40], inner=1, dtype=torch.float32)[0], x)

@@ -42,7 +42,9 @@ def _operations(collectives: TieredCollectives, decoded: list) -> dict:
             decoded.append(True)
             return collectives.decode_gathered(bucket, *arrived)
 
-        return collectives.gather(plan.gather_hops(), bucket, lambda: codec.encode(shards, bucket.chunks), codec, then)
+        return collectives.gather(
+            plan.gather_hops(), bucket, lambda: (codec.encode(shards, bucket.chunks), codec), then
+        )
 
     def reduce() -> Chain:
         return collectives.reduce(

@@ -144,7 +144,8 @@ def check_worlds_that_differ_are_refused() -> None:
 def check_ranks_that_do_not_come_end_a_wait() -> None:
     """Last, since MPI's job is ended with the process. To the making of a communicator, and to a hop."""
     rank, second = dist.get_rank(), timedelta(seconds=1)
-    wires = shared_communicators.get(("late", "node"), range(WORLD), second)
+    wires = shared_communicators.get(("late", "node"), range(WORLD), timedelta(seconds=60))
+    wires.timeout_s = 1
     with mock.patch("atexit.register"):
         if rank:
             with pytest.raises(HopError, match=r"makes the MPI communicator of absent node: no end within 1 s: "):

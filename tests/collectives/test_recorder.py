@@ -148,3 +148,29 @@ def test_the_place_of_a_thread_is_the_innermost_that_its_user_wrote(paths: list[
     frames = [(path, line, "f") for line, path in enumerate(paths, 1)]
     got = record.where((path, 1, name) for path, _, name in frames)
     assert got == (found or ("code", f"{paths[0]}:1 f"))
+
+
+def test_frames_of_a_thread_are_those_from_its_innermost_to_its_start() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def innermost() -> Iterator[None]:
+        inside.set()
+        go_on.wait()
+        yield
+
+    def outer() -> None:
+        list(innermost())
+
+    thread = threading.Thread(target=outer)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        found = record.frames_of(thread.ident or 0)
+    finally:
+        go_on.set()
+        thread.join()
+    own = [(line, function) for path, line, function in found if path == __file__]
+    first = innermost.__code__.co_firstlineno
+    assert own == [(first + 2, "innermost"), (outer.__code__.co_firstlineno + 1, "outer")]
+    assert found[-1][2] == "_bootstrap"
+    assert record.frames_of(0) == []

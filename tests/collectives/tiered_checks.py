@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import random
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -80,7 +81,7 @@ def _gather(collectives: TieredCollectives, whole: list[torch.Tensor], dtype: to
     hops = collectives.plan.gather_hops()
     codec = Codec.from_config(hops[0].codec)
     return collectives.gather(
-        hops, bucket, lambda: codec.encode(shards, bucket.chunks), codec, partial(collectives.decode_gathered, bucket)
+        hops, bucket, lambda: (codec.encode(shards, bucket.chunks), codec), partial(collectives.decode_gathered, bucket)
     ).wait()
 
 
@@ -118,34 +119,52 @@ def _add_gathered(collectives: TieredCollectives) -> None:
         collectives.decode_gathered_onto(bucket, message, codec, outer, after)
         return collectives.decode_gathered(decoded, message, codec, outer)
 
-    added = collectives.gather(hops, bucket, lambda: codec.encode(shards, bucket.chunks), codec, add).wait()
+    added = collectives.gather(hops, bucket, lambda: (codec.encode(shards, bucket.chunks), codec), add).wait()
     for old, part, new in zip(before, added, after):
         assert torch.equal(new, (old.float() + part.float()).bfloat16())
     _same_everywhere(after)
 
 
 def check_gather_codec_exp() -> None:
-    """Bit for bit, through tiers with and without it; blocks that it cannot hold are an error on every rank."""
+    """Bit for bit, through tiers with and without it, though every other rank has blocks that it cannot hold."""
     exp: dict[str, str] = {"gpu": "exp", "node": "exp"}
     for grid, weights in itertools.product(GRIDS[WORLD], (exp, {**exp, "gcd": "exp"}, {"gcd": "exp", "node": "int8"})):
         whole = _everyones(torch.bfloat16)[0]
-        got = _gather(_collectives(grid, weights=weights), whole, torch.bfloat16)
+        collectives = _collectives(grid, weights=weights)
+        got = _gather(collectives, whole, torch.bfloat16)
+        assert {entry.codec for entry in collectives.wire_log.entries()} == {
+            hop.codec.codec for hop in collectives.plan.gather_hops()
+        }
         if "int8" in weights.values():
             _same_everywhere(got)
             continue
         for tensor, want in zip(got, whole):
             assert torch.equal(tensor[: want.numel()].view(torch.int16), want.view(torch.int16))
-    collectives = _collectives(Grid(WORLD, 1, 1), weights=exp)
-    bucket = Bucket((0,), (2000,), torch.bfloat16, "weights")
-    bits = torch.randint(0, 2**15, (2000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
-    mine = bits.view(torch.bfloat16) if dist.get_rank() == 1 else torch.ones(2000, dtype=torch.bfloat16)
-    hops = collectives.plan.gather_hops()
-    codec = Codec.from_config(hops[0].codec)
-    chain = collectives.gather(
-        hops, bucket, lambda: codec.encode([mine], [2000]), codec, partial(collectives.decode_gathered, bucket)
-    )
-    with pytest.raises(HopError, match="in codec exp on tier 'node': 1 blocks of 32,768 weights have more than 512"):
-        chain.wait()
+    bucket = Bucket((0, 1), (2000, 7), torch.bfloat16, "weights")
+    for grid, algorithm, checksum in itertools.product(GRIDS[WORLD], ("library", "doubling"), (False, True)):
+        setting = {"algorithm": algorithm, "below_bytes": 1 << 20}
+        for weights in (exp, {"gpu": "exp"}, {"gcd": "exp", "gpu": "exp", "node": "exp"}):
+            collectives = _collectives(grid, weights=weights, node_all_gather=setting, checksum=checksum)
+            words = torch.randint(0, 1 << 15, (WORLD, 2007), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+            words[::2] = torch.ones(2007, dtype=torch.bfloat16).view(torch.int16)
+            mine = words[dist.get_rank()].view(torch.bfloat16).split([2000, 7])
+            hops = collectives.plan.gather_hops()
+            payload = partial(_encoded, collectives, bucket, Codec.from_config(hops[0].codec), mine)
+            chain = collectives.gather(hops, bucket, payload, partial(collectives.decode_gathered, bucket))
+            got = torch.cat([tensor.view(WORLD, -1) for tensor in chain.wait()], dim=1)
+            assert torch.equal(got.view(torch.int16), words)
+            tried = {entry.tier for entry in collectives.wire_log.entries() if entry.codec == "exp"}
+            again = {entry.tier for entry in collectives.wire_log.entries() if entry.codec == "none"}
+            assert tried == {hop.tier for hop in hops if hop.codec.codec == "exp"}
+            somebody = torch.tensor(float(bool(again & tried)))  # groups of even ranks alone have nothing to repeat
+            dist.all_reduce(somebody)
+            assert somebody > 0 or not tried
+
+
+def _encoded(
+    collectives: TieredCollectives, bucket: Bucket, codec: Codec, shards: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Codec]:
+    return collectives.encoded(bucket, codec, lambda to: to.encode(shards, bucket.chunks))
 
 
 def check_gather_codecs_bit_identical_and_bounded() -> None:
@@ -306,7 +325,7 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
         shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, weights.chunks)]
         decode = partial(collectives.decode_gathered, weights)
         return collectives.gather(
-            plan.gather_hops(), weights, lambda: codec.encode(shards, weights.chunks), codec, decode
+            plan.gather_hops(), weights, lambda: (codec.encode(shards, weights.chunks), codec), decode
         )
 
     def reduce(factor: int) -> Chain:
@@ -384,10 +403,10 @@ def check_the_size_of_a_message_chooses_the_algorithm_and_nothing_else_changes()
                     whole = torch.randn(numel, generator=torch.Generator().manual_seed(index))
                     shard = whole[rank * bucket.chunks[0] : (rank + 1) * bucket.chunks[0]]
                     codec = Codec.from_config(collectives.plan.gather_hops()[0].codec)
-                    payload = partial(codec.encode, [shard], bucket.chunks)
+                    payload = partial(_encoded, collectives, bucket, codec, [shard])
                     decode = partial(collectives.decode_gathered, bucket)
                     hops = collectives.plan.gather_hops()
-                    chains.append(collectives.gather(hops, bucket, payload, codec, decode))
+                    chains.append(collectives.gather(hops, bucket, payload, decode))
                 for index in random.Random(rank).sample(range(len(chains)), len(chains)):
                     chains[index].wait()
             kinds = {one for one, size in used if size < 500 and one != "library"}

@@ -265,6 +265,7 @@ def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pyt
     ("change", "status", "says"),
     [
         (lambda c: c["zero_optimization"].update(stage=2), UNUSABLE, "needs zero_optimization.stage 3, found 2"),
+        (lambda c: c["zero_optimization"].update(stage=1, hzero={"guard": 3}), UNUSABLE, "hzero.guard: given with"),
         (lambda c: c["zero_optimization"].update(stge=3), UNUSABLE, "DeepSpeed refuses it"),
         (lambda c: c.update(optimizer="AdamW"), UNUSABLE, "DeepSpeed refuses it"),
         (lambda c: c.update(train_micro_batch_size_per_gpu=-3), UNUSABLE, "DeepSpeed refuses it"),

@@ -91,7 +91,7 @@ def test_random_buckets(target: tuple[Any, torch.device], seed: int) -> None:
 
 
 @pytest.mark.parametrize("target", EMULATED, indirect=True)
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**30))
 def test_random_buckets_emulated(target: tuple[Any, torch.device], seed: int) -> None:
     """Fewer, since the emulation takes long."""

@@ -88,3 +88,45 @@ def test_the_largest_machine_takes_a_moment() -> None:
 
 def test_the_example_in_the_docstring() -> None:
     assert doctest.testmod(tensor_groups_module).failed == 0
+
+
+@given(REGULAR | IRREGULAR, st.data())
+def test_stages_are_outermost_and_meet_the_other_groups_once(grid: Grid, data: st.DataObject) -> None:
+    tensor = data.draw(st.sampled_from(sizes(grid)))
+    pipeline = data.draw(st.sampled_from(TensorGroups(grid, tensor)._stages()))
+    layout = TensorGroups(grid, tensor, pipeline)
+    world = range(grid.world_size)
+    assert layout.tensor * layout.data * layout.pipeline == len(world)
+    for rank in world:
+        groups = layout.tensor_group(rank), layout.data_group(rank), layout.pipeline_group(rank)
+        assert [len(group) for group in groups] == [layout.tensor, layout.data, layout.pipeline]
+        places = layout.tensor_rank(rank), layout.data_rank(rank), layout.stage(rank)
+        assert all(group[place] == rank for group, place in zip(groups, places))
+        assert {layout.stage(peer) for peer in groups[0] + groups[1]} == {layout.stage(rank)}
+    for tier in TIERS:
+        inside = layout.tensor_grid.size(tier) * layout.data_grid.size(tier) * layout.pipeline_grid.size(tier)
+        assert inside == grid.size(tier)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2), (2, 4), (4, 2), (1, 16), (8, 2)])
+def test_the_layout_is_that_of_deepspeed(tensor: int, pipeline: int) -> None:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layout = TensorGroups(Grid(2, 4, 2), tensor, pipeline)
+    topology = PipeModelDataParallelTopology(pipeline, tensor, layout.data)
+    for axis, group in (("pipe", layout.pipeline_group), ("data", layout.data_group), ("model", layout.tensor_group)):
+        assert sorted(topology.get_axis_comm_lists(axis)) == sorted(
+            {tuple(group(rank)): group(rank) for rank in range(16)}.values()
+        )
+    for rank in range(16):
+        place = topology.get_coord(rank)
+        assert (place.pipe, place.data, place.model) == (
+            layout.stage(rank),
+            layout.data_rank(rank),
+            layout.tensor_rank(rank),
+        )
+
+
+def test_stages_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.pipeline_parallel: found 5, into which .* possible: 1, 3, 6, 12$"):
+        TensorGroups(Grid(3, 4, 2), 2, 5)

@@ -103,6 +103,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("deepspeed.gradient_accumulation_steps", 4, "use train.grad_accumulation"),
     ("deepspeed.optimizer", {"params": {"lr": 1}}, "use train.lr"),
     ("deepspeed.hzero", {"preset": "topo"}, "deepspeed.hzero: the trainer sets it"),
+    ("deepspeed.checkpoint", {"load_universal": True}, "deepspeed.checkpoint.load_universal: the trainer sets it"),
 ]
 
 

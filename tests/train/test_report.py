@@ -17,7 +17,7 @@ from hzero.cli import main
 from hzero.formatting import size_text
 from hzero.plan.command import compute
 from hzero.train import curves
-from hzero.train.summary import ends, print_summary
+from hzero.train.summary import ends, print_summary, traffic_rows
 
 
 def _summary() -> dict[str, Any]:
@@ -247,3 +247,18 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "zero=stock"]) == 2
     assert main(["plan", "preset=tpoo"]) == 2
     assert "did you mean 'topo'" in capsys.readouterr().err
+
+
+def test_a_tier_with_two_codecs_has_a_row_of_each() -> None:
+    row = {"role": "weights", "tier": "gpu", "hops": 16, "seconds": 0.0}
+    sent = [
+        {"codec": "exp", "wire_bytes": 7620, "raw_bytes": 10000},
+        {"codec": "none", "wire_bytes": 100, "raw_bytes": 0},
+    ]
+    stock = [{"role": "weights", "tier": tier, "wire_bytes": 250} for tier in ("gpu", "node")]
+    summary = {"steps_here": 2, "world_size": 4, "traffic": [row | one for one in sent], "zero3": {"traffic": stock}}
+    assert traffic_rows(summary) == [
+        ("weights", "gpu", "exp", "2.0", "", size_text(3810), "1.31", size_text(1000)),
+        ("weights", "gpu", "none", "2.0", "", size_text(50), "0.00", ""),
+        ("weights", "node", "", "", "", "", "", size_text(1000)),
+    ]

@@ -113,7 +113,7 @@ def test_a_resumed_run_goes_on_alike_and_in_the_same_layout_alone(folder: Path) 
             ),
             (
                 (*SPLIT_IN_TWO, "topology.nodes=4"),
-                "was written by 4 ranks with tensor parallelism, and goes on with as many",
+                "was written by 4 ranks with tensor or pipeline parallelism, and goes on with as many",
             ),
         )
     ):
@@ -137,6 +137,28 @@ def test_codecs_of_activations_cost_little_and_the_plan_says_their_bytes(folder:
         assert row[key] == 4 * 4 * planned["tensor", "gcd"][key]
         # A step has one refresh and one boundary, so all of node's gradients are the plan's too.
         assert counted["gradients", "node"][key] == 4 * 4 * planned["gradients", "node"][key]
+
+
+@pytest.mark.parametrize(("preset", "codec"), [("zhybrid", "zfp"), ("mzhybrid", "mpc"), ("hybrid", "int8")])
+def test_presets_of_dimensions_train_the_parts(folder: Path, preset: str, codec: str) -> None:
+    _train(folder, preset, f"zero={preset}", *SPLIT_IN_TWO, "checkpoint.every=0")
+    steps, whole = _steps(folder, preset), _steps(folder, "whole")
+    # Of the first step the codecs of weights and activations alone are seen; mzhybrid loses nothing of either.
+    exact = preset == "mzhybrid"
+    assert steps[1]["loss"] == pytest.approx(whole[1]["loss"], rel=1e-6 if exact else 0.02)
+    assert steps[4]["loss"] == pytest.approx(whole[4]["loss"], rel=0.02)
+    counted = {(row["role"], row["tier"]): row for row in _summary(folder, preset)["traffic"]}
+    row = counted["tensor", "gcd"]
+    assert row["codec"] == codec and row["wire_bytes"] < row["raw_bytes"]
+
+
+def test_codecs_that_a_preset_has_for_dimensions_that_are_not_there_are_no_mistake() -> None:
+    for preset in ("zhybrid", "mzhybrid", "hybrid"):
+        assert Settings(plain(compose([*SHAPE, f"zero={preset}"]))).preset == preset
+        with pytest.raises(ConfigError, match=r"zero.codecs.tensor: given without model.tensor_parallel"):
+            Settings(plain(compose([*SHAPE, f"zero={preset}", "zero.codecs.tensor.gcd=bf16"])))
+    notes = compute([*SHAPE, "zero=mzhybrid", *SPLIT_IN_TWO], 4)["notes"]
+    assert any(note.startswith("codec mpc: bytes of activations are the most") for note in notes)
 
 
 def test_a_plan_shows_the_layout(capsys: pytest.CaptureFixture[str]) -> None:

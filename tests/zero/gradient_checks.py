@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
-from deepspeed.utils import groups, safe_get_full_grad
+from deepspeed.utils import groups
 
 import hzero
 from hzero.collectives import Canary, HopError
@@ -189,34 +189,6 @@ def check_a_window_given_up_leaves_nothing() -> None:
             engine.destroy()
 
 
-def check_early_gradient_readers_are_told() -> None:
-    """Before the boundary a reader gets an error that says when to come, and then DDP's gradient."""
-    for managed in (True, False):
-        config = ds_config(block_of("lossless"), 2, gradient_clipping=0.0, managed_gradient_accumulation=managed)
-        engine, reference = engine_of(config), AwkwardNet()
-        for micro in range(2):
-            engine.backward(engine(batch(0, micro)))
-            (reference(batch(0, micro)) / 2).backward()
-            if micro == 0:
-                for read in (
-                    lambda engine=engine: safe_get_full_grad(engine.module.up.weight),
-                    engine.optimizer.get_fp32_grad_partitions,
-                ):
-                    with pytest.raises(RuntimeError, match="boundary"):
-                        read()
-                if managed:
-                    engine.step()
-        if not managed:
-            with pytest.raises(RuntimeError, match="finalize_gradient_accumulation_boundary"):
-                safe_get_full_grad(engine.module.up.weight)
-            engine.optimizer.finalize_gradient_accumulation_boundary()
-        dist.all_reduce(reference.up.weight.grad)
-        want = reference.up.weight.grad / dist.get_world_size()
-        torch.testing.assert_close(safe_get_full_grad(engine.module.up.weight).float(), want)
-        engine.step()
-        engine.destroy()
-
-
 def check_fp16_skips_a_step_and_goes_on() -> None:
     """An overflow skips the step, keeps payloads valid, clears the window, and training goes on finite."""
     # DeepSpeed does not allow fp16 on processors, though torch can; the loss scaler is what is tested here.
@@ -320,28 +292,6 @@ def check_sequence_parallelism_has_the_gradients_of_whole_sequences() -> None:
         finally:
             mpu._release_sequence_parallel_groups()
             groups.mpu = None
-
-
-def check_a_boundary_that_fails_delivers_nothing() -> None:
-    """All or nothing: after an error between nodes no parameter has a new gradient, and the window is given up."""
-    engine = engine_of(ds_config(block_of("lossless"), 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
-    train(engine, 1, 2)
-    gradients = hzero.state(engine).gradients
-    transport, crossed = gradients._collectives._transport, []
-
-    def failing(lane: tuple[str, str], *arguments: Any) -> Any:
-        crossed.append(lane)
-        if lane == ("gradients", "node") and crossed.count(lane) == 2:
-            raise HopError("the second bucket between nodes")
-        return type(transport).reduce_scatter(transport, lane, *arguments)
-
-    engine.backward(engine(batch(1, 0)))
-    engine.step()
-    with mock.patch.object(transport, "reduce_scatter", failing), pytest.raises(HopError, match="second bucket"):
-        engine.backward(engine(batch(1, 1)))
-    assert not gradients.waiting and not gradients._accumulators and not gradients._crossing and not gradients._reducing
-    assert not any(gradients.arrived(param) for param in engine.module.parameters())
-    engine.destroy()
 
 
 def check_a_message_that_arrives_changed_is_never_stepped() -> None:

@@ -49,7 +49,6 @@ def check_unsupported_features_are_refused_by_name() -> None:
             {"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1, "select_strategy": "auto"}}},
             "zenflow: found a block",
         ),
-        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel (AutoEP): found enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled: found True"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type: found muon"),

@@ -13,6 +13,7 @@ STAGE = (
     "tests.zero.stage_checks",
     "tests.zero.refusal_checks",
     "tests.zero.gradient_checks",
+    "tests.zero.window_checks",
     "tests.zero.difference_checks",
     "tests.zero.exception_checks",
     "tests.zero.exponent_checks",
@@ -22,6 +23,8 @@ STAGE = (
     "tests.zero.delay_checks",
     "tests.zero.trace_checks",
     "tests.zero.tensor_checks",
+    "tests.zero.autotp_checks",
+    "tests.zero.pipeline_checks",
     "tests.train.saver_checks",
     "tests.train.memory_checks",
 )

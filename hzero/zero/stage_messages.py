@@ -1,0 +1,58 @@
+"""Messages between pipeline stages: what DeepSpeed's module ``p2p`` does, with the codecs of role ``pipeline``."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import p2p
+
+from hzero.collectives import Chain, Communicator
+from hzero.collectives.communicator import FLOATS
+
+#: Messages that this rank has sent and nobody has received yet, before it waits for the oldest.
+_AHEAD = 4
+
+
+class StageMessages:
+    """Sends and receives tensors of a neighbouring stage, in the order of DeepSpeed's schedule.
+
+    Tensors of float32, bfloat16 and float16 go in the codec of the tier between the two ranks; others, such as masks, as in
+    stock. A send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule.
+
+    Args:
+        communicator: Of the ranks of one pipeline, numbered by their stages.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sent: deque[Chain[None]] = deque()
+
+    def send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
+        """Sends a tensor, which may be changed afterwards.
+
+        Args:
+            tensor: Of any shape and type.
+            dest_stage: The stage.
+            async_op: As in stock, False.
+        """
+        if tensor.dtype not in FLOATS:
+            return p2p.send(tensor, dest_stage, async_op)
+        chain = self._communicator.send(tensor, dest_stage, async_op=True)
+        chain.wait_read()
+        self._sent.append(chain)
+        if len(self._sent) > _AHEAD:
+            self._sent.popleft().wait()
+        return None
+
+    def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
+        """Receives a tensor into ``tensor``, of the shape and type that were sent. Arguments as those of `send`."""
+        if tensor.dtype not in FLOATS:
+            return p2p.recv(tensor, src_stage, async_op)
+        return tensor.copy_(self._communicator.recv(tensor, src_stage))
+
+    def settle(self) -> None:
+        """Waits until all that this rank has sent has been received."""
+        while self._sent:
+            self._sent.popleft().wait()

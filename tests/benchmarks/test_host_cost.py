@@ -1,0 +1,27 @@
+"""The measurement of a hop's cost on the host, on one rank whose collectives are empty."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.ranks import ROOT
+
+
+def test_hops_and_launches_of_a_step() -> None:
+    command = [
+        sys.executable,
+        "benchmarks/host_cost.py",
+        "--presets",
+        "topo",
+        "--layers",
+        "1",
+        "--steps",
+        "1",
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])["topo"]
+    assert found["hops"] > 0 and 0 < found["own"] < found["whole"] and found["launches"] > 0

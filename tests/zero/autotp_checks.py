@@ -1,0 +1,88 @@
+"""The stage beside DeepSpeed's AutoTP, which divides a model of transformers. Run by test_stage.py on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.utils import groups
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hzero
+from hzero.validation import ConfigError
+from tests.zero.training import TOPOLOGY, assert_losses, block_of, ds_config, engine_of, mean_over_ranks
+
+TENSOR, VOCAB, STEPS = 2, 61, 3
+
+
+@contextlib.contextmanager
+def _autotp() -> Iterator[None]:
+    """Afterwards DeepSpeed, which keeps groups and mode for all later engines, forgets them."""
+    try:
+        yield
+    finally:
+        groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
+        groups._DATA_PARALLEL_GROUP = None
+        set_autotp_mode(training=False)
+
+
+def _train(block: dict[str, Any] | None, accumulation: int) -> tuple[list[float], list[float], Any]:
+    """Losses, gradient norms, and the engine."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **shape))
+    config = ds_config(block, accumulation, tensor_parallel={"autotp_size": TENSOR})
+    engine = engine_of(config, model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(accumulation):
+            generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dist.get_rank() // TENSOR)
+            ids = torch.randint(0, VOCAB, (2, 9), generator=generator)
+            loss = engine(input_ids=ids, labels=ids).loss
+            total += mean_over_ranks(loss) / accumulation
+            engine.backward(loss)
+            engine.step()
+        losses.append(total)
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms, engine
+
+
+def check_autotp_gives_the_losses_of_stock() -> None:
+    """With codec none; and int8 and int4 train, on all ranks of a tensor group with the same bits of what is whole."""
+    for preset, accumulation in (("lossless", 1), ("zero1", 2), ("topo", 2)):
+        with _autotp():
+            stock, stock_norms, engine = _train(None, accumulation)
+            engine.destroy()
+        with _autotp():
+            losses, norms, engine = _train(block_of(preset), accumulation)
+            own = hzero.state(engine)
+            assert own is not None and own.plan.grid.world_size == dist.get_world_size() // TENSOR
+            if preset == "topo":
+                assert losses[0] == pytest.approx(stock[0], rel=0.05) and losses[-1] == pytest.approx(
+                    stock[-1], rel=0.05
+                )
+            else:
+                assert_losses(losses, stock, what=f"losses of {preset} and ZeRO-3 beside AutoTP")
+                assert norms == pytest.approx(stock_norms, rel=1e-5)
+            norm = deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight).clone()
+            everyones = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyones, norm)
+            assert all(torch.equal(one, norm) for one in everyones)
+            engine.destroy()
+
+
+def check_autotp_that_does_not_fit_the_machine_is_refused() -> None:
+    nodes = {**TOPOLOGY, "nodes": dist.get_world_size(), "gpus_per_node": 1, "gcds_per_gpu": 1}
+    for topology, size, message in (
+        (TOPOLOGY, 5, "tensor_parallel.autotp_size: found 5, which does not divide"),
+        (nodes, 2, r"the tensor group of ranks 0, 1 crosses nodes"),
+    ):
+        with _autotp(), pytest.raises(ConfigError, match=message):
+            engine_of(ds_config(block_of("topo", topology=topology), tensor_parallel={"autotp_size": size}))

@@ -1,0 +1,391 @@
+"""Pipelines with ZeRO-1: PP 2 x DP 4, and TP 2 x PP 2 x DP 2. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups
+from torch.nn import functional as F  # noqa: N812
+
+import hzero
+from hzero.codecs import Codec
+from hzero.collectives import Communicator, for_dimension
+from hzero.config import CodecConfig, TopologyConfig
+from hzero.topology import resolve_grid
+from hzero.train.tensor_parallel import ColumnParallel, RowParallel
+from hzero.validation import ConfigError
+from hzero.zero import pipeline_state
+from hzero.zero.stage1 import HZeroStage1
+from hzero.zero.stage_messages import StageMessages
+from tests.zero.training import (
+    TOPOLOGY,
+    VOCAB,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    shared_folder,
+)
+
+#: The last is the elements of a bucket of gradients.
+WIDTH, INNER, LENGTH, BUCKET = 13, 20, 9, 400
+#: Groups of the last pipeline. DeepSpeed makes a dozen a pipeline and keeps them; each has threads that wake 100 times a second.
+made: list[dist.ProcessGroup] = []
+
+
+class Embed(torch.nn.Module):
+    """Tokens to ``[batch, length - 1, width]``; tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = torch.nn.Parameter(torch.randn(VOCAB, WIDTH) / 4)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Activations, and positions as int64, which no codec takes."""
+        return F.embedding(tokens, self.weight), torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+
+
+class Block(torch.nn.Module):
+    """A residual layer whose inner units are split over a tensor group."""
+
+    def __init__(self, seed: int, group: Communicator | None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        up, down = torch.nn.Linear(WIDTH, INNER), torch.nn.Linear(INNER, WIDTH)
+        self.up = up if group is None else ColumnParallel(up, group)
+        self.down = down if group is None else RowParallel(down, group)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[batch, length - 1, width]`` and positions to the same."""
+        x, positions = inputs
+        scale = (1 + positions % 3).unsqueeze(-1).to(x.dtype) / 2
+        return x + scale * self.down(torch.relu(self.up(self.norm(x)))), positions
+
+
+class Head(torch.nn.Module):
+    """The head where it is not tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.linear = torch.nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Logits."""
+        return self.linear(inputs[0])
+
+
+def _head(embed: Embed, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.linear(inputs[0], embed.weight)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def pipeline_of(config: dict[str, Any], tensor: int, tied: bool = False, stages: int = 2) -> Any:
+    """An engine of pipeline stages, their embedding and head tied or not; stock where the configuration has no block."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    dist.barrier()  # a rank may still connect to a group whose engine others have refused
+    while made:
+        dist.destroy_process_group(made.pop())
+    kept, world = set(c10d._world.pg_map), dist.get_world_size()
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=world // stages // tensor)
+    group = None
+    if tensor > 1:
+        lists = topology.get_axis_comm_lists("model")
+        tensor_groups = [dist.new_group(ranks) for ranks in lists]
+        own = next(one for one, ranks in zip(tensor_groups, lists) if dist.get_rank() in ranks)
+        grid = resolve_grid(TopologyConfig(**TOPOLOGY), world)
+        group = for_dimension("tensor", config, own, grid=grid)
+    layers = [
+        TiedLayerSpec("embed", Embed) if tied else LayerSpec(Embed),
+        *(LayerSpec(Block, seed, group) for seed in (2, 3, 4)),
+        TiedLayerSpec("embed", Embed, forward_fn=_head) if tied else LayerSpec(Head),
+    ]
+    model = PipelineModule(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
+    made.extend(one for one in c10d._world.pg_map if one not in kept)
+    return engine_of(config, model)
+
+
+def train_pipeline(
+    block: dict[str, Any] | None,
+    tensor: int = 1,
+    dtype: str = "fp32",
+    steps: int = 3,
+    accumulation: int = 3,
+    tied: bool = False,
+) -> tuple[list[float], list[float], Any]:
+    """Losses, norms of gradients, and the engine."""
+    config = ds_config(None, accumulation, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET})
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+        if block is None:  # stock would add up in bfloat16 otherwise, micro-batches and ranks
+            config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    if block is not None:
+        config["zero_optimization"]["hzero"] = {"topology": TOPOLOGY, **block}
+    engine = pipeline_of(config, tensor, tied)
+    losses, norms = [], []
+    for step in range(steps):
+        samples = [batch(step, micro, engine.grid.get_data_parallel_rank()) for micro in range(accumulation)]
+        losses.append(float(engine.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in samples]))))
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms, engine
+
+
+def end(engine: Any) -> None:
+    """DeepSpeed keeps an mpu for all later engines."""
+    engine.destroy()
+    groups.mpu = None
+
+
+NONE = {"codecs": {"gradients": "none"}}
+
+
+def same_weights(engine: Any) -> bool:
+    """Whether all data-parallel ranks have the same bits of the weights, on all ranks of the world."""
+    mine = torch.cat([flat.view(-1) for flat in engine.optimizer.bit16_groups_flat]).view(torch.uint8)
+    first, group = mine.clone(), engine.mpu.get_data_parallel_group()
+    dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
+    equal = torch.tensor([int(torch.equal(first, mine))])
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal)
+
+
+def check_pipelines_give_the_losses_of_stock() -> None:
+    """Bit for bit: of two or four ranks, sums in float32 in the order of ranks and of gloo's ring are the same here."""
+    for tensor, dtype in ((1, "fp32"), (1, "bf16"), (2, "bf16")):
+        want, want_norms, engine = train_pipeline(None, tensor, dtype, tied=True)
+        assert type(engine).__name__ == "HZeroPipelineEngine" and hzero.state(engine) is None
+        end(engine)
+        losses, norms, engine = train_pipeline(NONE, tensor, dtype, tied=True)
+        assert type(engine.optimizer).__name__ == "HZeroStage1"
+        assert same_weights(engine)
+        end(engine)
+        what = f"losses with tensor groups of {tensor} in {dtype}"
+        assert_losses(losses, want, 1e-6, what=what)
+        assert_losses(norms, want_norms, 1e-6, what="gradient norms")
+
+
+LOSSY = {
+    "preset": "mild",
+    "codecs": {"pipeline": "int8", "optimizer": {"codec": "int8", "block_size": 64}, "tensor": "int8"},
+}
+
+
+def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
+    for tensor in (1, 2):
+        want, _, engine = train_pipeline(NONE, tensor, steps=6)
+        end(engine)
+        block = LOSSY if tensor > 1 else {**LOSSY, "codecs": {**LOSSY["codecs"], "tensor": "none"}}
+        feedback = {**block, "error_feedback": ["gpu"], "checksum": True}
+        for one, dtype in ((block, "bf16"),) if tensor > 1 else ((block, "fp32"), (feedback, "fp32")):
+            losses, _, engine = train_pipeline(one, tensor, dtype, steps=6)
+            assert losses != want and losses[5] < losses[0]
+            assert_losses(losses, want, 0.02)
+            assert same_weights(engine)
+            # What the owner keeps is its master, as the codec leaves it, once for all tiers.
+            optimizer = engine.optimizer
+            rank = dist.get_rank(engine.mpu.get_data_parallel_group())
+            for partitions, master in zip(
+                optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
+            ):
+                own = partitions[rank]
+                codec = Codec.from_config(CodecConfig(codec="int8", block_size=64))
+                bound = codec.error_bound(float(master.abs().max()), own.dtype)
+                error = float((own.float() - master.to(own.dtype).float()).abs().max())
+                assert 0 < error <= bound
+            end(engine)
+
+
+def check_presets_of_activations_train() -> None:
+    """What the codecs of a preset have to carry between stages: float32 without tensor groups, bfloat16 with them."""
+    for tensor in (1, 2):
+        want, _, engine = train_pipeline(NONE, tensor)
+        end(engine)
+        for preset, pipeline, optimizer in (
+            ("zhybrid", "zfp", "zfp"),
+            ("mzhybrid", "mpc", "mpc"),
+            ("hybrid", "int8", "int8"),
+        ):
+            dtype = "fp32" if tensor == 1 else "bf16"
+            losses, _, engine = train_pipeline({"preset": preset}, tensor, dtype)
+            assert_losses(losses, want, 0.02, what=f"{preset}, tensor groups of {tensor}, {dtype}")
+            assert same_weights(engine)
+            own = hzero.state(engine)
+            own.settle()
+            sent = {entry.role: entry.codec for entry in own.wire_log.entries()}
+            assert (sent["pipeline"], sent["optimizer"]) == (pipeline, optimizer)
+            assert tensor == 1 or sent["tensor"] == pipeline
+            end(engine)
+
+
+def check_a_block_that_codec_exp_cannot_hold_reaches_the_next_stage() -> None:
+    """Random words go a second time, without a codec."""
+    messages = StageMessages(Communicator({"codecs": "exp", "topology": TOPOLOGY}))
+    words = torch.randint(-(1 << 15), 1 << 15, (40000,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
+    me = dist.get_rank()
+    if me % 2:
+        found = torch.zeros(40000, dtype=torch.bfloat16)
+        messages.recv(found, me - 1)
+        assert torch.equal(found.view(torch.int16), words)
+    else:
+        messages.send(words.view(torch.bfloat16), me + 1)
+        messages.settle()
+    dist.barrier()
+
+
+def check_sums_of_gradients_stay_within_the_bounds_of_their_codecs() -> None:
+    """A partition of the first step's mean over 2 x 2 ranks, in int8 on both tiers, beside the exact one."""
+    found, largest = [], torch.zeros(1)
+    fill = HZeroStage1._fill
+
+    def filled(self: HZeroStage1, index: int, row: torch.Tensor, start: int) -> None:
+        fill(self, index, row, start)
+        largest[0] = max(float(largest), float(row.abs().max()))
+
+    for codec in ("none", "int8"):
+        with (
+            mock.patch.object(HZeroStage1, "step"),
+            mock.patch.object(HZeroStage1, "_fill", filled),
+        ):
+            _, _, engine = train_pipeline({"codecs": {"gradients": codec}}, steps=1)
+        found.append(engine.optimizer.averaged_gradients[0].flat_partition.clone())
+        end(engine)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    bound = Codec.from_config(CodecConfig(codec="int8")).error_bound
+    inner = 2 * bound(float(largest))  # of the sum of a package
+    allowed = (2 * inner + 2 * bound(2 * float(largest) + inner)) / 4
+    assert 0 < float((found[0] - found[1]).abs().max()) <= allowed
+
+
+def check_the_wire_log_counts_what_the_shapes_say() -> None:
+    steps, accumulation = 2, 3
+    for tensor in (1, 2):
+        block = {"codecs": {"gradients": "int8", "pipeline": "int8"}}
+        _, _, engine = train_pipeline(block, tensor, steps=steps, accumulation=accumulation)
+        own = hzero.state(engine)
+        own.settle()
+        entries = {(entry.role, entry.tier): entry for entry in own.wire_log.entries()}
+        data = dist.get_world_size() // 2 // tensor
+        inside = {4: [("gcd", 2), ("gpu", 1)], 2: [("gpu", 1)]}[data]  # parts of a partition that come from a peer
+        assert set(entries) == {
+            *((role, tier) for role in ("gradients", "optimizer") for tier, _ in inside),
+            ("pipeline", "node"),
+            *([("tensor", "gcd")] if tensor > 1 else []),
+        }
+        codec = Codec.from_config(CodecConfig(codec="int8"))
+        # DeepSpeed sends a part of the activations for each tensor rank, and gathers them behind the wire.
+        values = 2 * (LENGTH - 1) * WIDTH // tensor
+        messages = entries["pipeline", "node"]
+        assert messages.hops == 2 * steps * accumulation  # as many sent as received
+        assert messages.raw_bytes == steps * accumulation * values * 4
+        assert messages.wire_bytes == steps * accumulation * codec.message_bytes([values], 1, 4)
+        elements = sum(param.numel() for param in engine.module.parameters())
+        partition = -(-elements // (2 * data)) * 2
+        columns = BUCKET // data
+        parts = [min(columns, partition - first) for first in range(0, partition, columns)]
+        for tier, rows in inside:
+            entry = entries["gradients", tier]
+            assert entry.hops == steps * len(parts)
+            assert entry.raw_bytes == steps * rows * partition * 4
+            assert entry.wire_bytes == steps * sum(codec.message_bytes([part], rows, 4) for part in parts)
+        for tier, rows in inside:  # copies cross the outer tier first
+            entry = entries["optimizer", tier]
+            assert (entry.codec, entry.hops) == ("none", steps)
+            assert entry.raw_bytes == steps * rows * partition * 4
+        end(engine)
+
+
+def check_evaluation_and_checkpoints_of_pipelines() -> None:
+    """A run that goes on from a checkpoint repeats the bits of one that went on: codecs that round to nearest have no state."""
+    folder, block = shared_folder(), {"preset": "mild", "codecs": {"pipeline": "int8"}}
+    _, _, engine = train_pipeline(block, steps=2)
+    rank = engine.grid.get_data_parallel_rank()
+
+    def batches(step: int) -> Any:
+        samples = [batch(step, micro, rank) for micro in range(3)]
+        return iter([(one[:, :-1], one[:, 1:]) for one in samples])
+
+    evaluated = float(engine.eval_batch(batches(7)))
+    assert evaluated == float(engine.eval_batch(batches(7)))
+    engine.save_checkpoint(str(folder), tag="here")
+    want = [float(engine.train_batch(batches(step))) for step in (7, 8)]
+    assert want[0] == evaluated
+    end(engine)
+    _, _, other = train_pipeline(block, steps=1)
+    other.load_checkpoint(str(folder), tag="here")
+    assert [float(other.train_batch(batches(step))) for step in (7, 8)] == want
+    end(other)
+    _, _, third = train_pipeline({**block, "error_feedback": ["gpu"]}, steps=1)
+    with mock.patch.object(pipeline_state.logger, "warning") as warned:
+        third.load_checkpoint(str(folder), tag="here")
+    assert ["residuals of error feedback start at zero" in call.args[0] for call in warned.mock_calls] == [True] * (
+        dist.get_rank() == 0
+    )
+    assert not third.optimizer.hzero.gradients._tiered.feedback.saved()
+    end(third)
+
+
+def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
+    def refused(message: str, changes: dict[str, Any], block: dict[str, Any] | None = None) -> None:
+        config = ds_config({"topology": TOPOLOGY, **(block or {})}, zero_optimization={"stage": 1})
+        for key, value in changes.items():
+            config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+        with pytest.raises(ConfigError, match=message) as error:
+            pipeline_of(config, 1)
+        assert "\n" not in str(error.value)
+        groups.mpu = None
+
+    refused("needs zero_optimization.stage 1 with a PipelineModule, found 3", {"zero_optimization": {"stage": 3}})
+    refused("hzero.shard: given with pipeline stages", {}, {"shard": {"weights": "device", "gradients": "device"}})
+    refused("hzero.guard: given with pipeline stages", {}, {"guard": 3})
+    refused("hzero.codecs.weights: given with pipeline stages", {}, {"codecs": {"weights": "int8"}})
+    refused("hzero.codecs.optimizer.gcd: found 'exp', which holds bfloat16", {}, {"codecs": {"optimizer": "exp"}})
+    refused("fp16.enabled: found True", {"fp16": {"enabled": True}})
+    refused(
+        "data_types.grad_accum_dtype: found bf16",
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    )
+    refused("offload_optimizer.device: found cpu", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    refused("prescale_gradients: found True", {"prescale_gradients": True})
+    refused("overlap_comm: found True", {"zero_optimization": {"overlap_comm": True}})
+    for key in ("elastic_checkpoint", "round_robin_gradients"):
+        refused(f"zero_optimization.{key}: found True", {"zero_optimization": {key: True}})
+    refused("tensor_parallel.autotp_size: found 2", {"tensor_parallel": {"autotp_size": 2}})
+    with mock.patch.object(deepspeed, "PipelineEngine", PipelineEngine):
+        refused("found the engine PipelineEngine, which hzero does not support", {})
+    config = ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1})
+    with pytest.raises(
+        ConfigError, match=r"gradients.gcd: found 'int4' with weights that are tied over stages \(embed\)"
+    ):
+        pipeline_of(config, 1, tied=True)
+    groups.mpu = None
+    with pytest.raises(ConfigError, match="found 1, which is for a PipelineModule"):
+        engine_of(config)
+
+
+def check_codecs_of_pipelines_that_nothing_uses_are_warned_about() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hzero").addHandler(handler)
+    try:
+        engine_of(ds_config(block_of("lossless", codecs={"pipeline": "int8"}))).destroy()
+    finally:
+        logging.getLogger("hzero").removeHandler(handler)
+    warned = [text for text in said if "codecs.pipeline has no effect" in text and "a PipelineModule does" in text]
+    assert len(warned) == (dist.get_rank() == 0), said
