@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
+import ctypes
 import os
-import re
-import struct
 import sysconfig
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import accumulate, chain, repeat
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from hzero.config import Tier
@@ -27,9 +30,10 @@ _TORCH, _DEEPSPEED = (
 )
 _COLLECTIVES = (f"{_TORCH}distributed{os.sep}", f"{_DEEPSPEED}comm{os.sep}")
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
-#: A frame as faulthandler writes it.
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _HOPS = f"{os.path.dirname(__file__)}{os.sep}"
+#: These are C functions all the way, which `frames_of` needs.
+_innermost = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(("PyThreadState_GetFrame", ctypes.pythonapi))
+_place = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 class HopCount:
@@ -112,22 +116,31 @@ class Record:
         return f"; its last hop: {what.removeprefix('hzero: ')}, started {since_s:.0f} s before" if what else ""
 
 
-def frames_of(thread: int) -> list[tuple[str, int, str]]:
-    """Path, line and function of the frames of another thread that runs on, innermost first, at most 100.
+def main_thread() -> int | None:
+    """The main thread for `frames_of`, where it is the caller; None elsewhere, since another one may end too soon."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return int(ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))())
 
-    None of a thread that more than 99 have followed; characters outside ASCII are escaped. faulthandler reads all frames in
-    one go. With CPython 3.11 a process may crash (seen with 3.11.7) or wait for ever (python/cpython#106883) where Python
-    code walks ``sys._current_frames()`` meanwhile.
+
+def frames_of(thread: int | None) -> list[tuple[str, int, str]]:
+    """Path, line and function of the frames of a thread that runs on, innermost first, at most 100.
+
+    All is one call of C functions, so no other thread runs Python code meanwhile, and no frame is held longer. The usual ways
+    may end or stop a process, with CPython 3.11 at least: Python code that walks the frames of ``sys._current_frames()``
+    while their thread runs on (python/cpython#111363), that function itself, which locks the list of threads
+    (python/cpython#106883), and faulthandler, which reads that list without the lock while threads of C++ enter it.
 
     Args:
-        thread: Its ``ident``.
+        thread: What `main_thread` returned; None has no frames.
     """
-    with open(os.memfd_create("hzero frames"), "w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read()
-    _, _, after = text.partition(f"Thread 0x{thread:0{2 * struct.calcsize('L')}x} ")
-    return [(path, int(line), function) for path, line, function in _FRAME.findall(after.partition("\n\n")[0])]
+    if thread is None:
+        return []
+    found: deque[tuple[str, int, str]] = deque()
+    frames = accumulate(chain(map(_innermost, [thread]), repeat("f_back", 99)), getattr)
+    with contextlib.suppress(AttributeError, ValueError):  # None is behind the outermost frame; there may be none
+        found.extend(map(_place, frames))
+    return list(found)
 
 
 def where(frames: Iterable[tuple[str, int, str]]) -> tuple[Doing, str]:

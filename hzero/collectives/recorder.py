@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
-from hzero.collectives.record import HopCount, Lane, Record, frames_of, where
+from hzero.collectives.record import HopCount, Lane, Record, frames_of, main_thread, where
 from hzero.reasons import PeerError
 from hzero.validation import some
 
@@ -150,6 +150,7 @@ class Recorder:
         self._store_at, self._store_rank = store_at, store_rank
         self._hops: dict[Lane, HopCount] = {}
         self._record = Record(rank, socket.gethostname(), os.getpid(), device)
+        self._main = main_thread()
         self._changed: dict[Any, tuple[Any, float]] = {}
         self._beats: dict[int, tuple[int, float]] = {}
         self._verdict: tuple[Missing, int] | None = None
@@ -213,7 +214,7 @@ class Recorder:
     def _sample(self) -> None:
         own = self._record
         own.beat, own.time, own.step, own.micro = own.beat + 1, time.time(), self.step, self.micro
-        own.doing, own.place = where(frames_of(threading.main_thread().ident or 0))
+        own.doing, own.place = where(frames_of(self._main))
         if own.doing == "code" and self.awaited():
             own.doing = "hop"
         lanes: dict[str, tuple[int, int, str, float]] = {}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -150,27 +154,61 @@ def test_the_place_of_a_thread_is_the_innermost_that_its_user_wrote(paths: list[
     assert got == (found or ("code", f"{paths[0]}:1 f"))
 
 
-def test_frames_of_a_thread_are_those_from_its_innermost_to_its_start() -> None:
-    inside, go_on = threading.Event(), threading.Event()
+def test_frames_of_the_main_thread_are_those_from_its_innermost_to_its_start() -> None:
+    main = record.main_thread()
 
-    def innermost() -> Iterator[None]:
-        inside.set()
-        go_on.wait()
-        yield
+    def innermost() -> Iterator[list[tuple[str, int, str]]]:
+        yield pool.submit(record.frames_of, main).result()
 
-    def outer() -> None:
-        list(innermost())
+    def outer() -> list[tuple[str, int, str]]:
+        return next(innermost())
 
-    thread = threading.Thread(target=outer)
-    thread.start()
-    try:
-        assert inside.wait(60)
-        found = record.frames_of(thread.ident or 0)
-    finally:
-        go_on.set()
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        found = outer()
     own = [(line, function) for path, line, function in found if path == __file__]
-    first = innermost.__code__.co_firstlineno
-    assert own == [(first + 2, "innermost"), (outer.__code__.co_firstlineno + 1, "outer")]
-    assert found[-1][2] == "_bootstrap"
-    assert record.frames_of(0) == []
+    assert own[:2] == [
+        (innermost.__code__.co_firstlineno + 1, "innermost"),
+        (outer.__code__.co_firstlineno + 1, "outer"),
+    ]
+    assert own[2][1] == "test_frames_of_the_main_thread_are_those_from_its_innermost_to_its_start"
+    assert 10 < len(found) <= 100
+
+
+def test_only_the_main_thread_is_observed() -> None:
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(record.main_thread).result() is None
+    assert record.frames_of(None) == []
+
+
+def test_frames_are_read_while_threads_of_others_come_and_go() -> None:
+    """Threads of C++, such as gloo's, enter the interpreter without its lock; faulthandler crashes beside them."""
+    main = record.main_thread()
+    until = time.monotonic() + 1.0
+    enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    start = ctypes.CDLL(None).pthread_create
+    join = ctypes.CDLL(None).pthread_join
+    join.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
+
+    def come_and_go() -> None:
+        while time.monotonic() < until:
+            thread = ctypes.c_ulong()
+            assert start(ctypes.byref(thread), None, enter, None) == 0
+            join(thread.value, None)
+
+    def deep(depth: int) -> int:
+        return deep(depth - 1) if depth else sum(x for x in range(3))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(come_and_go) for _ in range(3)]
+        reader = pool.submit(
+            lambda: [len(record.frames_of(main)) for _ in iter(lambda: time.monotonic() < until, False)]
+        )
+        while time.monotonic() < until:
+            deep(30)
+        for other in others:
+            other.result()
+    sys.setswitchinterval(interval)
+    assert len(reader.result()) > 10
+    assert min(reader.result()) > 0
