@@ -16,7 +16,7 @@ from benchmarks.calibration import REPORTS
 from benchmarks.compare.machine import ROOT
 from benchmarks.hybrid import LAYOUTS, SCHEMES
 from benchmarks.report.tables import NONE, rate, table
-from benchmarks.rows import RESULTS, LayoutRow, line_of, read_rows
+from benchmarks.rows import RESULTS, LayoutRow, Sent, line_of, read_rows
 from hzero.formatting import size_text
 from hzero.train.summary import ends
 from hzero.validation import ConfigError
@@ -135,15 +135,24 @@ def _nan(loss: float | None) -> float:
 
 def _sent(rows: Sequence[LayoutRow]) -> str:
     """Bytes by role and tier, with the codec, of a scheme's first seed."""
-    of = {name: {(one.role, one.tier): one for one in found[0].sent} for name, found in _schemes(rows).items()}
+    of: dict[str, dict[tuple[str, str], list[Sent]]] = {}
+    for name, found in _schemes(rows).items():
+        of[name] = {}
+        for one in found[0].sent:
+            of[name].setdefault((one.role, one.tier), []).append(one)
     keys = sorted({key for sent in of.values() for key in sent})
     return table(
         ["scheme", *(f"{role}, {tier}" for role, tier in keys), "all"],
         [
             [
                 name,
-                *(f"{size_text(sent[key].wire_bytes)} ({sent[key].codec})" if key in sent else NONE for key in keys),
-                size_text(sum(one.wire_bytes for one in sent.values())),
+                *(
+                    f"{size_text(sum(one.wire_bytes for one in sent[key]))} ({', '.join(one.codec for one in sent[key])})"
+                    if key in sent
+                    else NONE
+                    for key in keys
+                ),
+                size_text(sum(one.wire_bytes for each in sent.values() for one in each)),
             ]
             for name, sent in of.items()
         ],

@@ -85,12 +85,11 @@ class Preset(NamedTuple):
     """Where a block starts from.
 
     Attributes:
-        weights: Shard degree of the weights.
-        gradients: Shard degree of the gradients.
-        weights_codec: Codec of the weights on every tier.
-        gradients_codec: Codec of the gradients on every tier.
+        weights, gradients: Shard degrees.
+        weights_codec, gradients_codec: On every tier, but for `inner_codec`.
         dimensions_codec: Codec of activations on every tier, in every parallel dimension.
         optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
+        inner_codec: Codec of the gradients inside nodes; None: as between them.
     """
 
     weights: Scope
@@ -99,10 +98,12 @@ class Preset(NamedTuple):
     gradients_codec: Written
     dimensions_codec: Written = "none"
     optimizer_codec: Written = "none"
+    inner_codec: Written | None = None
 
-    def codec_of(self, role: Role | Dimension) -> Written:
-        """The codec of a role on every tier."""
-        of = {"weights": self.weights_codec, "gradients": self.gradients_codec, "optimizer": self.optimizer_codec}
+    def codec_of(self, role: Role | Dimension, tier: Tier) -> Written:
+        """The codec of a role on a tier."""
+        sums = self.gradients_codec if tier in NET_TIERS else self.inner_codec or self.gradients_codec
+        of = {"weights": self.weights_codec, "gradients": sums, "optimizer": self.optimizer_codec}
         return of.get(role, self.dimensions_codec)
 
 
@@ -121,10 +122,10 @@ PRESETS: dict[str, Preset] = {
     "lossless": Preset("package", "node", "none", "none"),
     "topo": Preset("package", "node", "int8", "int4"),
     "mild": Preset("package", "node", "int8", "int8"),
-    # The schemes of arXiv 2409.02423, whose data-parallel ranks keep whole weights, as in ZeRO-1. Rates are ours.
+    # Those of arXiv 2409.02423, whose data-parallel ranks keep whole weights, as in ZeRO-1. Rates are ours.
     "zhybrid": Preset("device", "device", _zfp(16), _zfp(8), _zfp(16), _zfp(16)),
     "mzhybrid": Preset("device", "device", "none", _zfp(8), "mpc", "mpc"),
-    "hybrid": Preset("package", "node", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8"),
+    "hybrid": Preset("package", "node", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8", "int8"),
 }
 
 

@@ -156,9 +156,8 @@ def _codecs(start: Preset, written: Any, size: Any) -> Any:
         if isinstance(tiers, str) or (isinstance(tiers, Mapping) and "codec" in tiers):  # one for all
             tiers = dict.fromkeys(BASE_TIERS, tiers)
         optional = [tier for tier in OPTIONAL_TIERS if isinstance(tiers, Mapping) and tier in tiers]
-        own = start.codec_of(role)
-        default: dict[str, Any] = dict.fromkeys((*BASE_TIERS, *optional), own)
-        return _over(default, tiers, lambda _, one: leaf(one, own))
+        default: dict[str, Any] = {tier: start.codec_of(role, tier) for tier in (*BASE_TIERS, *optional)}
+        return _over(default, tiers, lambda tier, one: leaf(one, default[tier]))
 
     return _over({role: {} for role in (*ROLES, *DIMENSIONS, "except")}, written, each)
 

@@ -32,14 +32,16 @@ def test_presets_are_the_documented_points() -> None:
         "mild": ("package", "node", "int8", "int8"),
         "zhybrid": ("device", "device", "zfp", "zfp"),
         "mzhybrid": ("device", "device", "none", "zfp"),
-        "hybrid": ("package", "node", "int8", "int4"),
+        "hybrid": ("package", "node", "int8", {"gcd": "int8", "hive": "int8", "gpu": "int8"}),
     }
     assert list(expected) == list(PRESETS)
     for name, (weights, gradients, weight_codec, gradient_codec) in expected.items():
         config = parse_config({"preset": name})
         assert (config.shard.weights, config.shard.gradients) == (weights, gradients)
         assert {config.codecs["weights"][tier].codec for tier in TIERS} == {weight_codec}
-        assert {config.codecs["gradients"][tier].codec for tier in TIERS} == {gradient_codec}
+        inner = {} if isinstance(gradient_codec, str) else gradient_codec
+        outer = gradient_codec if isinstance(gradient_codec, str) else "int4"
+        assert {tier: config.codecs["gradients"][tier].codec for tier in TIERS} == dict.fromkeys(TIERS, outer) | inner
         assert config.error_feedback == ()
 
 
@@ -49,7 +51,7 @@ def test_presets_of_activations() -> None:
         ("topo", "int8", "int4", "none", "none"),
         ("zhybrid", high, low, high, high),
         ("mzhybrid", "none", low, "mpc", "mpc"),
-        ("hybrid", "int8", "int4", {"codec": "int8", "rotation": 64}, "int8"),
+        ("hybrid", "int8", {"gcd": "int8", "gpu": "int8", "node": "int4"}, {"codec": "int8", "rotation": 64}, "int8"),
     ):
         config = parse_config({"preset": name})
         roles = {"weights": weights, "gradients": gradients, **dict.fromkeys(DIMENSIONS, activations)}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,26 +17,19 @@ from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
-from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
+from hzero.collectives.pipeline import Chain
 from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.recorder import group_timeout
-from hzero.collectives.settings import CommunicatorConfig, parse_communicator
-from hzero.collectives.streams import DeviceStreams, host_steps
+from hzero.collectives.settings import USES, CommunicatorConfig, Use, parse_communicator
+from hzero.collectives.streams import pipeline_of
 from hzero.collectives.transport import Transport, wires_of
 from hzero.collectives.wirelog import WireLog
 from hzero.collectives.wires import TorchWires
-from hzero.config import CodecsConfig, TransportName
+from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
-
-
-def _pipeline(device: str, transport: TransportName) -> Pipeline:
-    if device == "cpu" or transport == "torch":
-        return shared_pipeline(None if device == "cpu" else DeviceStreams(torch.cuda))
-    return shared_pipeline(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))
-
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SEEDS = 1_000_003
@@ -72,6 +64,8 @@ class Communicator:
         comm: A communicator of mpi4py in place of a process group; its hops take the transport ``mpi``. Its ranks are those of
             the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
             MPI's world, and its timeout holds.
+        uses: What it will be asked for beside `send` and `recv`, which saves process groups: ``sums`` (`reduce_scatter`),
+            ``copies`` (`all_gather`, `broadcast`, `all_to_all`); `all_reduce` takes both.
 
     Attributes:
         config: The settings.
@@ -93,6 +87,7 @@ class Communicator:
         role: str | None = None,
         grid: Grid | None = None,
         comm: Any = None,
+        uses: Collection[Use] = USES,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
@@ -131,7 +126,7 @@ class Communicator:
         )
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
-        pipeline = _pipeline(self._device, settings.transport)
+        pipeline = pipeline_of(self._device, settings.transport)
         pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
         self.role, self.adopted = role, False
         name = role or "collectives"
@@ -141,7 +136,7 @@ class Communicator:
         transport = Transport(
             self.plan,
             timeout,
-            channels=(self._sums, self._copies),
+            channels=[{"sums": self._sums, "copies": self._copies}[use] for use in uses],
             ranks=None if whole else ranks,
             backend=None if whole else backend,
             sums=False,
@@ -306,11 +301,15 @@ class Communicator:
             then=averaged,
         )
 
+    @property
+    def feedbacks(self) -> list[ErrorFeedback]:
+        """What keeps residuals, for who knows of steps: `ErrorFeedback.commit`, `discard`."""
+        return [feedback for feedback in (self._feedback, self._tiered.feedback) if feedback is not None]
+
     def forget(self) -> None:
         """Drops all residuals of error feedback: what they belong to has changed."""
-        for feedback in (self._feedback, self._tiered.feedback):
-            if feedback is not None:
-                feedback.clear()
+        for feedback in self.feedbacks:
+            feedback.clear()
 
     # ---- copies ----------------------------------------------------------------------------------------------
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
 
 from hzero.block import find
 from hzero.collectives.communicator import Communicator
-from hzero.collectives.settings import CommunicatorConfig
+from hzero.collectives.recorder import world_timeout
+from hzero.collectives.settings import USES, CommunicatorConfig, Use
 from hzero.config import DIMENSIONS, UNCODED, Dimension, HZeroConfig
 from hzero.parsing import parse_config
 from hzero.topology import Grid, resolve_grid
@@ -20,7 +22,12 @@ _MADE: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def for_dimension(
-    dimension: Dimension, config: Any, group: dist.ProcessGroup | None = None, *, grid: Grid | None = None
+    dimension: Dimension,
+    config: Any,
+    group: dist.ProcessGroup | None = None,
+    *,
+    grid: Grid | None = None,
+    uses: Collection[Use] = USES,
 ) -> Communicator:
     """A communicator for the activations of one parallel dimension, with the codecs of ``codecs.tensor`` and so on.
 
@@ -35,6 +42,9 @@ def for_dimension(
         group: The ranks that share the dimension; None takes the world.
         grid: Of the world; None takes the block's topology. Where that is discovered, all ranks of the world call this at the
             same point.
+        uses: As for a `Communicator`.
+
+    A wait lasts as long as the world's timeout allows: groups that others make do not inherit it.
 
     Raises:
         ConfigError: The block is wrong, or the group fills the tiers unevenly.
@@ -51,7 +61,7 @@ def for_dimension(
         grid = grid.of_ranks(dist.get_process_group_ranks(group))
     common = () if parsed is None else ("node_all_gather", "checksum", "transport")
     settings = CommunicatorConfig(codecs=codecs, gather=codecs, **{key: getattr(parsed, key) for key in common})
-    made = Communicator(settings, group, role=dimension, grid=grid)
+    made = Communicator(settings, group, timeout=world_timeout(), role=dimension, grid=grid, uses=uses)
     _MADE.add(made)
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -20,6 +20,10 @@ from hzero.config import (
 )
 from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, Frozen, validated
+
+#: What has communicators of its own on every tier; messages from rank to rank take those of the group.
+Use: TypeAlias = Literal["sums", "copies"]
+USES: tuple[Use, ...] = ("sums", "copies")
 
 
 class CommunicatorConfig(Frozen):

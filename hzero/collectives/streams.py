@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+
+from hzero.collectives.pipeline import Pipeline, shared_pipeline
+from hzero.config import TransportName
 
 
 class DeviceStreams:
@@ -57,3 +61,10 @@ def host_steps(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
     yield
     torch.cuda.current_stream().synchronize()
+
+
+def pipeline_of(device: str, transport: TransportName) -> Pipeline:
+    """The pipeline of this process for hops of a transport on ``cpu`` or ``cuda``. Raises `ConfigError` as `shared_pipeline`."""
+    if device == "cpu" or transport == "torch":
+        return shared_pipeline(None if device == "cpu" else DeviceStreams(torch.cuda))
+    return shared_pipeline(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))

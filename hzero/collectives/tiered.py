@@ -30,7 +30,7 @@ from hzero.sharding.plan import Hop, ShardPlan
 
 T = TypeVar("T")
 
-#: Hops of an asynchronous device whose checksums have not been compared yet, at most.
+#: Hops of an asynchronous device whose checksums, or lost blocks, have not been looked at yet, at most.
 _UNREAD = 256
 
 
@@ -62,9 +62,6 @@ class TieredCollectives:
         wire_log: Counts every hop.
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
         pipeline: Runs the hops; None makes one.
-
-    Attributes:
-        pipeline: Runs the hops.
     """
 
     def __init__(
@@ -214,6 +211,8 @@ class TieredCollectives:
         """Keeps a number of lost blocks for `verify`: on an asynchronous device, where a look would make the host wait."""
         assert self.pipeline.streams is not None
         self._lost.append((self.pipeline.streams.event(), Lost(blocks, what)))
+        if len(self._lost) >= _UNREAD:
+            self.verify()
 
     def encoded(self, bucket: Bucket, codec: Codec, encode: Callable[[Codec], torch.Tensor], outer: int = 1) -> Payload:
         """A new payload and its codec: ``codec``, or ``none`` where that would lose a block; on a device `verify` finds it.

@@ -29,7 +29,7 @@ PURPOSES = {
     "mild": "after arXiv 2409.02423: where int4 gradients cost convergence",
     "zhybrid": "that paper's ZFP at two rates, to compare with; activations in zfp at rate 16",
     "mzhybrid": "that paper's MPC and ZFP, to compare with; activations in mpc",
-    "hybrid": "beside tensor groups: topo, with activations in int8 and a rotation of 64",
+    "hybrid": "beside tensor groups: topo, with gradients in int8 inside nodes, and activations in int8 and a rotation of 64",
 }
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 #: What a model holds, whatever the buffers.

@@ -303,8 +303,13 @@ class Saver:
         return optimizer_bytes(self._engine.optimizer)
 
     def _weights(self) -> int:
-        """Bytes of the weights that one rank writes for all: those of a pipeline stage. With ZeRO-3 next to none is whole."""
-        return sum(param.nbytes for param in self._engine.module.parameters())
+        """About the bytes of the weights that ranks write whole: of all stages and tensor ranks, each as large as this one's.
+
+        With ZeRO-3 next to none is whole.
+        """
+        own = sum(param.nbytes for param in self._engine.module.parameters())
+        mpu = self._engine.mpu
+        return own if mpu is None else own * (self._world // mpu.get_data_parallel_world_size())
 
     def _conclude(self, work: _UnderWay, everyones: list[Written]) -> str | None:
         """On rank 0, by its writer: publishes what all ranks have written; removes it where one has not."""

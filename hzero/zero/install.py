@@ -19,6 +19,7 @@ from hzero.validation import ConfigError
 from hzero.zero.overridden import check_deepspeed
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
+from hzero.zero.pipeline_state import PipelineState
 from hzero.zero.refusals import check_config, check_pipeline, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
@@ -184,8 +185,14 @@ def exact_weights(engine: Any) -> Iterator[None]:
 
     Gathers are then DeepSpeed's own, flat over the world: meant for evaluation, not for training. A stock engine is
     always exact. All ranks must enter and leave together, outside of a forward or backward.
+
+    Raises:
+        ConfigError: The engine has pipeline stages and a lossy ``codecs.optimizer``: no rank has exact weights then.
     """
     own = state(engine)
+    if isinstance(own, PipelineState):
+        own.check_exact()
+        own = None
     with own.weights.exact() if own is not None else contextlib.nullcontext():
         yield
 

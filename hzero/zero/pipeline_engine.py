@@ -17,7 +17,7 @@ from hzero.collectives import blaming
 from hzero.config import HZeroConfig
 from hzero.validation import ConfigError
 from hzero.zero.borrowed import with_names
-from hzero.zero.pipeline_state import PipelineState
+from hzero.zero.pipeline_state import PipelineState, check_module
 from hzero.zero.refusals import read_block
 from hzero.zero.stage1 import HZeroStage1
 from hzero.zero.stage_messages import StageMessages
@@ -34,8 +34,9 @@ class HZeroPipelineEngine(PipelineEngine):
     for that with bfloat16 (``BF16_Optimizer``); here it is ZeRO-1's.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        object.__setattr__(self, "_given", model)  # for checks; torch's modules take no other before they are made
+        super().__init__(*args, model=model, **kwargs)
         if self._block is None:
             return
         own = PipelineState(self.module, self.grid, self._block)
@@ -50,6 +51,11 @@ class HZeroPipelineEngine(PipelineEngine):
     @functools.cached_property
     def _block(self) -> HZeroConfig | None:
         return read_block(self._config._param_dict)
+
+    def _do_sanity_check(self) -> None:
+        super()._do_sanity_check()
+        if self._block is not None:
+            check_module(self._given, self._block)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Types of the weights and of sums of gradients: with the block float32."""
@@ -69,32 +75,29 @@ class HZeroPipelineEngine(PipelineEngine):
         return with_names(stock, DeepSpeedZeroOptimizer=HZeroStage1)(self, optimizer)
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Stock, of the gradients that ZeRO-1 keeps: in bfloat16 those are not ``weight.grad``."""
-        if self._block is None:
-            return super()._exec_reduce_tied_grads()
+        """Stock, of the gradients that ZeRO-1 keeps: in bfloat16 those are not ``weight.grad``. With the block alone."""
         for weight, group in self.module.get_tied_weights_and_groups():
             gradient = self.optimizer.get_gradient_for_reduction(weight)
             if gradient is not None:
                 comm.all_reduce(gradient, group=group)
-        return None
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        """Stock; an error of its collectives names the ranks that did not come."""
+        """Stock; with the block an error of its collectives names the ranks that did not come."""
+        if self._block is None:
+            return super().train_batch(data_iter)
         with blaming():
             loss = super().train_batch(data_iter)
-        self._settle()
+        self._messages.settle()
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock; an error of its collectives names the ranks that did not come."""
+        """As `train_batch`."""
+        if self._block is None:
+            return super().eval_batch(*args, **kwargs)
         with blaming():
             found = super().eval_batch(*args, **kwargs)
-        self._settle()
+        self._messages.settle()
         return found
-
-    def _settle(self) -> None:
-        if self._block is not None:
-            self._messages.settle()
 
 
 #: Instructions that send or receive a tensor of the model.

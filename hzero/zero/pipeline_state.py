@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import TiedLayerSpec
+from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from hzero.block import KEY
 from hzero.codecs import backends
 from hzero.collectives import Communicator, CommunicatorConfig, WireLog, for_dimension
-from hzero.config import LOSSLESS, TIERS, Dimension, HZeroConfig, Role
+from hzero.collectives.recorder import world_timeout
+from hzero.config import LOSSLESS, TIERS, HZeroConfig, Tier
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 from hzero.zero.partition import Partition, ranks_of, speaks
@@ -41,7 +44,7 @@ class PipelineState:
         config: The block.
 
     Raises:
-        ConfigError: The groups do not fill the tiers of the topology evenly, or codecs would drive tied weights apart.
+        ConfigError: The groups do not fill the tiers of the topology evenly.
     """
 
     def __init__(self, module: torch.nn.Module, mpu: Any, config: HZeroConfig) -> None:
@@ -49,20 +52,23 @@ class PipelineState:
         data, stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self.partition = Partition.of(data, config.topology)
         world = self.partition.world
-        _check_tied(module, config, self.partition.grid)
+        self._tensor = mpu.get_slice_parallel_group()
         settings = CommunicatorConfig(
             codecs=config.codecs.gradients,
             gather=config.codecs.gradients,
             error_feedback=config.error_feedback,
             **{key: getattr(config, key) for key in ("node_all_gather", "checksum", "transport")},
         )
-        self.gradients = Communicator(settings, data, role="gradients", grid=self.partition.grid)
-        self.optimizer = for_dimension("optimizer", config, data, grid=world)
-        self.pipeline = for_dimension("pipeline", config, stages, grid=world)
+        self.gradients = Communicator(
+            settings, data, timeout=world_timeout(), role="gradients", grid=self.partition.grid, uses=["sums"]
+        )
+        self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
+        self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=[])
         self.wire_log = WireLog()
-        adopt(config, module, self.wire_log)
+        self._communicators = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         for communicator in (self.gradients, self.optimizer, self.pipeline):
             communicator.wire_log = self.wire_log
+            self._communicators.add(communicator)
         self._keeps = False  # residuals of error feedback
         for tier in config.error_feedback:
             if self.partition.grid.size(tier) == 1 or config.codecs.gradients[tier].codec in LOSSLESS:
@@ -86,9 +92,29 @@ class PipelineState:
         self.verify()
 
     def verify(self) -> None:
-        """On a device: waits until the checksums of all hops so far are compared. Raises `HopError` for a difference."""
-        for communicator in (self.gradients, self.optimizer, self.pipeline):
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
+        for communicator in self._communicators:
             communicator.verify()
+
+    def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
+        """Gives parts of parameters that all ranks of a tensor group have whole the bits of its first rank. Collective.
+
+        Blocks of a lossy codec hold elements of neighbours too, which differ between these ranks, and so round differently.
+
+        Args:
+            role: What the codec has been of.
+            tensors: Changed in place; as many and as large on all ranks of the group.
+        """
+        if (
+            not tensors
+            or dist.get_world_size(self._tensor) == 1
+            or not _lossy_tiers(self.config, role, self.partition.grid)
+        ):
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.broadcast(flat, ranks_of(self._tensor)[0], group=self._tensor)
+        for tensor, found in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(found.view_as(tensor))
 
     @property
     def waited_s(self) -> float:
@@ -104,6 +130,14 @@ class PipelineState:
         weights = sum(flat.nbytes for flat in optimizer.bit16_groups_flat)
         return {"weights": weights, "optimizer": optimizer_bytes(optimizer)}
 
+    def check_exact(self) -> None:
+        """Raises ConfigError where weights are not those that their owners have sent."""
+        for tier in _lossy_tiers(self.config, "optimizer", self.partition.grid):
+            raise ConfigError(
+                f"exact_weights: found {KEY}.codecs.optimizer.{tier} {self.config.codecs['optimizer'][tier].codec!r} with "
+                f"pipeline stages, whose ranks keep no exact weights; possible: {', '.join(LOSSLESS)}"
+            )
+
     def forget(self) -> None:
         """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
         self.gradients.forget()
@@ -115,22 +149,46 @@ class PipelineState:
         self._pipeline.mend()
 
 
-def _check_tied(module: Any, config: HZeroConfig, grid: Grid) -> None:
-    """Refuses lossy codecs with weights that several stages keep: each would round them, or their sums, in other blocks.
+def check_module(module: Any, config: HZeroConfig) -> None:
+    """Refuses lossy codecs that would drive copies of a weight apart, before an engine is built.
 
-    Their gradients are summed over the stages before the data-parallel ranks sum, so nothing would bring the copies together
-    again.
+    Those of a weight that several stages keep: each would round it, or its sums, in other blocks. Their gradients are summed
+    over the stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of weights that
+    all ranks of a tensor group have whole can be brought together, if it is known which these are.
+
+    Args:
+        module: The ``PipelineModule``.
+        config: The block.
+
+    Raises:
+        ConfigError: Names the codec.
     """
     stages: dict[str, set[int]] = {}
     for number, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(number))
     shared = next((key for key, owners in stages.items() if len(owners) > 1), None)
-    roles: tuple[Role | Dimension, ...] = ("gradients", "optimizer")
-    for role, tier in itertools.product(roles, TIERS if shared is not None else ()):
-        codec = config.codecs[role][tier].codec
-        if grid.size(tier) > 1 and codec not in LOSSLESS:
-            raise ConfigError(
-                f"{KEY}.codecs.{role}.{tier}: found {codec!r} with weights that are tied over stages ({shared}), whose copies it "
-                f"would drive apart; possible: {', '.join(LOSSLESS)}, or weights that are not tied"
-            )
+    mpu = module.mpu()
+    grid = Partition.of(mpu.get_data_parallel_group(), config.topology).grid
+    tensor_ranks = mpu.get_slice_parallel_world_size()
+    unknown = tensor_ranks > 1 and not any(map(is_model_parallel_parameter, module.parameters()))
+    roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
+    for role in roles:
+        for tier in _lossy_tiers(config, role, grid):
+            found = f"{KEY}.codecs.{role}.{tier}: found {config.codecs[role][tier].codec!r} with"
+            if shared is not None:
+                raise ConfigError(
+                    f"{found} weights that are tied over stages ({shared}), whose copies it would drive apart; possible: "
+                    f"{', '.join(LOSSLESS)}, or weights that are not tied"
+                )
+            if unknown:
+                raise ConfigError(
+                    f"{found} tensor groups of {tensor_ranks} ranks, and no parameter whose attribute tensor_model_parallel is "
+                    f"true, which tells those that are split from copies that it would drive apart; possible: "
+                    f"{', '.join(LOSSLESS)}, or the attribute that Megatron-LM sets"
+                )
+
+
+def _lossy_tiers(config: HZeroConfig, role: Literal["gradients", "optimizer"], grid: Grid) -> list[Tier]:
+    """The tiers that the data-parallel ranks cross in a codec that loses something."""
+    return [tier for tier in TIERS if grid.size(tier) > 1 and config.codecs[role][tier].codec not in LOSSLESS]

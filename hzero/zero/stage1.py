@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from hzero.collectives import Chain
@@ -42,6 +43,10 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Averages the gradients of all micro-batches; `averaged_gradients` then holds this rank's partition, float32."""
         _two_at_a_time(self._reductions())
+        for index, size in enumerate(self.partition_size):
+            start = self.hzero.gradients.plan.rank * int(size)
+            flat = self.averaged_gradients[index].flat_partition
+            self.hzero.keep_alike("gradients", [flat[a - start : b - start] for a, b in self._copied(index, start)])
         self._release_ipg_buffers()
         self._clear_param_grad_only()
 
@@ -74,10 +79,21 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
             if gradient is not None:
                 row[first - start : last - start] = gradient.reshape(-1)[first - offset : last - offset]
 
+    def _copied(self, index: int, start: int) -> Iterator[tuple[int, int]]:
+        """Elements of the flat group, in the partition that starts there, of parameters that all tensor ranks have whole."""
+        for param, offset in zip(
+            self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index], strict=True
+        ):
+            first, last = max(start, offset), min(start + int(self.partition_size[index]), offset + param.numel())
+            if first < last and not is_model_parallel_parameter(param):
+                yield first, last
+
     def step(self, closure: Any = None) -> None:
-        """Stock, but for what sends the new weights."""
+        """Stock, but for what sends the new weights; a step that is skipped leaves no residuals of error feedback."""
         self.hzero.verify()
         with_names(DeepSpeedZeroOptimizer.step, all_gather_dp_groups=self._gather)(self, closure)
+        for feedback in self.hzero.gradients.feedbacks:
+            feedback.discard() if self.overflow else feedback.commit()
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
@@ -91,6 +107,8 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     def _gather(self, **_: Any) -> None:
         """Sends all partitions to all ranks; the owner too takes what the others decode, so that all have the same bits."""
         _two_at_a_time(self._gathers())
+        copies = (param for group in self.bit16_groups for param in group if not is_model_parallel_parameter(param))
+        self.hzero.keep_alike("optimizer", [param.data for param in copies])
 
     def _gathers(self) -> Iterator[_Submitted]:
         rank = self.hzero.optimizer.plan.rank
@@ -107,6 +125,10 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         """Stock; then drops what error feedback keeps, which belongs to the old weights."""
         super().load_state_dict(*args, **kwargs)
         self.hzero.forget()
+
+    def _restore_from_bit16_weights(self) -> None:
+        super()._restore_from_bit16_weights()
+        self.hzero.gradients.forget()
 
     def destroy(self) -> None:
         """Stock; lanes on which a message has failed can be used again."""

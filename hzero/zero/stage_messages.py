@@ -9,8 +9,9 @@ import torch
 from deepspeed.runtime.pipe import p2p
 
 from hzero.collectives import Chain, Communicator
-from hzero.collectives.communicator import FLOATS
 
+#: What goes in codecs. DeepSpeed sends masks as float16, whose numbers must stay zero or one; training in float16 is refused.
+CODED = (torch.float32, torch.bfloat16)
 #: Messages that this rank has sent and nobody has received yet, before it waits for the oldest.
 _AHEAD = 4
 
@@ -18,8 +19,8 @@ _AHEAD = 4
 class StageMessages:
     """Sends and receives tensors of a neighbouring stage, in the order of DeepSpeed's schedule.
 
-    Tensors of float32, bfloat16 and float16 go in the codec of the tier between the two ranks; others, such as masks, as in
-    stock. A send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule.
+    Tensors of float32 and bfloat16 go in the codec of the tier between the two ranks; others, such as masks, as in stock. A
+    send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule.
 
     Args:
         communicator: Of the ranks of one pipeline, numbered by their stages.
@@ -37,7 +38,7 @@ class StageMessages:
             dest_stage: The stage.
             async_op: As in stock, False.
         """
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in CODED:
             return p2p.send(tensor, dest_stage, async_op)
         chain = self._communicator.send(tensor, dest_stage, async_op=True)
         chain.wait_read()
@@ -48,7 +49,7 @@ class StageMessages:
 
     def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
         """Receives a tensor into ``tensor``, of the shape and type that were sent. Arguments as those of `send`."""
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in CODED:
             return p2p.recv(tensor, src_stage, async_op)
         return tensor.copy_(self._communicator.recv(tensor, src_stage))
 

@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
-from hzero.collectives import Canary, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, in_use
+from hzero.collectives import Canary, Communicator, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, in_use
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -72,7 +73,7 @@ class StageState:
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes = Routes(module, self.plan)
         self.wire_log = WireLog()
-        adopt(config, module, self.wire_log)
+        self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = stage_pipeline(config.transport)
         self._pipeline.mend()
@@ -119,7 +120,7 @@ class StageState:
     def settle(self) -> None:
         """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
         self._pipeline.drain()
-        self._collectives.verify()
+        self.verify()
 
     @property
     def waited_s(self) -> float:
@@ -133,8 +134,10 @@ class StageState:
         return self.wire_log.seconds()
 
     def verify(self) -> None:
-        """On a device: waits until the checksums of all hops so far are compared. Raises `HopError` for a difference."""
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
         self._collectives.verify()
+        for communicator in self._adopted:
+            communicator.verify()
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -233,19 +236,23 @@ class StageState:
             self._pipeline.mend()
 
 
-def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> None:
+def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> list[Communicator]:
     """Counts the hops of dimensions in an engine's wire log; warns of codecs of one that nobody sends.
 
     Args:
         config: The block.
         module: The engine's model, which holds the communicators of its layers.
         wire_log: The engine's.
+
+    Returns:
+        The communicators whose hops it counts.
     """
     used = in_use()
     held = {id(value) for one in module.modules() for value in vars(one).values()}
-    for communicator in used:  # not those of another engine's model
-        if id(communicator) in held or not communicator.adopted:
-            communicator.wire_log = wire_log
+    # Not those of another engine's model.
+    adopted = [communicator for communicator in used if id(communicator) in held or not communicator.adopted]
+    for communicator in adopted:
+        communicator.wire_log = wire_log
     sent = {communicator.role for communicator in used if communicator.plan.grid.world_size > 1}
     for dimension in config.written_dimensions:
         if dimension in sent or not speaks():
@@ -258,6 +265,7 @@ def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> No
         logger.warning(
             "hzero: codecs.%s has no effect: nothing in this process sends over such a group; %s", dimension, missing
         )
+    return adopted
 
 
 def _check_parameters(module: torch.nn.Module, group: Any) -> None:

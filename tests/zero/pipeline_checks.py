@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch.nn import functional as F  # noqa: N812
 
@@ -156,11 +158,21 @@ NONE = {"codecs": {"gradients": "none"}}
 
 
 def same_weights(engine: Any) -> bool:
-    """Whether all data-parallel ranks have the same bits of the weights, on all ranks of the world."""
-    mine = torch.cat([flat.view(-1) for flat in engine.optimizer.bit16_groups_flat]).view(torch.uint8)
-    first, group = mine.clone(), engine.mpu.get_data_parallel_group()
-    dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
-    equal = torch.tensor([int(torch.equal(first, mine))])
+    """Whether all ranks that have a weight have the same bits of it: data-parallel ranks, and tensor ranks, masters too."""
+    optimizer = engine.optimizer
+    whole = [param for param in engine.module.parameters() if not is_model_parallel_parameter(param)]
+    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        start = optimizer.hzero.gradients.plan.rank * int(optimizer.partition_size[index])
+        whole += [master[a - start : b - start] for a, b in optimizer._copied(index, start)]
+    equal = torch.ones(1, dtype=torch.int64)
+    for flats, group in (
+        (optimizer.bit16_groups_flat, engine.mpu.get_data_parallel_group()),
+        (whole, engine.mpu.get_slice_parallel_group()),
+    ):
+        mine = torch.cat([flat.detach().reshape(-1).view(torch.uint8) for flat in flats])
+        first = mine.clone()
+        dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
+        equal *= int(torch.equal(first, mine))
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
     return bool(equal)
 
@@ -246,6 +258,44 @@ def check_a_block_that_codec_exp_cannot_hold_reaches_the_next_stage() -> None:
         messages.send(words.view(torch.bfloat16), me + 1)
         messages.settle()
     dist.barrier()
+
+
+def check_masks_reach_the_next_stage_as_they_are() -> None:
+    """DeepSpeed sends them as float16, and takes every number but zero for true."""
+    messages = StageMessages(Communicator({"codecs": "int8", "topology": TOPOLOGY}))
+    mask = torch.randint(0, 2, (1000,), generator=torch.Generator().manual_seed(1)).half()
+    me = dist.get_rank()
+    with mock.patch.multiple(
+        p2p, send=lambda tensor, to, _: dist.send(tensor, to), recv=lambda tensor, of, _: dist.recv(tensor, of)
+    ):
+        if me % 2:
+            found = torch.zeros(1000, dtype=torch.float16)
+            messages.recv(found, me - 1)
+            assert torch.equal(found, mask)
+        else:
+            messages.send(mask, me + 1)
+    dist.barrier()
+
+
+def check_a_skipped_step_leaves_no_residuals() -> None:
+    _, _, engine = train_pipeline({"preset": "mild", "error_feedback": ["gpu"]}, 2, steps=2)
+    feedback = engine.optimizer.hzero.gradients._tiered.feedback
+
+    def residuals() -> dict[Any, torch.Tensor]:
+        return {key: kept[0].clone() for each in feedback.saved().values() for key, kept in each.items()}
+
+    before = residuals()
+    assert before
+    spoiled = next(param for param in engine.module.parameters() if param.requires_grad)
+    handle = spoiled.register_hook(lambda gradient: gradient * float("inf"))
+    rank = engine.grid.get_data_parallel_rank()
+    samples = [batch(2, micro, rank) for micro in range(3)]
+    engine.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in samples]))
+    handle.remove()
+    assert engine.optimizer.overflow and not feedback._pending
+    after = residuals()
+    assert after.keys() == before.keys() and all(torch.equal(kept, after[key]) for key, kept in before.items())
+    end(engine)
 
 
 def check_sums_of_gradients_stay_within_the_bounds_of_their_codecs() -> None:
@@ -374,8 +424,20 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
     ):
         pipeline_of(config, 1, tied=True)
     groups.mpu = None
+    with (
+        mock.patch.object(pipeline_state, "is_model_parallel_parameter", return_value=False),
+        pytest.raises(
+            ConfigError, match=r"codecs.gradients.gpu: found 'int4' with tensor groups of 2 ranks, and no parameter"
+        ),
+    ):
+        pipeline_of(config, 2)
+    groups.mpu = None
     with pytest.raises(ConfigError, match="found 1, which is for a PipelineModule"):
         engine_of(config)
+    _, _, engine = train_pipeline(LOSSY, 2, steps=1)
+    with pytest.raises(ConfigError, match=r"exact_weights: found hzero.codecs.optimizer.gpu 'int8'"):
+        hzero.exact_weights(engine).__enter__()
+    end(engine)
 
 
 def check_codecs_of_pipelines_that_nothing_uses_are_warned_about() -> None:
