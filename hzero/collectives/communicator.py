@@ -31,8 +31,7 @@ from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_SEEDS = 1_000_003
+FLOATS, _SEEDS = (torch.float32, torch.bfloat16, torch.float16), 1_000_003
 
 
 class Communicator:
@@ -64,8 +63,8 @@ class Communicator:
         comm: A communicator of mpi4py in place of a process group; its hops take the transport ``mpi``. Its ranks are those of
             the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
             MPI's world, and its timeout holds.
-        uses: What it will be asked for beside `send` and `recv`, which saves process groups: ``sums`` (`reduce_scatter`),
-            ``copies`` (`all_gather`, `broadcast`, `all_to_all`); `all_reduce` takes both.
+        uses: What has process groups: ``sums`` (`reduce_scatter`, `all_to_all`), ``copies`` (`all_gather`, `broadcast`), of
+            which `all_reduce` takes both, and `send` and `recv` none.
 
     Attributes:
         config: The settings.
@@ -107,12 +106,11 @@ class Communicator:
             rank = comm.Get_rank()
         if rank < 0:
             raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
-        whole = ranks == list(range(dist.get_world_size()))
-        topology, where = settings.topology, "communicator.topology"
+        whole, where = ranks == list(range(dist.get_world_size())), "communicator.topology"
         if grid is None and whole:
-            grid = resolve_grid(topology, len(ranks), where)
+            grid = resolve_grid(settings.topology, len(ranks), where)
         elif grid is None:
-            grid = sub_grid(topology, ranks, dist.get_world_size(), where)
+            grid = sub_grid(settings.topology, ranks, dist.get_world_size(), where)
         self.plan = ShardPlan(
             grid,
             rank,
@@ -132,11 +130,12 @@ class Communicator:
         name = role or "collectives"
         name = name if whole else f"{name} {zlib.crc32(repr(ranks).encode()):08x}"
         self._sums, self._copies = f"{name} sums", f"{name} copies"
+        self._channels = [f"{name} {use}" for use in uses]
         timeout = timeout or group_timeout(group)
         transport = Transport(
             self.plan,
             timeout,
-            channels=[{"sums": self._sums, "copies": self._copies}[use] for use in uses],
+            channels=self._channels,
             ranks=None if whole else ranks,
             backend=None if whole else backend,
             sums=False,
@@ -450,6 +449,8 @@ class Communicator:
         return same & 0x7FFFFFFF, (same + self.plan.rank + 1) & 0x7FFFFFFF
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
+        if channel and channel not in self._channels:
+            raise ValueError(f"{role}: found no {channel!r} among the uses of this communicator: {self._channels}")
         of = f"{self.role} in " if self.role else ""
         name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)

@@ -1,4 +1,4 @@
-"""What the trainer does not do with pipeline stages, refused key by key before any rank starts."""
+"""What the trainer does not do with pipeline stages, refused key by key; but for data as examples, before any rank starts."""
 
 from __future__ import annotations
 

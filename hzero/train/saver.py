@@ -293,7 +293,9 @@ class Saver:
             usage = shutil.disk_usage(self._folder)
         except OSError as error:
             return f"{error.filename or self._folder}: {error.strerror or error}"
-        needed = self._bytes or self._states() * self._world + self._weights()
+        mpu = self._engine.mpu
+        parts = 1 if mpu is None else self._world // mpu.get_data_parallel_world_size()  # stages and tensor ranks
+        needed = self._bytes or self._states() * self._world + self._weights() * parts
         if usage.total and usage.free < needed:
             return f"{self._folder}: it takes {size_text(needed)}, and {size_text(usage.free)} are free"
         return None
@@ -303,13 +305,8 @@ class Saver:
         return optimizer_bytes(self._engine.optimizer)
 
     def _weights(self) -> int:
-        """About the bytes of the weights that ranks write whole: of all stages and tensor ranks, each as large as this one's.
-
-        With ZeRO-3 next to none is whole.
-        """
-        own = sum(param.nbytes for param in self._engine.module.parameters())
-        mpu = self._engine.mpu
-        return own if mpu is None else own * (self._world // mpu.get_data_parallel_world_size())
+        """Bytes of the weights that one rank writes: of its pipeline stage and tensor part. With ZeRO-3 next to none is whole."""
+        return sum(param.nbytes for param in self._engine.module.parameters())
 
     def _conclude(self, work: _UnderWay, everyones: list[Written]) -> str | None:
         """On rank 0, by its writer: publishes what all ranks have written; removes it where one has not."""

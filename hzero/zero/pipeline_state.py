@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from hzero.zero.state import adopt, optimizer_bytes
 from hzero.zero.streams import stage_pipeline
 
 logger = logging.getLogger("hzero")
+
+#: Elements of a tensor from which on it is broadcast by itself; smaller ones go together, such as norms and biases.
+_SMALL = 1 << 18
 
 
 class PipelineState:
@@ -103,7 +107,7 @@ class PipelineState:
 
         Args:
             role: What the codec has been of.
-            tensors: Changed in place; as many and as large on all ranks of the group.
+            tensors: Contiguous, changed in place; as many and as large on all ranks of the group.
         """
         if (
             not tensors
@@ -111,9 +115,11 @@ class PipelineState:
             or not _lossy_tiers(self.config, role, self.partition.grid)
         ):
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.broadcast(flat, ranks_of(self._tensor)[0], group=self._tensor)
-        for tensor, found in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        small = [tensor for tensor in tensors if tensor.numel() < _SMALL]
+        flat = torch.cat([tensor.reshape(-1) for tensor in small]) if small else tensors[0].new_empty(0)
+        for one in (flat, *(tensor for tensor in tensors if tensor.numel() >= _SMALL)):
+            dist.broadcast(one, ranks_of(self._tensor)[0], group=self._tensor)
+        for tensor, found in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
             tensor.copy_(found.view_as(tensor))
 
     @property
@@ -150,43 +156,64 @@ class PipelineState:
 
 
 def check_module(module: Any, config: HZeroConfig) -> None:
-    """Refuses lossy codecs that would drive copies of a weight apart, before an engine is built.
+    """Refuses lossy codecs that would drive copies of a weight apart, before an engine is built. Collective.
 
     Those of a weight that several stages keep: each would round it, or its sums, in other blocks. Their gradients are summed
     over the stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of weights that
-    all ranks of a tensor group have whole can be brought together, if it is known which these are.
+    all ranks of a tensor group have whole are brought together (`PipelineState.keep_alike`); so what is split has to be known.
 
     Args:
         module: The ``PipelineModule``.
         config: The block.
 
     Raises:
-        ConfigError: Names the codec.
+        ConfigError: Names the codec and a parameter; the same on all ranks.
     """
+    mpu = module.mpu()
+    grid = Partition.of(mpu.get_data_parallel_group(), config.topology).grid
+    roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
+    lossy = [(role, tier) for role in roles for tier in _lossy_tiers(config, role, grid)]
+    if not lossy:
+        return
+    role, tier = lossy[0]
+    found = f"{KEY}.codecs.{role}.{tier}: found {config.codecs[role][tier].codec!r} with"
+    possible = f"possible: {', '.join(LOSSLESS)}, or"
     stages: dict[str, set[int]] = {}
     for number, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(number))
     shared = next((key for key, owners in stages.items() if len(owners) > 1), None)
-    mpu = module.mpu()
-    grid = Partition.of(mpu.get_data_parallel_group(), config.topology).grid
-    tensor_ranks = mpu.get_slice_parallel_world_size()
-    unknown = tensor_ranks > 1 and not any(map(is_model_parallel_parameter, module.parameters()))
-    roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
-    for role in roles:
-        for tier in _lossy_tiers(config, role, grid):
-            found = f"{KEY}.codecs.{role}.{tier}: found {config.codecs[role][tier].codec!r} with"
-            if shared is not None:
-                raise ConfigError(
-                    f"{found} weights that are tied over stages ({shared}), whose copies it would drive apart; possible: "
-                    f"{', '.join(LOSSLESS)}, or weights that are not tied"
-                )
-            if unknown:
-                raise ConfigError(
-                    f"{found} tensor groups of {tensor_ranks} ranks, and no parameter whose attribute tensor_model_parallel is "
-                    f"true, which tells those that are split from copies that it would drive apart; possible: "
-                    f"{', '.join(LOSSLESS)}, or the attribute that Megatron-LM sets"
-                )
+    if shared is not None:
+        raise ConfigError(
+            f"{found} weights that are tied over stages ({shared}), whose copies it would drive apart; {possible} weights that "
+            "are not tied"
+        )
+    if mpu.get_slice_parallel_world_size() == 1:
+        return
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, _unlike(module, mpu.get_slice_parallel_group()))
+    if (name := next(filter(None, every), None)) is not None:
+        raise ConfigError(
+            f"{found} parameter {name}, which differs between the ranks of a tensor group and does not say that it is split; "
+            f"{possible} tensor_model_parallel = True on parameters that are split, as Megatron-LM sets it, and equal parts"
+        )
+
+
+def _unlike(module: torch.nn.Module, group: Any) -> str | None:
+    """The first parameter that a tensor group neither has in equal parts, as it says, nor as copies of the same bits."""
+    own = {
+        name: (tuple(param.shape), None if is_model_parallel_parameter(param) else _digest(param))
+        for name, param in module.named_parameters()
+    }
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    names = dict.fromkeys(name for each in every for name in each)
+    return next((name for name in names if len({each.get(name) for each in every}) > 1), None)
+
+
+def _digest(param: torch.Tensor) -> str:
+    words = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha1(words.numpy().data, usedforsecurity=False).hexdigest()
 
 
 def _lossy_tiers(config: HZeroConfig, role: Literal["gradients", "optimizer"], grid: Grid) -> list[Tier]:

@@ -39,7 +39,7 @@ def check_blocks_that_codec_exp_cannot_hold_are_an_error_where_hops_are_enqueued
     rank, words = dist.get_rank(), torch.randint(0, 1 << 14, (WORLD, 1700)).to(torch.int16).view(torch.bfloat16)
     for tensor, fits in ((torch.full((WORLD, 1700), 1.5).bfloat16(), True), (words, False)):
         for name in ("all_gather", "all_to_all", "all_reduce", "broadcast", "send"):
-            with mock.patch.object(communicator, "_pipeline", return_value=Pipeline(_Enqueued())):
+            with mock.patch.object(communicator, "pipeline_of", return_value=Pipeline(_Enqueued())):
                 group = _communicator(SOME[0], codecs="exp")
             if name == "broadcast":
                 group.broadcast(tensor, 1)

@@ -17,7 +17,7 @@ from tests.topology.test_exchange import environment
 
 #: All checks on 8, 16 and 6 ranks: some minutes, in which ranks that look for messages take the cores from other tests.
 FULL = os.environ.get("HZERO_MPI") == "full"
-COMMON = CHECKS if FULL else ("tests.collectives.tiered_checks", "tests.collectives.communicator_checks")
+COMMON = CHECKS if FULL else ("tests.collectives.tiered_checks",)
 STAGE = ("tests.zero.mpi_checks", *(["tests.zero.equality_checks"] if FULL else []))
 WORLDS = [8, 16, 6] if FULL else [8]
 OWN = ("tests.collectives.mpi_checks",)

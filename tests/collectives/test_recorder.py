@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -200,7 +201,9 @@ def test_frames_are_read_while_threads_of_others_come_and_go() -> None:
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    with ThreadPoolExecutor() as pool:
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.setswitchinterval, interval)
+        pool = stack.enter_context(ThreadPoolExecutor())
         others = [pool.submit(come_and_go) for _ in range(3)]
         reader = pool.submit(
             lambda: [len(record.frames_of(main)) for _ in iter(lambda: time.monotonic() < until, False)]
@@ -209,6 +212,5 @@ def test_frames_are_read_while_threads_of_others_come_and_go() -> None:
             deep(30)
         for other in others:
             other.result()
-    sys.setswitchinterval(interval)
     assert len(reader.result()) > 10
     assert min(reader.result()) > 0

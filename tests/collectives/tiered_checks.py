@@ -426,13 +426,14 @@ def check_groups_of_a_tier_have_colours_of_their_own() -> None:
     if TRANSPORT == "mpi":
         pytest.skip("of process groups")
     made, stock, new_group = [], c10d._process_group_color, dist.new_group
+    plan = _collectives(GRIDS[WORLD][0]).plan
 
     def noted(ranks: list[int], **keywords: object) -> object:
         made.append((keywords["group_desc"], c10d._process_group_color(ranks), tuple(ranks)))
         return new_group(ranks, **keywords)
 
     with mock.patch.object(dist, "new_group", noted):
-        Transport(_collectives(GRIDS[WORLD][0]).plan, timedelta(seconds=91))
+        Transport(plan, timedelta(seconds=91))
     assert len(made) == 2 * sum(GRIDS[WORLD][0].size(tier) > 1 for tier in TIERS) and c10d._process_group_color is stock
     everyone: list = [None] * WORLD
     dist.all_gather_object(everyone, made)
