@@ -127,10 +127,10 @@ def frames_of(thread: int | None) -> list[tuple[str, int, str]]:
     """Path, line and function of the frames of a thread that runs on, innermost first, at most 100.
 
     All is one call of C functions, so no other thread runs Python code meanwhile, but where a collection of garbage in between
-    calls Python code, and no frame is held longer. The usual ways
-    may end or stop a process, with CPython 3.11 at least: Python code that walks the frames of ``sys._current_frames()``
-    while their thread runs on (python/cpython#111363), that function itself, which locks the list of threads
-    (python/cpython#106883), and faulthandler, which reads that list without the lock while threads of C++ enter it.
+    calls Python code, and no frame is held longer. The usual ways may end or stop a process, with CPython 3.11 at least: Python
+    code that walks the frames of ``sys._current_frames()`` while their thread runs on (python/cpython#111363), that function
+    itself, which locks the list of threads (python/cpython#106883), and faulthandler, which reads that list without the lock
+    while threads of C++ enter it.
 
     Args:
         thread: What `main_thread` returned; None has no frames.

@@ -73,12 +73,11 @@ class PipelineState:
         for communicator in (self.gradients, self.optimizer, self.pipeline):
             communicator.wire_log = self.wire_log
             self._communicators.add(communicator)
-        self._keeps = False  # residuals of error feedback
+        kept = set(config.error_feedback) & set(_lossy_tiers(config, "gradients", self.partition.grid))
         for tier in config.error_feedback:
-            if self.partition.grid.size(tier) == 1 or config.codecs.gradients[tier].codec in LOSSLESS:
+            if tier not in kept:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
-            else:
-                self._keeps = True
+        self._keeps = bool(kept)  # residuals
         self._pipeline = stage_pipeline(config.transport)
         if speaks():
             transport = "mpi" if config.transport == "mpi" else dist.get_backend()

@@ -68,24 +68,25 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         step = max(1, elements // self.hzero.gradients.plan.grid.world_size)
         return ((first, min(first + step, size)) for first in range(0, size, step))
 
+    def _parts(self, index: int, start: int, size: int) -> Iterator[tuple[Any, int, int, int]]:
+        """Parameters in elements ``start`` to ``start + size`` of a flat group: each with its offset, and its part's two ends."""
+        params, offsets = self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index]
+        for param, offset in zip(params, offsets, strict=True):
+            first, last = max(start, offset), min(start + size, offset + param.numel())
+            if first < last:
+                yield param, offset, first, last
+
     def _fill(self, index: int, row: torch.Tensor, start: int) -> None:
         """Copies gradients from an element of the flat group on; a parameter without gradient leaves zeros."""
-        end = start + row.numel()
-        for param, offset in zip(
-            self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index], strict=True
-        ):
-            first, last = max(start, offset), min(end, offset + param.numel())
-            gradient = self.get_gradient_for_reduction(param) if first < last else None
+        for param, offset, first, last in self._parts(index, start, row.numel()):
+            gradient = self.get_gradient_for_reduction(param)
             if gradient is not None:
                 row[first - start : last - start] = gradient.reshape(-1)[first - offset : last - offset]
 
     def _copied(self, index: int, start: int) -> Iterator[tuple[int, int]]:
         """Elements of the flat group, in the partition that starts there, of parameters that all tensor ranks have whole."""
-        for param, offset in zip(
-            self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index], strict=True
-        ):
-            first, last = max(start, offset), min(start + int(self.partition_size[index]), offset + param.numel())
-            if first < last and not is_model_parallel_parameter(param):
+        for param, _, first, last in self._parts(index, start, int(self.partition_size[index])):
+            if not is_model_parallel_parameter(param):
                 yield first, last
 
     def step(self, closure: Any = None) -> None:
