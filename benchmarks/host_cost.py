@@ -214,7 +214,11 @@ def measured_in(checkout: Path) -> dict[str, dict[str, float]]:
     """The same by the hzero of another checkout, in a process of its own."""
     done = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], "--json"],
-        env={**os.environ, "PYTHONPATH": str(checkout.resolve()), "PYTHONWARNINGS": "ignore"},
+        # torch would load this installation's autoload module from a checkout that may have none.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(checkout.resolve()), "PYTHONWARNINGS": "ignore", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        },
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:

@@ -36,6 +36,7 @@ OPERATORS = (
 
 #: Codecs that encode one type alone.
 _ONLY = {"exp": torch.bfloat16, "mpc": torch.float32}
+#: Types that codecs take.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: More rows than any world has ranks: their number is a 32-bit integer in kernels.
 _ROWS = 2**31

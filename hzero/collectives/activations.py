@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hzero.collectives.communicator import FLOATS, Communicator
+from hzero.codecs.ops import FLOATS
+from hzero.collectives.communicator import Communicator
 
 #: One collective, blocking.
 _Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import Codec
+from hzero.codecs.ops import FLOATS
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
@@ -30,8 +31,6 @@ from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
-
-FLOATS, _SEEDS = (torch.float32, torch.bfloat16, torch.float16), 1_000_003
 
 
 class Communicator:
@@ -445,7 +444,7 @@ class Communicator:
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
         self._calls += 1
-        same = self._calls * _SEEDS
+        same = self._calls * 1_000_003
         return same & 0x7FFFFFFF, (same + self.plan.rank + 1) & 0x7FFFFFFF
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
