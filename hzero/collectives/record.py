@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import gc
 import os
 import sysconfig
 import threading
@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, chain, repeat
-from operator import attrgetter
-from typing import Literal, TypeAlias
+from itertools import accumulate, chain, compress, repeat, takewhile
+from operator import attrgetter, is_not
+from typing import Any, Literal, TypeAlias
 
 from hzero.config import Tier
 
@@ -126,22 +127,38 @@ def main_thread() -> int | None:
 def frames_of(thread: int | None) -> list[tuple[str, int, str]]:
     """Path, line and function of the frames of a thread that runs on, innermost first, at most 100.
 
-    All is one call of C functions, so no other thread runs Python code meanwhile, but where a collection of garbage in between
-    calls Python code, and no frame is held longer. The usual ways may end or stop a process, with CPython 3.11 at least: Python
-    code that walks the frames of ``sys._current_frames()`` while their thread runs on (python/cpython#111363), that function
-    itself, which locks the list of threads (python/cpython#106883), and faulthandler, which reads that list without the lock
-    while threads of C++ enter it.
+    All is one call of C functions, so no other thread runs Python code meanwhile, and no frame is held longer. The usual ways
+    may end or stop a process, with CPython 3.11 at least: Python code that walks the frames of ``sys._current_frames()`` while
+    their thread runs on (python/cpython#111363), that function itself, which locks the list of threads (python/cpython#106883),
+    and faulthandler, which reads that list without the lock while threads of C++ enter it. So may a collection of garbage, which
+    any new object can start before Python 3.12: finalizers let other threads run, and the frames change under the reader.
 
     Args:
         thread: What `main_thread` returned; None has no frames.
     """
     if thread is None:
         return []
-    found: deque[tuple[str, int, str]] = deque()
+    found: list[tuple[str, int, str]] = []
+    collects: list[bool] = []
     frames = accumulate(chain(map(_innermost, [thread]), repeat("f_back", 99)), getattr)
-    with contextlib.suppress(AttributeError, ValueError):  # None is behind the outermost frame; there may be none
-        found.extend(map(_place, frames))
-    return list(found)
+    there = takewhile(partial(is_not, None), frames)  # None is behind the outermost frame
+    steps = [
+        partial(collects.extend, map(partial.__call__, [partial(gc.isenabled)])),
+        partial(gc.disable),
+        partial(found.extend, map(_place, there)),
+    ]
+    calls = chain(steps, compress([partial(gc.enable)], collects))
+    # No new object from here until collections are off.
+    _in_one_call(deque[Any](maxlen=0), map(partial.__call__, calls), collects)
+    return found
+
+
+def _in_one_call(sink: deque[Any], calls: Iterable[Any], collects: Sequence[bool]) -> None:
+    try:
+        sink.extend(calls)
+    except ValueError:  # the thread has no frame
+        if any(collects):
+            gc.enable()
 
 
 def where(frames: Iterable[tuple[str, int, str]]) -> tuple[Doing, str]:

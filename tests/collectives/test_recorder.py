@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import json
 import sys
 import threading
@@ -179,6 +180,40 @@ def test_only_the_main_thread_is_observed() -> None:
     with ThreadPoolExecutor() as pool:
         assert pool.submit(record.main_thread).result() is None
     assert record.frames_of(None) == []
+
+
+def test_no_garbage_is_collected_while_frames_are_read() -> None:
+    """Finalizers would let the main thread run on and take its frames away from under the reader, which crashed (3.11)."""
+    main, where = record.main_thread(), set()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            where.add(sys._getframe(1).f_code.co_name)
+
+    def read() -> None:
+        for _ in range(500):
+            for _ in range(3):
+                Cycle()
+            assert record.frames_of(main)
+
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(3)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(read).result()
+        assert gc.isenabled()
+        gc.disable()
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(record.frames_of, main).result()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+    assert where, "no garbage was collected at all"
+    assert "_in_one_call" not in where
 
 
 def test_frames_are_read_while_threads_of_others_come_and_go() -> None:
