@@ -13,6 +13,7 @@ from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
+from hzero.collectives.process_groups import limit_waits, most_failures
 from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
 from hzero.collectives.tiered import TieredCollectives
@@ -44,6 +45,8 @@ __all__ = [
     "for_dimension",
     "in_buckets",
     "in_use",
+    "limit_waits",
+    "most_failures",
     "shared_pipeline",
     "shared_recorder",
 ]

@@ -20,6 +20,7 @@ from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain
 from hzero.collectives.point_to_point import PointToPoint
+from hzero.collectives.process_groups import most_failures
 from hzero.collectives.recorder import group_timeout
 from hzero.collectives.settings import USES, CommunicatorConfig, Use, parse_communicator
 from hzero.collectives.streams import pipeline_of
@@ -124,10 +125,10 @@ class Communicator:
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
         pipeline = pipeline_of(self._device, settings.transport)
-        pipeline.mend()  # of a communicator that has failed, whose lanes have the same names
-        self.role, self.adopted = role, False
-        name = role or "collectives"
-        name = name if whole else f"{name} {zlib.crc32(repr(ranks).encode()):08x}"
+        self.role, self.adopted, self.streams = role, False, pipeline.streams
+        failures = most_failures(pipeline.failures, group, comm)
+        parts = "" if whole else f" {zlib.crc32(repr(ranks).encode()):08x}", f" #{failures}" if failures else ""
+        name = (role or "collectives") + "".join(parts)
         self._sums, self._copies = f"{name} sums", f"{name} copies"
         self._channels = [f"{name} {use}" for use in uses]
         timeout = timeout or group_timeout(group)
@@ -141,7 +142,6 @@ class Communicator:
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._tiered = TieredMoves(self.plan, transport, WireLog(), feedback, pipeline)
-        self.streams = pipeline.streams
         wires = (
             wires_of("mpi", (f"{name} messages", "node"), ranks, timeout)
             if settings.transport == "mpi"
@@ -150,7 +150,7 @@ class Communicator:
         self._points = PointToPoint(self._tiered, wires, ranks, name, timeout)
         # The second half of an all-reduce encodes once more, what this rank owns of the sums.
         self._feedback = ErrorFeedback()
-        self._calls = 0
+        self._calls = self._sent = 0
 
     @property
     def wire_log(self) -> WireLog:
@@ -396,8 +396,9 @@ class Communicator:
         if not flat.numel():
             return self._end(self._local(flat, lambda _: None), async_op)
         bucket = self._bucket("send", tensor, flat.numel(), "")
-        _, own = self._seeds()
-        return self._end(self._points.send(bucket, flat, dst, seed=own), async_op)
+        self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
+        seed = (self._sent * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
+        return self._end(self._points.send(bucket, flat, dst, seed=seed), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
         """Receives what a rank has sent with `send`.

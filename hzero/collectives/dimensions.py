@@ -8,14 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hzero.block import find
+from hzero.block import find, load
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.recorder import world_timeout
 from hzero.collectives.settings import USES, CommunicatorConfig, Use
 from hzero.config import DIMENSIONS, UNCODED, Dimension, HZeroConfig
 from hzero.parsing import parse_config
 from hzero.topology import Grid, resolve_grid
-from hzero.validation import one_of
+from hzero.validation import ConfigError, one_of
 
 #: Those that live, which the next engine asks; see `in_use`.
 _MADE: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -47,11 +47,15 @@ def for_dimension(
     A wait lasts as long as the world's timeout allows: groups that others make do not inherit it.
 
     Raises:
-        ConfigError: The block is wrong, or the group fills the tiers unevenly.
+        ConfigError: The configuration cannot be read, its block is wrong, or the group fills the tiers unevenly.
     """
     if dimension not in DIMENSIONS:
         raise one_of("for_dimension: dimension", dimension, DIMENSIONS)
     parsed = config if isinstance(config, HZeroConfig) else None
+    if parsed is None and config is not None and load(config) is None:
+        raise ConfigError(
+            f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or the path of one"
+        )
     if parsed is None and (block := find(config)) is not None:
         parsed = parse_config(block)
     codecs = parsed.codecs[dimension] if parsed is not None else UNCODED

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -139,6 +139,7 @@ class Pipeline:
 
     Attributes:
         streams: As above.
+        failures: Chains that have failed.
         waiting: Makes what is entered while this rank waits: on a device around the wait of the current stream, on
             processors around that of the host.
     """
@@ -159,6 +160,7 @@ class Pipeline:
         self._waited_for = self._polls = False
         self._waited_s, self._waiting_since = 0.0, 0.0
         self._broken: dict[Hashable, BaseException] = {}
+        self.failures = 0
         self._steps = 0  # that have ended
 
     @property
@@ -218,7 +220,8 @@ class Pipeline:
                 with streams.on(step):
                     chain._resume()
                     chain._finished = streams.event()
-        except Exception as error:  # peers may have started the hops that are missing here
+        except BaseException as error:  # peers may have started the hops that are missing here
+            self.failures += 1
             self._broken.update(dict.fromkeys(chain._lanes, error))
             raise
 
@@ -272,9 +275,11 @@ class Pipeline:
                 chain._busy = True  # what it does next may submit, and so pump
                 with self._around():
                     chain._resume() if chain._prepared else chain._prepare()
-            except Exception as error:
+            except BaseException as error:
                 self._fail(chain, error)
-                return
+                if isinstance(error, Exception):  # whoever waits for the chain gets it
+                    return
+                raise
             finally:
                 chain._busy = False
             if chain._pending is not None:
@@ -302,6 +307,7 @@ class Pipeline:
         The chain must not hold up others, whose waits would never end. They fail alike where they need a lane on which
         this one has still to start a hop: its peers may have started theirs, and would pair it with the next chain's.
         """
+        self.failures += 1
         chain._error, chain.done, chain._pending = error, True, None
         for step in chain._steps:
             self._queues[step].remove(chain)
@@ -357,9 +363,10 @@ class Pipeline:
             chain = first
         return chain._pending
 
-    def mend(self) -> None:
-        """Lets lanes be used again on which a chain has failed; for an engine that is given up or built anew."""
-        self._broken.clear()
+    def mend(self, lanes: Iterable[Hashable]) -> None:
+        """Lets lanes be used again on which a chain has failed, for an engine whose wires are new; see `most_failures`."""
+        for lane in lanes:
+            self._broken.pop(lane, None)
 
     def drain(self) -> None:
         """Waits for all chains in flight. On processors all ranks must call it, since a hop needs its peers."""

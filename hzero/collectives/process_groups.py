@@ -11,8 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from hzero.collectives.record import Lane
+from hzero.collectives.recorder import group_timeout, world_timeout
 
 
 class ProcessGroups:
@@ -49,6 +51,26 @@ class ProcessGroups:
                     **in_order,
                 )
         return self._made[key]
+
+
+def most_failures(own: int, group: dist.ProcessGroup | None, comm: Any = None) -> int:
+    """The largest number of failed chains of a rank, by which new lanes are named: none is used again after a failure.
+
+    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
+    Collective over the group, or over a communicator of mpi4py.
+    """
+    if comm is not None:
+        return max(comm.allgather(own))
+    every = [own] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    return max(every)
+
+
+def limit_waits() -> None:
+    """Gives the world's timeout to all groups of this rank that have one of torch's, such as those that DeepSpeed makes."""
+    for group in list(c10d._world.pg_map):
+        if group_timeout(group) in (default_pg_timeout, default_pg_nccl_timeout):
+            c10d._set_pg_timeout(world_timeout(), group)
 
 
 #: Those of this process.

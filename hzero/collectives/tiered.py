@@ -421,8 +421,9 @@ class TieredCollectives:
     def _row_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Shard of every row of hop order, and row of every shard."""
         if device not in self._row_orders:
-            order = torch.tensor(self.plan.row_order(), device=device)
-            self._row_orders[device] = order, order.argsort()
+            # Made on the host: other lanes' streams, which do not wait for this one's, read them too.
+            order = torch.tensor(self.plan.row_order())
+            self._row_orders[device] = order.to(device), order.argsort().to(device)
         return self._row_orders[device]
 
     def _in_hop_order(self, tensor: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -201,6 +201,7 @@ class Transport:
         channels: Names of what has communicators of its own.
         ranks: Rank in the world of each rank of the plan; None where they are the same.
         backend: Of process groups; None takes the world's.
+        failures: Number of failed chains, see `most_failures`; the same on all ranks.
         sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
             they are made here, in float32 and in peer order, and rounded once.
     """
@@ -213,6 +214,7 @@ class Transport:
         channels: Sequence[str] = ROLES,
         ranks: Sequence[int] | None = None,
         backend: str | None = None,
+        failures: int = 0,
         sums: bool = True,
     ) -> None:
         timeout = timeout or world_timeout()
@@ -230,9 +232,15 @@ class Transport:
             self._ranks[tier] = [everyone[rank] for rank in plan.tier_group(tier)]
             for channel in channels:
                 lane = channel, tier
-                self._wires[lane] = wires_of(plan.transport, lane, self._ranks[tier], timeout, backend)
+                named = (f"{channel} #{failures}" if failures else channel), tier
+                self._wires[lane] = wires_of(plan.transport, named, self._ranks[tier], timeout, backend)
                 peers = partial(_peers, plan, everyone, tier)
-                self._hops[lane] = lane, shared_recorder().hops(lane, timeout.total_seconds(), peers)
+                self._hops[lane] = named, shared_recorder().hops(named, timeout.total_seconds(), peers)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its lanes."""
+        return list(self._wires)
 
     def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""

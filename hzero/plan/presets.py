@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from hzero.arguments import Parser
-from hzero.config import PRESETS, ROLES
+from hzero.config import PRESETS
 from hzero.formatting import size_text, table_of
 from hzero.plan.command import compute
 from hzero.validation import ConfigError
@@ -65,7 +66,7 @@ def run_presets(arguments: Sequence[str]) -> int:
 
 def _row(name: str, plan: dict[str, Any]) -> dict[str, Any]:
     tiers: dict[str, int] = {}
-    codecs: dict[str, dict[str, None]] = {role: {} for role in ROLES}
+    codecs: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for row in plan["traffic"]:
         if row["used"]:
             tiers[row["tier"]] = tiers.get(row["tier"], 0) + row["wire_bytes"]

@@ -107,11 +107,17 @@ class PipelineLoop(Loop):
         return loss.detach().float()
 
     def _losses(self) -> dict[str, float]:
-        """The weights that forward reads are those that ranks have: both losses are the same."""
+        decoded = self._mean_loss()
+        own = hzero.state(self._engine)
+        if own is None or not own.lossy:
+            return {"loss_decoded": decoded, "loss_exact": decoded}
+        with hzero.exact_weights(self._engine):
+            return {"loss_decoded": decoded, "loss_exact": self._mean_loss()}
+
+    def _mean_loss(self) -> float:
         count = self._settings["train"]["eval_batches"]
         batches = (self._batches.evaluation(index) for index in range(count))
-        loss = float(self._engine.eval_batch(_tensors(batches), num_micro_batches=count))
-        return {"loss_decoded": loss, "loss_exact": loss}
+        return float(self._engine.eval_batch(_tensors(batches), num_micro_batches=count))
 
 
 def _tensors(batches: Iterator[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

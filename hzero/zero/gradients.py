@@ -102,8 +102,11 @@ class Gradients:
             deliver: Takes this rank's shards where gradients are sharded over the world.
         """
         self._check()
-        for route, alike in self._routes.alike(params):
-            self._micro(route, alike, dtype, scale, last=last, deliver=deliver)
+        with self.all_or_nothing():
+            for route, alike in self._routes.alike(params):
+                self._micro(route, alike, dtype, scale, last=last, deliver=deliver)
+            if last and not self._accumulators.bytes:  # a window of one micro-step plans no memory for all of its sums
+                self._limit_crossings()
 
     def _micro(
         self,
@@ -134,22 +137,21 @@ class Gradients:
             then: Callable[[list[torch.Tensor]], Any] = partial(self._reduced, params, dtype, scale, last, seed)
         else:
             then = partial(self._cut, params, dtype)
-        with self._all_or_nothing():
-            chain = self._collectives.reduce(
-                route.micro,
-                self._bucket(params, dtype),
-                flat,
-                rows=self._plan.grid.world_size,
-                shard_order=True,
-                seed=self._next_seed(),
-                scale=scale,
-                into=partial(self._accumulators.to_add_to, [param.ds_id for param in params]),
-                then=then,
-            )
-            chain.wait_read()
-            self._reducing.append((chain, None if self._plan.accumulates else partial(deliver, params)))
-            while len(self._reducing) > self._most:
-                self._finish_first()
+        chain = self._collectives.reduce(
+            route.micro,
+            self._bucket(params, dtype),
+            flat,
+            rows=self._plan.grid.world_size,
+            shard_order=True,
+            seed=self._next_seed(),
+            scale=scale,
+            into=partial(self._accumulators.to_add_to, [param.ds_id for param in params]),
+            then=then,
+        )
+        chain.wait_read()
+        self._reducing.append((chain, None if self._plan.accumulates else partial(deliver, params)))
+        while len(self._reducing) > self._most:
+            self._finish_first()
 
     def _accumulate_whole(
         self, route: Route, params: list[ZeroParameter], dtype: torch.dtype, scale: float, last: bool
@@ -164,24 +166,23 @@ class Gradients:
         if self._divides_first(route, dtype):
             torch._foreach_div_(flat, self._plan.grid.world_size)
         self._waiting.update((param.ds_id, param) for param in params)
-        with self._all_or_nothing():
-            # Without a hop nothing copies them from DeepSpeed's bucket, which the next gradients overwrite.
-            if last and route.boundary and not any(param.ds_id in self._accumulators for param in params):
-                self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
-                self._limit_crossings()
-                return
-            # The first of a window is kept, so it must be a copy.
-            parts = [
-                grad if param.ds_id in self._accumulators else grad.to(torch.float32, copy=True)
-                for param, grad in zip(params, flat)
-            ]
-            self._reduced(params, dtype, scale, last, self._next_seed(), parts)
-            if last:
-                self._limit_crossings()
+        # Without a hop nothing copies them from DeepSpeed's bucket, which the next gradients overwrite.
+        if last and route.boundary and not any(param.ds_id in self._accumulators for param in params):
+            self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
+            self._limit_crossings()
+            return
+        # The first of a window is kept, so it must be a copy.
+        parts = [
+            grad if param.ds_id in self._accumulators else grad.to(torch.float32, copy=True)
+            for param, grad in zip(params, flat)
+        ]
+        self._reduced(params, dtype, scale, last, self._next_seed(), parts)
+        if last:
+            self._limit_crossings()
 
     @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """An error gives up the window: a step with some of its gradients would be wrong and look right."""
+    def all_or_nothing(self) -> Iterator[None]:
+        """Inside, an error gives up the window: a step with some of its gradients would be wrong and look right."""
         try:
             yield
         except BaseException as error:
@@ -203,7 +204,7 @@ class Gradients:
             RuntimeError: The window is given up.
         """
         self._check()
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             while self._reducing:
                 self._finish_first()
 
@@ -276,7 +277,7 @@ class Gradients:
             deliver: Takes the shards, bucket by bucket, once all have arrived.
         """
         self.settle()
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             rest = [self._waiting[key] for key in self._accumulators.in_order()]
             for _, alike in self._routes.alike(rest):
                 for params in in_buckets(((param, param.ds_numel) for param in alike), self.bucket_numel):

@@ -184,16 +184,15 @@ def exact_weights(engine: Any) -> Iterator[None]:
     """Inside, forward and backward of ``engine`` read exact weights instead of decoded ones.
 
     Gathers are then DeepSpeed's own, flat over the world: meant for evaluation, not for training. A stock engine is
-    always exact. All ranks must enter and leave together, outside of a forward or backward.
-
-    Raises:
-        ConfigError: The engine has pipeline stages and a lossy ``codecs.optimizer``: no rank has exact weights then.
+    always exact. All ranks must enter and leave together, outside of a forward or backward. With pipeline stages the weights
+    are sent once more, uncoded, and a second copy of them takes memory meanwhile.
     """
     own = state(engine)
     if isinstance(own, PipelineState):
-        own.check_exact()
-        own = None
-    with own.weights.exact() if own is not None else contextlib.nullcontext():
+        exact = engine.optimizer.exact() if own.lossy else contextlib.nullcontext()
+    else:
+        exact = own.weights.exact() if own is not None else contextlib.nullcontext()
+    with exact:
         yield
 
 

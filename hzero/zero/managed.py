@@ -60,8 +60,10 @@ class Managed:
             param.partition()
 
     def release(self) -> None:
-        """Gives the parameter DeepSpeed's functions back."""
+        """Gives the parameter DeepSpeed's functions back; what a failed gather has left under way is not there."""
         self.put_away(decoded=True)
+        if self.param.ds_status == ZeroParamStatus.INFLIGHT:
+            self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
         for name, function in self.own.items():
             if getattr(self.param, name) == function:  # else someone has replaced ours
                 setattr(self.param, name, self.stock[name])

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
 from hzero.block import KEY
-from hzero.collectives import blaming
+from hzero.collectives import blaming, limit_waits
 from hzero.config import HZeroConfig
 from hzero.validation import ConfigError
 from hzero.zero.borrowed import with_names
@@ -39,6 +39,7 @@ class HZeroPipelineEngine(PipelineEngine):
         super().__init__(*args, model=model, **kwargs)
         if self._block is None:
             return
+        limit_waits()
         own = PipelineState(self.module, self.grid, self._block)
         self.optimizer.hzero = own
         self._messages = StageMessages(own.pipeline)

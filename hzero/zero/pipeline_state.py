@@ -135,23 +135,16 @@ class PipelineState:
         weights = sum(flat.nbytes for flat in optimizer.bit16_groups_flat)
         return {"weights": weights, "optimizer": optimizer_bytes(optimizer)}
 
-    def check_exact(self) -> None:
-        """Raises ConfigError where weights are not those that their owners have sent."""
-        for tier in _lossy_tiers(self.config, "optimizer", self.partition.grid):
-            raise ConfigError(
-                f"exact_weights: found {KEY}.codecs.optimizer.{tier} {self.config.codecs['optimizer'][tier].codec!r} with "
-                f"pipeline stages, whose ranks keep no exact weights; possible: {', '.join(LOSSLESS)}"
-            )
+    @property
+    def lossy(self) -> bool:
+        """Whether the weights that forward reads have lost something on their way."""
+        return bool(_lossy_tiers(self.config, "optimizer", self.partition.grid))
 
     def forget(self) -> None:
         """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
         self.gradients.forget()
         if self._keeps and speaks():
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
-
-    def destroy(self) -> None:
-        """Lets lanes be used again on which a message has failed."""
-        self._pipeline.mend()
 
 
 def check_module(module: Any, config: HZeroConfig) -> None:

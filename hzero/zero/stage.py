@@ -57,13 +57,17 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
         """Submits the reduction of one bucket over the gradients' scope; see `Gradients.micro`."""
-        self.hzero.gradients.micro(
-            params_to_reduce,
-            communication_data_type,
-            float(self.loss_scale),
-            last=self.is_gradient_accumulation_boundary(),
-            deliver=self._deliver,
-        )
+        try:
+            self.hzero.gradients.micro(
+                params_to_reduce,
+                communication_data_type,
+                float(self.loss_scale),
+                last=self.is_gradient_accumulation_boundary(),
+                deliver=self._deliver,
+            )
+        except BaseException:
+            self.ipg_buckets[communication_data_type].clear_params()  # stock would look for their gradients again
+            raise
         return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
@@ -163,7 +167,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
             self._silence()
-            self.hzero.verify()  # the host is about to wait anyway, and nothing has been stepped
+            with (
+                self.hzero.gradients.all_or_nothing()
+            ):  # the host is about to wait anyway, and nothing has been stepped
+                self.hzero.verify()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
@@ -258,6 +265,10 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """The last call of stock's load without optimizer states: the weights have been replaced."""
         super()._restore_from_bit16_weights()
         self.hzero.replaced()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """Parameters kept whole are there again after a save or a load, as in stock."""
+        self.hzero.weights.gather_available(self._kept_whole)
 
     def state_dict(self) -> dict[str, Any]:
         """Stock, and the stage's own state where it has some; see `SavedState`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -122,6 +124,20 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
 
                 yield self.hzero.optimizer.all_gather(partitions[rank][first:last], async_op=True), spread
 
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Inside, weights are what the masters round to, sent without codecs. Collective over the data-parallel ranks."""
+        with torch.no_grad():
+            decoded = [flat.clone() for flat in self.bit16_groups_flat]
+            masters = zip(self.parallel_partitioned_bit16_groups, self.single_partition_of_fp32_groups, strict=True)
+            for index, (partitions, master) in enumerate(masters):
+                dist.all_gather(partitions, master.to(partitions[0].dtype), group=self.real_dp_process_group[index])
+        try:
+            yield
+        finally:
+            for flat, before in zip(self.bit16_groups_flat, decoded, strict=True):
+                flat.copy_(before)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Stock; then drops what error feedback keeps, which belongs to the old weights."""
         super().load_state_dict(*args, **kwargs)
@@ -130,11 +146,6 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
     def _restore_from_bit16_weights(self) -> None:
         super()._restore_from_bit16_weights()
         self.hzero.gradients.forget()
-
-    def destroy(self) -> None:
-        """Stock; lanes on which a message has failed can be used again."""
-        super().destroy()
-        self.hzero.destroy()
 
 
 def _copy(into: torch.Tensor, part: torch.Tensor) -> None:

@@ -15,7 +15,18 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
-from hzero.collectives import Canary, Communicator, ErrorFeedback, TieredCollectives, Trace, Transport, WireLog, in_use
+from hzero.collectives import (
+    Canary,
+    Communicator,
+    ErrorFeedback,
+    TieredCollectives,
+    Trace,
+    Transport,
+    WireLog,
+    in_use,
+    limit_waits,
+    most_failures,
+)
 from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -76,8 +87,10 @@ class StageState:
         self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = stage_pipeline(config.transport)
-        self._pipeline.mend()
-        transport = Transport(self.plan, ranks=self.partition.ranks)
+        limit_waits()
+        failures = most_failures(self._pipeline.failures, group)
+        transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures)
+        self._pipeline.mend(transport.lanes)
         collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
         self._collectives = collectives
         self.weights = Weights(module, collectives, routes, bucket_numel)
@@ -233,7 +246,6 @@ class StageState:
             self.weights.close()
         finally:
             self.gradients.clear()
-            self._pipeline.mend()
 
 
 def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> list[Communicator]:

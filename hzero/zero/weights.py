@@ -1,11 +1,10 @@
 """Weights of one engine: resident payloads, and the gathers of forward and backward from them.
 
-Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. In
-addition this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and
-backward gather from resident payloads, over the inner tiers only. A change of primary shards makes payloads stale. On
-a device those of the parameters that an optimizer step has changed are rebuilt at once, behind whatever comes next;
-otherwise the next gather starts to rebuild all. The outer tiers are crossed once, and a gather waits for its own
-parameters alone.
+Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. In addition
+this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and backward gather from
+resident payloads, over the inner tiers only. A change of primary shards makes payloads stale. On a device those of the
+parameters that an optimizer step has changed are rebuilt at once, behind whatever comes next; otherwise the next gather
+starts to rebuild all. The outer tiers are crossed once, and a gather waits for its own parameters alone.
 """
 
 from __future__ import annotations
@@ -86,11 +85,13 @@ class Weights:
 
     def close(self) -> None:
         """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
-        self.collectives.pipeline.drain()
         if self._mode_hook is not None:
             self._mode_hook.remove()
-        for managed in list(self._managed.values()):
-            self._release(managed)
+        try:
+            self.collectives.pipeline.drain()
+        finally:
+            for managed in list(self._managed.values()):
+                self._release(managed)
 
     def _release(self, managed: Managed) -> None:
         managed.release()
@@ -259,8 +260,8 @@ class Weights:
             return Handles([])
         if self._exact or self._evaluating or self._plan.grid.world_size == 1:
             self._primary.await_change()
-            stock = self._managed[params[0].ds_id].stock["all_gather_coalesced"]
-            return stock(params, safe_mode=safe_mode, quantize=quantize)
+            managed = self._managed[params[0].ds_id]
+            return managed.stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather a parameter that is not partitioned: {param.ds_summary()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -55,10 +55,8 @@ class FaultyTransport(Transport):
         done: Faults that have changed, delayed or dropped something.
     """
 
-    def __init__(
-        self, plan: ShardPlan, timeout: timedelta | None = None, *, seed: int = 0, ranks: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(plan, timeout, ranks=ranks)
+    def __init__(self, plan: ShardPlan, timeout: timedelta | None = None, *, seed: int = 0, **rest: Any) -> None:
+        super().__init__(plan, timeout, **rest)
         self.faults: Collection[Fault] = ()
         self.chance = 1.0
         self.spares: Callable[[Lane, str], bool] = lambda lane, what: False

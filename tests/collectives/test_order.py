@@ -214,7 +214,7 @@ def _by_hand(hops: list[_ByHand], lanes: list[Any], result: Any) -> Any:
     return result
 
 
-def _failing(error: Exception) -> Any:
+def _failing(error: BaseException) -> Any:
     yield None
     raise error
 
@@ -277,10 +277,23 @@ def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
     other: list[Any] = [("weights", "node")]
     pipeline.submit(_by_hand(hops, other, 1), other)
     hops[0].arrive()
-    pipeline.mend()
+    pipeline.mend(lanes)
+    assert pipeline.failures == 2
     mended = pipeline.submit(_by_hand(hops, lanes, 2), lanes)
     hops[1].arrive()
     assert mended.wait() == 2
+
+
+def test_an_interrupt_in_a_chain_is_an_error_of_that_chain() -> None:
+    """Whoever waits for it would otherwise get None in place of its result."""
+    pipeline = Pipeline()
+    lanes: list[Any] = [("gradients", "node")]
+    hops: list[_ByHand] = []
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.submit(_failing(KeyboardInterrupt("pressed")), lanes)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.submit(_by_hand(hops, lanes, 2), lanes).wait()
+    assert not hops
 
 
 def test_rounds_of_a_hop_follow_each_other_on_their_lane() -> None:

@@ -26,5 +26,7 @@ def test_rows_are_those_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert all(name in text for name in PRESETS) and "8 micro-steps per step" in text
     assert main(["presets", "nodes=1", "gpus_per_node=1", "gcds_per_gpu=1"]) == 0  # no tier at all
+    for more in ("tensor", "sequence"):  # with rows of activations
+        assert main(["presets", *JOB, f"model.{more}_parallel=2"]) == 0
     assert main(["presets", "preset=topo"]) != 0
     assert "lists all of zero1, zero2" in capsys.readouterr().err

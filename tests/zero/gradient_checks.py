@@ -314,6 +314,8 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
                 with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'node' .*{changed}"):
                     engine.backward(loss)
                 transport.faults = []
+                with pytest.raises(RuntimeError, match="lost by an error"):  # whoever has caught it and goes on
+                    engine.optimizer.step()
                 for name, master in masters_of(engine).items():
                     assert torch.equal(master, before[name]), name
                 engine.destroy()

@@ -22,6 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 import hzero
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, for_dimension
+from hzero.collectives.recorder import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
 from hzero.topology import resolve_grid
 from hzero.train.tensor_parallel import ColumnParallel, RowParallel
@@ -188,7 +189,7 @@ def check_pipelines_give_the_losses_of_stock() -> None:
         assert same_weights(engine)
         end(engine)
         what = f"losses with tensor groups of {tensor} in {dtype}"
-        assert_losses(losses, want, 1e-6, what=what)
+        assert losses == want, what
         assert_losses(norms, want_norms, 1e-6, what="gradient norms")
 
 
@@ -436,9 +437,23 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
     groups.mpu = None
     with pytest.raises(ConfigError, match="found 1, which is for a PipelineModule"):
         engine_of(config)
+
+
+def check_exact_weights_of_stages_are_those_of_the_masters_and_their_waits_are_limited() -> None:
     _, _, engine = train_pipeline(LOSSY, 2, steps=1)
-    with pytest.raises(ConfigError, match=r"exact_weights: found hzero.codecs.optimizer.gpu 'int8'"):
-        hzero.exact_weights(engine).__enter__()
+    optimizer = engine.optimizer
+    rank = optimizer.hzero.optimizer.plan.rank
+    decoded = [flat.clone() for flat in optimizer.bit16_groups_flat]
+    with hzero.exact_weights(engine):
+        for partitions, master in zip(
+            optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+        ):
+            assert torch.equal(partitions[rank], master.to(partitions[rank].dtype))
+        assert any(not torch.equal(now, flat) for now, flat in zip(optimizer.bit16_groups_flat, decoded, strict=True))
+    assert all(torch.equal(now, flat) for now, flat in zip(optimizer.bit16_groups_flat, decoded, strict=True))
+    # Those that DeepSpeed makes do not inherit the world's.
+    timeouts = {group_timeout(group) for group in (engine.mpu.get_slice_parallel_group(), engine.grid.pp_proc_group)}
+    assert timeouts == {world_timeout()}
     end(engine)
 
 

@@ -11,16 +11,18 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
 from hzero.codecs import backends
-from hzero.collectives import Transport
+from hzero.collectives import HopError, Transport
 from hzero.collectives.process_groups import order_of_ranks
 from hzero.config import ALGORITHMS
 from hzero.sharding.traffic import node_bytes, plan_traffic
 from hzero.validation import ConfigError
+from hzero.zero.managed import GatherHandle
 from hzero.zero.partition import Partition
 from tests.zero.training import (
     AwkwardNet,
@@ -198,17 +200,35 @@ def check_zero_init_and_persistent_parameters() -> None:
 
 
 def check_parameters_kept_whole_can_be_read_after_a_step() -> None:
-    """As in stock: whoever reads them between the step and the next forward asks nobody."""
+    """As in stock: whoever reads them before the next forward asks nobody, also after a save and a load."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
     engine = engine_of(ds_config(block_of("lossless"), zero_optimization=zero))
     train(engine, 2)
-    masters, seen = masters_of(engine), 0
-    for name, param in engine.module.named_parameters():
-        if param.ds_persist and param.requires_grad:
-            assert torch.equal(param.detach(), masters[name]), name
-            seen += 1
-    assert seen
+    with shared_folder() as folder:
+        for act in (lambda: None, lambda: engine.save_checkpoint(folder), lambda: engine.load_checkpoint(folder)):
+            act()
+            masters, seen = masters_of(engine), 0
+            for name, param in engine.module.named_parameters():
+                if param.ds_persist and param.requires_grad:
+                    assert torch.equal(param.detach(), masters[name]), name
+                    seen += 1
+            assert seen
     engine.destroy()
+
+
+def check_a_gather_that_fails_leaves_no_parameter_under_way() -> None:
+    """Or the next engine on the model could not partition it."""
+    engine = engine_of(ds_config(block_of("topo")))
+    train(engine, 1)
+    with (
+        mock.patch.object(GatherHandle, "wait", side_effect=HopError("a gather")),
+        pytest.raises(HopError, match="a gather"),
+    ):
+        engine(batch(1, 0))
+    params = list(engine.module.parameters())
+    assert any(param.ds_status == ZeroParamStatus.INFLIGHT for param in params)
+    engine.destroy()
+    assert not any(param.ds_status == ZeroParamStatus.INFLIGHT for param in params)
 
 
 def check_a_world_in_another_order_is_refused() -> None:

@@ -187,6 +187,8 @@ def check_checkpoints_beside_tensor_groups() -> None:
 
         want = go_on(engine)
         engine.destroy()
+        with pytest.raises(ConfigError, match=r"for_dimension: config: found 'nope.json', expected a DeepSpeed config"):
+            for_dimension("tensor", "nope.json", mpu.get_model_parallel_group())
         group = for_dimension("tensor", config, mpu.get_model_parallel_group())
         other = engine_of(config, SplitNet(group), mpu=mpu)
         other.load_checkpoint(str(folder), tag="here")

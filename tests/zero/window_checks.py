@@ -119,6 +119,25 @@ def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
     assert not gradients.waiting
 
 
+def check_an_error_before_any_hop_gives_up_the_window() -> None:
+    """Of the second of two buckets, on one rank or on all: its gradients have been taken and are gone."""
+    for preset in ("lossless", "replica"):
+        engine = engine_of(ds_config(block_of(preset), zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+        train(engine, 1)
+        gradients = hzero.state(engine).gradients
+        found = [gradients._bucket, mock.DEFAULT]
+
+        def failing(*arguments: Any, found: list[Any] = found) -> Any:
+            if found.pop() is mock.DEFAULT:
+                return found[0](*arguments)
+            raise MemoryError("for the second bucket")
+
+        with mock.patch.object(gradients, "_bucket", failing), pytest.raises(MemoryError, match="second bucket"):
+            engine.backward(engine(batch(1, 0)))
+        _assert_given_up(engine, MemoryError)
+        engine.destroy()
+
+
 def check_a_reduction_that_fails_gives_up_the_window() -> None:
     """Also where a reader of gradients, in the middle of the window, is the one who finds out."""
     config = ds_config(block_of("zero3"), 3, managed_gradient_accumulation=False)
