@@ -12,6 +12,7 @@ import torch
 
 from hzero.collectives.pipeline import Pipeline, shared_pipeline
 from hzero.config import TransportName
+from hzero.validation import ConfigError
 
 
 class DeviceStreams:
@@ -26,28 +27,28 @@ class DeviceStreams:
     """
 
     def __init__(self, device: Any) -> None:
-        self._device = device
+        self.device = device
         self._streams: dict[Hashable, Any] = {}
 
     def on(self, lane: Hashable) -> AbstractContextManager[Any]:
         """Makes the stream of a lane current."""
         if lane not in self._streams:
-            self._streams[lane] = self._device.Stream()
-        return self._device.stream(self._streams[lane])  # type: ignore[no-any-return]
+            self._streams[lane] = self.device.Stream()
+        return self.device.stream(self._streams[lane])  # type: ignore[no-any-return]
 
     def event(self) -> Any:
         """An event recorded on the current stream."""
-        event = self._device.Event()
-        event.record(self._device.current_stream())
+        event = self.device.Event()
+        event.record(self.device.current_stream())
         return event
 
     def wait(self, event: Any) -> None:
         """Makes the current stream wait for an event."""
-        self._device.current_stream().wait_event(event)
+        self.device.current_stream().wait_event(event)
 
     def used(self, tensor: torch.Tensor) -> None:
         """Keeps a tensor's memory until the current stream has passed this point."""
-        tensor.record_stream(self._device.current_stream())
+        tensor.record_stream(self.device.current_stream())
 
 
 @contextlib.contextmanager
@@ -64,7 +65,21 @@ def host_steps(device: torch.device) -> Iterator[None]:
 
 
 def pipeline_of(device: str, transport: TransportName) -> Pipeline:
-    """The pipeline of this process for hops of a transport on ``cpu`` or ``cuda``. Raises `ConfigError` as `shared_pipeline`."""
+    """The pipeline of this process for hops of a transport on ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: As `shared_pipeline`; or the pipeline is there, and of the other one.
+    """
     if device == "cpu" or transport == "torch":
-        return shared_pipeline(None if device == "cpu" else DeviceStreams(torch.cuda))
+        found = shared_pipeline(None if device == "cpu" else DeviceStreams(torch.cuda))
+        made_by = getattr(found.streams, "device", None)
+        of_gpu = (
+            made_by is torch.cuda or getattr(made_by, "_name", "cpu") == "cuda"
+        )  # as an accelerator of DeepSpeed says
+        if of_gpu != (device != "cpu"):
+            raise ConfigError(
+                f"communicator: found a group of {device} beside hops of {'cuda' if of_gpu else 'cpu'} in one process; "
+                "possible: groups of one kind"
+            )
+        return found
     return shared_pipeline(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))

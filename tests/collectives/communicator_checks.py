@@ -288,8 +288,7 @@ def check_messages_from_rank_to_rank_leave_what_all_ranks_hold_alike() -> None:
         group.send(mine, 1)
     elif dist.get_rank() == 1:
         group.recv(torch.empty(999), 0)
-    for found in (group.all_reduce(mine), group.all_gather(mine), group.broadcast(mine, 0)):
-        assert _same_everywhere(found)
+    _same_everywhere([group.all_reduce(mine), group.all_gather(mine), group.broadcast(mine, 0)])
 
 
 def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
