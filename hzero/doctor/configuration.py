@@ -122,6 +122,8 @@ def examine_configuration(
     if isinstance(parent, Mapping) and parent.get("stage") == 1:
         result["in_effect"] = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule alone"
         return result
+    for dimension in sorted({"pipeline", "optimizer"} & set(parsed.written_dimensions)):
+        findings.add(DEGRADED, f"{path}: {KEY}.codecs.{dimension} has no effect but for a PipelineModule, with stage 1")
     result["in_effect"] = f"{parsed.preset}, on the grid of the ranks that are started"
     try:
         grid = _grid(parsed, grid, world_size)

@@ -61,7 +61,7 @@ class Weights:
         self._managed: dict[int, Managed] = {}
         self._stale: set[int] = set()
         self._primary = PrimaryShards(collectives)
-        self._ahead: list[Chain[None]] = []  # refreshes that no gather has come to yet, in order
+        self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no gather has come to, and their last ids
         for param in module.parameters():
             self._manage(param)
         self._primary.note_change()
@@ -173,10 +173,9 @@ class Weights:
         All ranks must call it alike: rebuilding is a collective.
         """
         self.version += 1
-        every = self._managed.values()
-        marked = list(every) if params is None else [self._managed[param.ds_id] for param in params]
+        marked = list(self._managed.values()) if params is None else [self._managed[param.ds_id] for param in params]
         replaced = {managed.refresh for managed in marked}
-        self._ahead = [chain for chain in self._ahead if chain not in replaced]
+        self._ahead = [one for one in self._ahead if one[0] not in replaced]
         for managed in marked:
             self._mark(managed, stepped=params is not None)
         self._primary.note_change()
@@ -269,8 +268,10 @@ class Weights:
             if self._managed[param.ds_id].chunk != param.ds_tensor.ds_numel:
                 self._mark(self._managed[param.ds_id])
         used = {self._managed[param.ds_id].refresh for param in params}
-        passed = [index for index, chain in enumerate(self._ahead) if chain in used]
+        passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
         del self._ahead[: max(passed, default=-1) + 1]  # with those that this forward passes over
+        if any(param.ds_id in self._stale for param in params):  # else those of parameters that nobody uses would stay
+            self._ahead = [one for one in self._ahead if one[1] > params[0].ds_id]
         self.refresh(params)
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
@@ -308,8 +309,7 @@ class Weights:
     @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _payloads(self, params: Sequence[ZeroParameter]) -> Payload:
         """One message of resident payloads, as they lie in memory; they are laid together where they do not yet."""
-        managed = [self._managed[param.ds_id] for param in params]
-        codec = self._routes.of(params[0]).resident_codec
+        managed, codec = [self._managed[param.ds_id] for param in params], self._routes.of(params[0]).resident_codec
         if any(own.unfit for own in managed):
             plain = [own.plain(self.collectives, codec, self._primary.bucket([own.param])) for own in managed]
             return torch.cat(plain), Codec.from_config(PLAIN)
@@ -407,8 +407,8 @@ class Weights:
         alike: dict[tuple[str, bool, int], list[Managed]] = {}
         ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
         for managed in (self._managed[key] for key in sorted(ready)):
-            number = self._routes.of(managed.param).number
-            alike.setdefault((str(managed.param.ds_tensor.dtype), self._differs(managed), number), []).append(managed)
+            kind = str(managed.param.ds_tensor.dtype), self._differs(managed), self._routes.of(managed.param).number
+            alike.setdefault(kind, []).append(managed)
         buckets: list[list[Managed]] = []
         for _, same in sorted(alike.items()):
             itemsize = same[0].param.ds_tensor.dtype.itemsize
@@ -420,7 +420,7 @@ class Weights:
                 return
             chain = self._start_refresh(bucket)
             if not is_needed:
-                self._ahead.append(chain)
+                self._ahead.append((chain, bucket[-1].param.ds_id))
             self._stale -= {managed.param.ds_id for managed in bucket}
 
     def _differs(self, managed: Managed) -> bool:

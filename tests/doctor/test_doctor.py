@@ -273,6 +273,11 @@ def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pyt
         (lambda c: c["zero_optimization"].update(zero_hpz_partition_size=2), UNUSABLE, "zero_hpz_partition_size: found 2"),
         (lambda c: c["zero_optimization"].pop("hzero"), DEGRADED, 'no "hzero" block'),
         (lambda c: c.update(hzero=c["zero_optimization"].pop("hzero")), GOOD, "is at the top level"),
+        (
+            lambda c: c["zero_optimization"]["hzero"].update(codecs={"pipeline": "int8"}),
+            DEGRADED,
+            "hzero.codecs.pipeline has no effect but for a PipelineModule",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_configuration_is_named(

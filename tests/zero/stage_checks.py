@@ -216,6 +216,49 @@ def check_parameters_kept_whole_can_be_read_after_a_step() -> None:
     engine.destroy()
 
 
+class _PartlyUsed(torch.nn.Module):
+    """Two layers that no forward uses, in front of four that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(2))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def check_parameters_that_nobody_uses_do_not_keep_others_from_being_refreshed_ahead() -> None:
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 90, "stage3_param_persistence_threshold": 0}
+    engine = engine_of(ds_config(block_of("topo"), zero_optimization=zero), _PartlyUsed())
+    weights, events = hzero.state(engine).weights, []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 9)))
+        engine.step()
+    refresh, gather = weights._start_refresh, weights.gather
+
+    def refreshing(managed: Any) -> Any:
+        events.extend(("refresh", own.param.ds_id) for own in managed)
+        return refresh(managed)
+
+    def gathering(params: Any, *rest: Any, **keywords: Any) -> Any:
+        params = list(params)
+        events.extend(("gather", param.ds_id) for param in params)
+        return gather(params, *rest, **keywords)
+
+    patched = [mock.patch.object(param, "all_gather_coalesced", gathering) for param in engine.module.parameters()]
+    with contextlib.ExitStack() as stack:
+        for one in (mock.patch.object(weights, "_start_refresh", refreshing), *patched):
+            stack.enter_context(one)
+        engine(torch.ones(2, 9))
+    for layer in engine.module.layers[2:]:
+        number = layer.weight.ds_id
+        assert events.index(("refresh", number)) < events.index(("gather", number)), events
+    engine.destroy()
+
+
 def check_a_gather_that_fails_leaves_no_parameter_under_way() -> None:
     """Or the next engine on the model could not partition it."""
     engine = engine_of(ds_config(block_of("topo")))

@@ -16,7 +16,8 @@ from deepspeed.utils import groups
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
-from hzero.collectives import Communicator, for_dimension, shared_recorder
+from hzero.codecs import Codec
+from hzero.collectives import Communicator, activations, for_dimension, shared_recorder
 from hzero.config import TopologyConfig
 from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import resolve_grid
@@ -253,6 +254,23 @@ def check_late_hops_beside_tensor_groups_change_no_bit() -> None:
             engine.destroy()
         assert runs[0] == runs[1] == runs[2]
         assert did.delayed > 0
+
+
+def check_experts_exchange_tokens_in_the_codec_of_their_dimension() -> None:
+    """As layers of experts do: tokens go to the ranks of their experts and back, and their gradients too."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = for_dimension("expert", ds_config(block_of("lossless", codecs={"expert": "int8"})))
+    everyones = torch.randn(world, world, 5, 128, generator=torch.Generator().manual_seed(3))
+    tokens = everyones[rank].reshape(-1, 128).requires_grad_()
+    arrived = activations.exchange(tokens, group, 0, 0)
+    error = (arrived.detach().view(world, 5, 128) - everyones[:, rank]).abs().max()
+    bound = Codec.from_config(group.config.codecs.node).error_bound(float(everyones.abs().max()), torch.float32)
+    assert 0 < error <= bound * sum(hop.size > 1 for hop in group.plan.gather_hops())
+    activations.exchange(arrived * (rank + 1), group, 0, 0).sum().backward()
+    assert tokens.grad is not None
+    want = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand_as(tokens).float()
+    torch.testing.assert_close(tokens.grad, want, rtol=0.02, atol=0)
+    assert {(entry.role, entry.codec) for entry in group.wire_log.entries()} == {("expert", "int8")}
 
 
 def check_codecs_that_nothing_uses_are_warned_about() -> None:
