@@ -50,8 +50,8 @@ def report(rows: Sequence[LayoutRow]) -> str:
         "",
         "The schemes of arXiv 2409.02423 and `hybrid`, trained by `python -m benchmarks.hybrid`. `naive` is `zhybrid` with the "
         "low rate in every role. `docs/presets.md` lists codecs and rates. Evaluations read exact weights; those of commits "
-        "before ac944f6 with pipeline stages read what forward reads. Bytes are those of the wire log: without the copies that tensor "
-        "ranks of a stage are given after lossy codecs, and without DeepSpeed's gather of divided activations "
+        "before ac944f6 with pipeline stages read what forward reads. Bytes are those of the wire log: without the copies that "
+        "tensor ranks of a stage are given after lossy codecs, and without DeepSpeed's gather of divided activations "
         "(`docs/configuration.md`, *With pipeline stages*).",
         "",
         f"Machine: {machine.cores} cores ({machine.processor}), {size_text(machine.memory_bytes)} of memory, {machine.system}. "
