@@ -68,9 +68,10 @@ def most_failures(own: int, group: dist.ProcessGroup | None, comm: Any = None) -
 
 def limit_waits() -> None:
     """Gives the world's timeout to all groups of this rank that have one of torch's, such as those that DeepSpeed makes."""
+    timeout, stock = world_timeout(), (default_pg_timeout, default_pg_nccl_timeout)
     for group in list(c10d._world.pg_map):
-        if group_timeout(group) in (default_pg_timeout, default_pg_nccl_timeout):
-            c10d._set_pg_timeout(world_timeout(), group)
+        if timeout not in stock and group_timeout(group) in stock:
+            c10d._set_pg_timeout(timeout, group)
 
 
 #: Those of this process.

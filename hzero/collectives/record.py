@@ -156,9 +156,11 @@ def frames_of(thread: int | None) -> list[tuple[str, int, str]]:
 def _in_one_call(sink: deque[Any], calls: Iterable[Any], collects: Sequence[bool]) -> None:
     try:
         sink.extend(calls)
-    except ValueError:  # the thread has no frame
+    except BaseException as error:
         if any(collects):
             gc.enable()
+        if not isinstance(error, ValueError):  # the thread has no frame
+            raise
 
 
 def where(frames: Iterable[tuple[str, int, str]]) -> tuple[Doing, str]:

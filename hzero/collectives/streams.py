@@ -73,9 +73,7 @@ def pipeline_of(device: str, transport: TransportName) -> Pipeline:
     if device == "cpu" or transport == "torch":
         found = shared_pipeline(None if device == "cpu" else DeviceStreams(torch.cuda))
         made_by = getattr(found.streams, "device", None)
-        of_gpu = (
-            made_by is torch.cuda or getattr(made_by, "_name", "cpu") == "cuda"
-        )  # as an accelerator of DeepSpeed says
+        of_gpu = made_by is torch.cuda or getattr(made_by, "_name", "") == "cuda"  # or DeepSpeed's accelerator
         if of_gpu != (device != "cpu"):
             raise ConfigError(
                 f"communicator: found a group of {device} beside hops of {'cuda' if of_gpu else 'cpu'} in one process; "

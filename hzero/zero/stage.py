@@ -167,9 +167,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
             self._silence()
-            with (
-                self.hzero.gradients.all_or_nothing()
-            ):  # the host is about to wait anyway, and nothing has been stepped
+            # The host is about to wait anyway, and nothing has been stepped.
+            with self.hzero.gradients.all_or_nothing():
                 self.hzero.verify()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
