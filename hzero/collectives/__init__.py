@@ -13,12 +13,12 @@ from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
-from hzero.collectives.process_groups import limit_waits, most_failures
+from hzero.collectives.process_groups import limit_waits
 from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
 from hzero.collectives.tiered import TieredCollectives
 from hzero.collectives.trace import Trace
-from hzero.collectives.transport import Transport
+from hzero.collectives.transport import Transport, most_failures
 from hzero.collectives.wirelog import WireEntry, WireLog
 
 __all__ = [

@@ -20,11 +20,10 @@ from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain
 from hzero.collectives.point_to_point import PointToPoint
-from hzero.collectives.process_groups import most_failures
 from hzero.collectives.recorder import group_timeout
 from hzero.collectives.settings import USES, CommunicatorConfig, Use, parse_communicator
 from hzero.collectives.streams import pipeline_of
-from hzero.collectives.transport import Transport, wires_of
+from hzero.collectives.transport import Transport, most_failures, wires_of
 from hzero.collectives.wirelog import WireLog
 from hzero.collectives.wires import TorchWires
 from hzero.config import CodecsConfig
@@ -102,8 +101,7 @@ class Communicator:
         if comm is None:
             rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         else:
-            ranks = world_ranks(comm)
-            rank = comm.Get_rank()
+            ranks, rank = world_ranks(comm), comm.Get_rank()
         if rank < 0:
             raise ConfigError(f"communicator: rank {dist.get_rank()} is not in the group of ranks {ranks}")
         whole, where = ranks == list(range(dist.get_world_size())), "communicator.topology"
@@ -126,7 +124,7 @@ class Communicator:
         self._device = "cuda" if "nccl" in backend else "cpu"
         pipeline = pipeline_of(self._device, settings.transport)
         self.role, self.adopted, self.streams = role, False, pipeline.streams
-        failures = most_failures(pipeline.failures, group, comm)
+        failures = most_failures(pipeline.failures, settings.transport, group, comm)
         parts = "" if whole else f" {zlib.crc32(repr(ranks).encode()):08x}", f" #{failures}" if failures else ""
         name = (role or "collectives") + "".join(parts)
         self._sums, self._copies = f"{name} sums", f"{name} copies"

@@ -225,6 +225,15 @@ class Communicators:
     def __init__(self) -> None:
         self._made: dict[tuple[Lane, tuple[int, ...], timedelta], MpiWires] = {}
 
+    @staticmethod
+    def check() -> None:
+        """Raises ConfigError where nothing new can be made, since a wait of this process has failed."""
+        if MpiWires.broken is not None:
+            raise ConfigError(
+                f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
+                "send what others no longer expect; start the ranks again"
+            )
+
     def get(self, lane: Lane, ranks: Sequence[int], timeout: timedelta) -> MpiWires:
         """The communicator of ``ranks``, in this order; made at the first call. All its ranks must call alike.
 
@@ -237,11 +246,7 @@ class Communicators:
             ConfigError: MPI cannot be used.
             MissingPeerError: Not all ranks have come within the timeout.
         """
-        if MpiWires.broken is not None:
-            raise ConfigError(
-                f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
-                "send what others no longer expect; start the ranks again"
-            )
+        self.check()
         key = (lane, tuple(ranks), timeout)
         if key not in self._made:
             world = world_of_mpi()

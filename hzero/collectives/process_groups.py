@@ -53,19 +53,6 @@ class ProcessGroups:
         return self._made[key]
 
 
-def most_failures(own: int, group: dist.ProcessGroup | None, comm: Any = None) -> int:
-    """The largest number of failed chains of a rank, by which new lanes are named: none is used again after a failure.
-
-    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
-    Collective over the group, or over a communicator of mpi4py.
-    """
-    if comm is not None:
-        return max(comm.allgather(own))
-    every = [own] * dist.get_world_size(group)
-    dist.all_gather_object(every, own, group=group)
-    return max(every)
-
-
 def limit_waits() -> None:
     """Gives the world's timeout to all groups of this rank that have one of torch's, such as those that DeepSpeed makes."""
     timeout, stock = world_timeout(), (default_pg_timeout, default_pg_nccl_timeout)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.errors import MissingPeerError
@@ -187,6 +188,24 @@ def wires_of(
     if transport == "mpi":
         return shared_communicators.get(lane, ranks, timeout)
     return TorchWires(shared_groups.get(lane, ranks, timeout, backend), timeout)
+
+
+def most_failures(own: int, transport: TransportName, group: dist.ProcessGroup | None, comm: Any = None) -> int:
+    """The largest number of failed chains of a rank, by which new lanes are named: none is used again after a failure.
+
+    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
+    Collective over the group, or over a communicator of mpi4py.
+
+    Raises:
+        ConfigError: MPI cannot make new ones.
+    """
+    if transport == "mpi":
+        shared_communicators.check()
+    if comm is not None:
+        return max(comm.allgather(own))
+    every = [own] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    return max(every)
 
 
 class Transport:

@@ -88,7 +88,7 @@ class StageState:
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = stage_pipeline(config.transport)
         limit_waits()
-        failures = most_failures(self._pipeline.failures, group)
+        failures = most_failures(self._pipeline.failures, config.transport, group)
         transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures)
         self._pipeline.mend(transport.lanes)
         collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
