@@ -125,14 +125,14 @@ def check_an_error_before_any_hop_gives_up_the_window() -> None:
         engine = engine_of(ds_config(block_of(preset), zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
         train(engine, 1)
         gradients = hzero.state(engine).gradients
-        found = [gradients._bucket, mock.DEFAULT]
+        micro, calls = gradients._micro, itertools.count()
 
-        def failing(*arguments: Any, found: list[Any] = found) -> Any:
-            if found.pop() is mock.DEFAULT:
-                return found[0](*arguments)
-            raise MemoryError("for the second bucket")
+        def failing(*arguments: Any, micro: Any = micro, calls: Any = calls, **keywords: Any) -> None:
+            if next(calls) == 1:
+                raise MemoryError("for the second bucket")
+            micro(*arguments, **keywords)
 
-        with mock.patch.object(gradients, "_bucket", failing), pytest.raises(MemoryError, match="second bucket"):
+        with mock.patch.object(gradients, "_micro", failing), pytest.raises(MemoryError, match="second bucket"):
             engine.backward(engine(batch(1, 0)))
         _assert_given_up(engine, MemoryError)
         engine.destroy()
