@@ -6,23 +6,28 @@ have started their hop of the same number.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from hzero.collectives import pipeline
 from hzero.collectives.errors import HopError
 from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
+from hzero.collectives.streams import DeviceStreams, pipeline_of
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
+from hzero.validation import ConfigError
 
 GRID = Grid(2, 2, 1)
 SCHEDULES = 1000
@@ -356,3 +361,24 @@ def test_a_process_has_one_pipeline_for_as_long_as_its_world_lives(monkeypatch: 
     assert shared_pipeline(None) is first
     world.WORLD = mock.Mock()
     assert shared_pipeline(None) is not first
+
+
+@pytest.mark.parametrize(
+    ("first", "device", "refused"),
+    [
+        (None, "cpu", False),
+        (None, "cuda", True),
+        (torch.cuda, "cpu", True),
+        (torch.cuda, "cuda", False),
+        (SimpleNamespace(_name="cuda"), "cpu", True),
+        (SimpleNamespace(_name="cuda"), "cuda", False),
+    ],
+)
+def test_one_process_has_hops_of_processors_or_of_a_gpu(
+    first: Any, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_of_world", None)
+    shared_pipeline(None if first is None else DeviceStreams(first))
+    said = f"found a group of {device} beside hops of {'cpu' if first is None else 'cuda'}"
+    with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():
+        pipeline_of(device, "torch")
