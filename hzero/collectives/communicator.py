@@ -395,8 +395,7 @@ class Communicator:
             return self._end(self._local(flat, lambda _: None), async_op)
         bucket = self._bucket("send", tensor, flat.numel(), "")
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        seed = (self._sent * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
-        return self._end(self._points.send(bucket, flat, dst, seed=seed), async_op)
+        return self._end(self._points.send(bucket, flat, dst, seed=self._own_seed(self._sent)), async_op)
 
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
         """Receives what a rank has sent with `send`.
@@ -443,8 +442,10 @@ class Communicator:
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
         self._calls += 1
-        same = self._calls * 1_000_003
-        return same & 0x7FFFFFFF, (same + self.plan.rank + 1) & 0x7FFFFFFF
+        return (self._calls * 1_000_003) & 0x7FFFFFFF, self._own_seed(self._calls)
+
+    def _own_seed(self, count: int) -> int:
+        return (count * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
         if channel and channel not in self._channels:

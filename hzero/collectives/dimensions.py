@@ -52,12 +52,14 @@ def for_dimension(
     if dimension not in DIMENSIONS:
         raise one_of("for_dimension: dimension", dimension, DIMENSIONS)
     parsed = config if isinstance(config, HZeroConfig) else None
-    if parsed is None and config is not None and load(config) is None:
-        raise ConfigError(
-            f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or the path of one"
-        )
-    if parsed is None and (block := find(config)) is not None:
-        parsed = parse_config(block)
+    if parsed is None and config is not None:
+        loaded = load(config)
+        if loaded is None:
+            raise ConfigError(
+                f"for_dimension: config: found {config!r}, expected a DeepSpeed configuration or the path of one"
+            )
+        if (block := find(loaded)) is not None:
+            parsed = parse_config(block)
     codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
     if grid is None:
         grid = resolve_grid("auto" if parsed is None else parsed.topology, dist.get_world_size())

@@ -56,8 +56,10 @@ class ProcessGroups:
 def limit_waits() -> None:
     """Gives the world's timeout to all groups of this rank that have one of torch's, such as those that DeepSpeed makes."""
     timeout, stock = world_timeout(), (default_pg_timeout, default_pg_nccl_timeout)
+    if timeout in stock:
+        return
     for group in list(c10d._world.pg_map):
-        if timeout not in stock and group_timeout(group) in stock:
+        if group_timeout(group) in stock:
             c10d._set_pg_timeout(timeout, group)
 
 
