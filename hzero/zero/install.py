@@ -16,6 +16,7 @@ from hzero.block import KEY
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
+from hzero.zero import autotp
 from hzero.zero.overridden import check_deepspeed
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
@@ -73,6 +74,7 @@ def _checked(stock: Any) -> Any:
                     )
                 return stock(self)
             if (size := self.autotp_size()) > 1:
+                autotp.check(self._config, config)
                 partition = Partition.of_autotp(size, config.topology)
             else:
                 check_mpu(self.mpu, config.topology)
@@ -93,7 +95,9 @@ def _with_weights(stock: Any) -> Any:
     def init(self: DeepSpeedZeRoOffload, *args: Any, **kwargs: Any) -> None:
         ds_config = kwargs.get("ds_config", args[2] if len(args) > 2 else None)
         config = read_block(ds_config)
-        Weights.release_all(kwargs["module"] if "module" in kwargs else args[0])
+        module = kwargs["module"] if "module" in kwargs else args[0]
+        Weights.release_all(module)
+        autotp.give_back(module)
         if config is None:
             return stock(self, *args, **kwargs)
         if not sets_persistence_threshold(ds_config):

@@ -31,6 +31,7 @@ from hzero.config import HZeroConfig
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
+from hzero.zero import autotp
 from hzero.zero.audit import Audit
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
@@ -83,6 +84,7 @@ class StageState:
         self._trace: Trace | None = None  # while one is recorded
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes = Routes(module, self.plan)
+        autotp.take_over(module, config, self.partition.world)
         self.wire_log = WireLog()
         self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None

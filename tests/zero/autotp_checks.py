@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hzero
 from hzero.validation import ConfigError
+from hzero.zero import autotp
 from tests.zero.training import TOPOLOGY, assert_losses, block_of, ds_config, engine_of, mean_over_ranks
 
 TENSOR, VOCAB, STEPS = 2, 61, 3
@@ -78,6 +79,31 @@ def check_autotp_gives_the_losses_of_stock() -> None:
             engine.destroy()
 
 
+def check_codecs_of_autotp_reach_its_sums() -> None:
+    """Forward sums what two layers of a block leave, backward what each of five takes; another engine gets DeepSpeed's own."""
+    with _autotp():
+        stock, _, engine = _train(None, accumulation=1)
+        engine.destroy()
+    with _autotp():
+        losses, _, engine = _train(block_of("lossless", codecs={"tensor": "int8"}), accumulation=1)
+        hops = [entry for entry in hzero.state(engine).wire_log.entries() if entry.role == "tensor"]
+        assert hops and all(entry.codec == "int8" and entry.wire_bytes < entry.raw_bytes for entry in hops)
+        tokens, hidden, blocks = 2 * 9, 20, 2
+        # An all-reduce over two ranks is a reduce-scatter and an all-gather.
+        assert sum(entry.hops for entry in hops) == 2 * STEPS * blocks * (2 + 5)
+        assert sum(entry.raw_bytes for entry in hops) >= STEPS * blocks * (2 + 5) * tokens * hidden * 4
+        assert losses != stock and losses == pytest.approx(stock, rel=0.02)
+        layers = [layer for layer in engine.module.modules() if "hzero_group" in vars(layer)]
+        assert len(layers) == blocks * 7
+        weight = deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight).clone()
+        everyones = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, weight)
+        assert all(torch.equal(one, weight) for one in everyones)
+        engine.destroy()
+        autotp.give_back(engine.module)
+        assert not any("forward" in vars(layer) for layer in layers)
+
+
 def check_autotp_that_does_not_fit_the_machine_is_refused() -> None:
     nodes = {**TOPOLOGY, "nodes": dist.get_world_size(), "gpus_per_node": 1, "gcds_per_gpu": 1}
     for topology, size, message in (
@@ -86,3 +112,7 @@ def check_autotp_that_does_not_fit_the_machine_is_refused() -> None:
     ):
         with _autotp(), pytest.raises(ConfigError, match=message):
             engine_of(ds_config(block_of("topo", topology=topology), tensor_parallel={"autotp_size": size}))
+    block = block_of("topo", codecs={"tensor": {"gcd": "int8"}})
+    overlapped = ds_config(block, tensor_parallel={"autotp_size": 2, "tp_overlap_comm": True})
+    with _autotp(), pytest.raises(ConfigError, match=r"tp_overlap_comm: found True, with .*codecs.tensor"):
+        engine_of(overlapped)
