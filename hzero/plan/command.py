@@ -17,7 +17,7 @@ from hzero.config import TIERS, UNCODED
 from hzero.model.footprint import footprint
 from hzero.model.profile import Profile
 from hzero.model.step import predict
-from hzero.plan import predicted
+from hzero.plan import predicted, stages
 from hzero.plan.against import against
 from hzero.plan.fit import fit, fits
 from hzero.plan.links_file import links_for
@@ -50,7 +50,7 @@ from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
-from hzero.validation import ConfigError, nearest, some
+from hzero.validation import ConfigError, nearest
 
 #: Short names of the keys that plans are mostly about.
 SHORT = {
@@ -69,6 +69,7 @@ _EPILOG = """examples:
   hzero plan model=gpt_neox_10b topology=frontier nodes=12 preset=mild accumulation=8
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero bench links`
+  hzero plan model=gpt_neox_20b topology=frontier nodes=48 model.tensor_parallel=8 model.pipeline_parallel=4
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
   hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    what fits, by preset
   hzero plan --sweep nodes=1..9408 model=gpt_neox_20b topology=frontier train.micro_batch=2 --out scaling.png
@@ -131,7 +132,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         result, text = _prediction(parsed, overrides)
     else:
         result = compute(parsed.overrides, parsed.itemsize, parsed.links)
-        text = partial(show, result)
+        text = partial(stages.show if "stages" in result else show, result)
     if parsed.json:
         print(json.dumps(result, indent=1))
     else:
@@ -225,6 +226,16 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         profile = with_links(profile, links, grid)
     model, accumulation = settings["model"], settings["train"]["grad_accumulation"]
     itemsize = itemsize or itemsize_of(settings, profile)
+    measured = None if links is None else _measured(links, grid)
+    rates = settings["topology"].get("bandwidth_gb_s") or {}
+    if measured is not None:
+        rates = {tier: rate["gb_s"] for tier, rate in measured["tiers"].items()}
+    if layout.pipeline > 1:
+        for key in own:
+            raise ConfigError(
+                f"{key}: given with model.pipeline_parallel {layout.pipeline}, whose plans do not read it"
+            )
+        return stages.compute(settings, plan, itemsize, rates)
     for hop in plan.gather_hops() if itemsize != 2 else ():
         if hop.codec.codec == "exp":
             raise ConfigError(
@@ -238,7 +249,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
         **traffic_plan.schemes_node_bytes(layout.data_grid, numels, itemsize=itemsize, accumulation=accumulation),
     }
-    sums: Any = _sums(settings) | {"itemsize": itemsize, "checksum": plan.checksum}
+    sums: Any = stages.stage_sums(settings, model["num_layers"]) | {"itemsize": itemsize, "checksum": plan.checksum}
     traffic += traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums)
     stock += traffic_plan.tensor_traffic(layout.tensor_grid, UNCODED, **sums)
     exchanges: Any = _exchanges(settings) | {"itemsize": itemsize, "checksum": plan.checksum}
@@ -247,10 +258,6 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
     scenario = None
     if profile is not None and shape_of(model) is not None and not _divided(settings):
         scenario = scenario_of(settings, own, profile, itemsize)
-    measured = None if links is None else _measured(links, grid)
-    rates = settings["topology"].get("bandwidth_gb_s") or {}
-    if measured is not None:
-        rates = {tier: rate["gb_s"] for tier, rate in measured["tiers"].items()}
     return {
         "model": model["name"],
         "parameters": sum(model_numels(model)),
@@ -317,22 +324,6 @@ def _memory(settings: Settings, own: dict[str, str], profile: Profile | None, it
     }
 
 
-def _sums(settings: Settings) -> dict[str, int]:
-    """Elements of the activations that a tensor group sums, and how many it sums in a step.
-
-    Each layer has two sums in forward, of attention and MLP, and two in backward. Recomputation repeats that of attention
-    and ends before that of the MLP, which nothing of backward needs.
-    """
-    model, train = settings["model"], settings["train"]
-    if settings.layout.tensor == 1:
-        return {"numel": 0, "sums": 0}
-    each = 5 if train["activation_checkpointing"] else 4
-    return {
-        "numel": train["micro_batch"] * model["seq_length"] * model["hidden_size"],
-        "sums": each * model["num_layers"] * train["grad_accumulation"],
-    }
-
-
 def _exchanges(settings: Settings) -> dict[str, Any]:
     """Elements of the activations that a sequence group exchanges, and how often it does in a step.
 
@@ -360,10 +351,7 @@ def _layout(settings: Settings) -> dict[str, str] | None:
     if layout.tensor == 1:
         found = settings.sequence
         return {"sequence": f"{found.tensor} ranks, {found.tensor_grid}, such as {found.tensor_group(0)}"}
-    return {
-        "tensor": f"{layout.tensor} ranks, {layout.tensor_grid}, such as {layout.tensor_group(0)}",
-        "data": f"{layout.data} ranks, {layout.data_grid}, such as {some(list(map(str, layout.data_group(0))), 8)}",
-    }
+    return stages.layout_of(settings)
 
 
 def _holds(profile: Profile, grid: Grid) -> bool:
@@ -401,7 +389,7 @@ def _layout_note(settings: Settings) -> list[str]:
         notes = ["with sequence parallelism memory leaves out activations and the communicators of sequence groups"]
         grid, codecs = settings.sequence.tensor_grid, _plan_of(settings).codecs.sequence
     if any(grid.size(tier) > 1 and codecs[tier].codec == "mpc" for tier in TIERS):
-        notes.append("codec mpc: bytes of activations are the most that it can take; what it takes depends on the data")
+        notes.append(stages.MPC_NOTE)
     return notes
 
 

@@ -56,6 +56,11 @@ def run_presets(arguments: Sequence[str]) -> int:
         if override.partition("=")[0] in ("preset", "zero", "zero.preset"):
             raise ConfigError(f"{override}: given to `hzero presets`, which lists all of {', '.join(PRESETS)}")
     plans = {name: compute([*parsed.overrides, f"zero.preset={name}"]) for name in PRESETS}
+    if any("stages" in plan for plan in plans.values()):
+        raise ConfigError(
+            "model.pipeline_parallel: given to `hzero presets`, whose degrees have no effect with pipeline stages; possible: 1, "
+            "or hzero plan"
+        )
     rows = [_row(name, plan) for name, plan in plans.items()]
     if parsed.json:
         print(json.dumps(rows, indent=1))

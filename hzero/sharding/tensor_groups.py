@@ -143,3 +143,12 @@ def sizes(grid: Grid) -> list[int]:
         found |= {inside * count for count in range(1, grid.size(tier) + 1) if grid.size(tier) % count == 0}  # type: ignore[arg-type]
         inside *= grid.size(tier)  # type: ignore[arg-type]
     return sorted(found)
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> tuple[int, int]:
+    """First layer of a stage, and of the next one: numbers of layers differ by one at most, and the last stage has the fewest.
+
+    The head of the last stage takes as long as some layers.
+    """
+    least, more = divmod(layers, stages)
+    return stage * least + min(stage, more), (stage + 1) * least + min(stage + 1, more)

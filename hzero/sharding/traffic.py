@@ -10,8 +10,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, Dimension, Role, Tier, TierCodecs
+from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, CodecsConfig, Dimension, Role, Tier, TierCodecs
+from hzero.sharding.memory import REDUCE_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel, record_format
 from hzero.sharding.sequence import stage_chains
@@ -118,20 +120,114 @@ def tensor_traffic(
     Returns:
         One entry per tier of more than one rank, innermost first.
     """
-    chunk, rows, found = chunk_numel(numel, grid.world_size), grid.world_size, []
+    chunks = [chunk_numel(numel, grid.world_size)]
+    return _there_and_back("tensor", grid, codecs, chunks, sums, itemsize=itemsize, checksum=checksum)
+
+
+def zero1_traffic(
+    grid: Grid,
+    codecs: CodecsConfig,
+    numel: int,
+    *,
+    itemsize: int = 2,
+    reduced: int = REDUCE_NUMEL,
+    gathered: int = REDUCE_NUMEL,
+    checksum: bool = False,
+) -> list[TierTraffic]:
+    """Bytes of one step of ZeRO-1 beside pipeline stages, exactly as the wire log of `hzero.zero.stage1` counts them.
+
+    Float32 gradients are reduced over the tiers, from the innermost outwards, and new weights gathered back, in buckets.
+
+    Args:
+        grid: Of the data-parallel ranks of a stage.
+        codecs: The block's; those of ``gradients`` and ``optimizer`` count.
+        numel: Elements of one rank's parameters.
+        itemsize: Bytes of a weight.
+        reduced: Elements of a bucket of gradients, over all ranks (``reduce_bucket_size``).
+        gathered: Of weights (``allgather_bucket_size``).
+        checksum: Whether messages carry checksums.
+
+    Returns:
+        One entry per role and tier of more than one rank, gradients first, tiers innermost first.
+    """
+    world = grid.world_size
+    own = 2 * chunk_numel(numel, 2 * world)  # DeepSpeed starts every partition at an even element
+
+    def columns(elements: int) -> list[int]:
+        step = max(1, elements // world)
+        return [min(step, own - first) for first in range(0, own, step)]
+
+    there: Any = {"itemsize": 4, "back": False, "checksum": checksum}
+    back: Any = {"itemsize": itemsize, "there": False, "checksum": checksum}
+    return [
+        *_there_and_back("gradients", grid, codecs.gradients, columns(reduced), 1, **there),
+        *_there_and_back("optimizer", grid, codecs.optimizer, columns(gathered), 1, **back),
+    ]
+
+
+def pipeline_traffic(
+    tiers: Sequence[Tier], codecs: TierCodecs, numel: int, messages: int, *, itemsize: int = 2, checksum: bool = False
+) -> list[TierTraffic]:
+    """Bytes that a pipeline stage receives, exactly as its wire log counts them.
+
+    Args:
+        tiers: The tier to each stage from which it receives: the one before, of activations, and the next, of gradients.
+        codecs: Of the tiers.
+        numel: Elements of a message.
+        messages: Micro-batches per step.
+        itemsize: Bytes of an element.
+        checksum: Whether messages carry checksums.
+
+    Returns:
+        One entry per tier, innermost first.
+    """
+    found = []
+    for tier in (tier for tier in TIERS if tier in tiers):
+        count = messages * tiers.count(tier)
+        found.append(
+            TierTraffic(
+                role="pipeline",
+                tier=tier,
+                codec=codecs[tier].codec,
+                wire_bytes=count * record_format(codecs[tier]).message_bytes([numel], 1, itemsize),
+                raw_bytes=count * numel * itemsize,
+                crossings=count,
+                used=True,
+                checksum_bytes=CHECKSUM_BYTES if checksum else 0,
+            )
+        )
+    return found
+
+
+def _there_and_back(
+    role: Role | Dimension,
+    grid: Grid,
+    codecs: TierCodecs,
+    chunks: Sequence[int],
+    times: int,
+    *,
+    itemsize: int,
+    there: bool = True,
+    back: bool = True,
+    checksum: bool = False,
+) -> list[TierTraffic]:
+    """Bytes of a reduction over the tiers, from the innermost outwards, of a gather back, or of both; ``chunks`` are a rank's."""
+    rows, found = grid.world_size, []
     for tier in (tier for tier in grid.tiers if grid.size(tier) > 1):
         size, form = grid.size(tier), record_format(codecs[tier])
         left = rows // size  # rows that the reduction leaves, and that the gather begins with
-        wire = round(form.message_bytes([chunk], rows, itemsize) * (1 - 1 / size))
-        wire += form.message_bytes([chunk], left, itemsize) * (size - 1)
+        wire = 0
+        for chunk in chunks:
+            wire += there * round(form.message_bytes([chunk], rows, itemsize) * (1 - 1 / size))
+            wire += back * form.message_bytes([chunk], left, itemsize) * (size - 1)
         found.append(
             TierTraffic(
-                role="tensor",
+                role=role,
                 tier=tier,
                 codec=codecs[tier].codec,
-                wire_bytes=sums * wire,
-                raw_bytes=sums * 2 * left * chunk * itemsize * (size - 1),
-                crossings=sums,
+                wire_bytes=times * wire,
+                raw_bytes=times * (there + back) * left * sum(chunks) * itemsize * (size - 1),
+                crossings=times,
                 used=True,
                 checksum_bytes=CHECKSUM_BYTES * (size - 1) if checksum else 0,
             )

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 import hzero
 from hzero.settings.settings import Settings
-from hzero.sharding.tensor_groups import TensorGroups
+from hzero.sharding.tensor_groups import TensorGroups, stage_layers
 from hzero.train.batches import Batch
 from hzero.train.data import Tokens
 from hzero.train.examples import Examples
@@ -37,7 +37,7 @@ class Stage(torch.nn.Module):
     def __init__(self, model: Any, stage: int, stages: int) -> None:
         super().__init__()
         self._first, self._last = stage == 0, stage == stages - 1
-        first, last = part(len(model.gpt_neox.layers), stage, stages)
+        first, last = stage_layers(len(model.gpt_neox.layers), stage, stages)
         self.gpt_neox = model.gpt_neox
         self.gpt_neox.layers = self.gpt_neox.layers[first:last]
         if not self._first:
@@ -52,15 +52,6 @@ class Stage(torch.nn.Module):
         given = {"input_ids": inputs} if self._first else {"inputs_embeds": inputs}
         hidden: torch.Tensor = self.gpt_neox(**given).last_hidden_state
         return self.embed_out(hidden) if self._last else hidden
-
-
-def part(layers: int, stage: int, stages: int) -> tuple[int, int]:
-    """First layer of a stage, and of the next one: numbers of layers differ by one at most, and the last stage has the fewest.
-
-    The head of the last stage takes as long as some layers.
-    """
-    least, more = divmod(layers, stages)
-    return stage * least + min(stage, more), (stage + 1) * least + min(stage + 1, more)
 
 
 def pipeline_of(model: Any, layout: TensorGroups, rank: int) -> PipelineModule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from hzero.cli import main
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
+from hzero.sharding.tensor_groups import stage_layers
 from hzero.train.export import run_export
 from hzero.train.loop import deepspeed_config
-from hzero.train.pipeline_parallel import Stage, part
+from hzero.train.pipeline_parallel import Stage
 from hzero.train.report import run_report
 from hzero.validation import ConfigError
 from tests.forks import Command
@@ -106,6 +108,35 @@ def test_codecs_cost_little_and_the_summary_has_every_role(folder: Path) -> None
     # Steps, micro-batches, forward and backward, pipelines; half of 2 x 24 x 40 bfloat16 for each tensor rank. Not evaluations.
     assert traffic["pipeline", "node"]["raw_bytes"] == 4 * 2 * 2 * 4 * (2 * 24 * 40 // 2) * 2
     assert traffic["pipeline", "node"]["raw_bytes"] > 1.9 * traffic["pipeline", "node"]["wire_bytes"]
+
+
+def test_the_plan_has_the_bytes_that_were_sent(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codecs = [f"zero.codecs.{role}={codec}" for role, codec in LOSSY.items()]
+    job = [*SHAPE, *JOB, *STAGES, "zero=topo", *codecs, "train.dtype=bf16"]
+    assert main(["plan", *job, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [stage["layers"] for stage in plan["stages"]] == [2, 1]
+    planned: Counter[tuple[str, str, str]] = Counter()
+    ranks, steps = 4, 4
+    for stage in plan["stages"]:
+        for row in stage["traffic"]:
+            for size in ("wire_bytes", "raw_bytes"):
+                planned[row["role"], row["tier"], size] += row[size] * ranks * steps
+    sent = {
+        (row["role"], row["tier"], size): row[size]
+        for row in _summary(folder, "lossy")["traffic"]
+        for size in ("wire_bytes", "raw_bytes")
+    }
+    assert planned == sent
+    memory = _summary(folder, "lossy")["memory"]
+    for state in ("weights", "optimizer"):  # but for the padding of partitions
+        assert memory[state] == pytest.approx(max(stage["memory"][state] for stage in plan["stages"]), rel=1e-3)
+    assert main(["plan", *job]) == 0
+    text = capsys.readouterr().out
+    assert "pipeline parallel: 2 stages, 2 nodes x 1 GPU x 1 GCD, such as 0, 4" in text
+    assert main(["plan", *job, "memory=1GB"]) != 0 and main(["presets", *SHAPE, *JOB, *STAGES]) != 0
+    err = capsys.readouterr().err
+    assert "memory: given with model.pipeline_parallel 2" in err and "`hzero presets`, whose degrees have no effect" in err
 
 
 def test_a_run_of_stages_goes_on_bit_for_bit(folder: Path) -> None:
@@ -237,6 +268,6 @@ def test_stages_one_after_the_other_are_the_model(stages: int) -> None:
         hidden = one(hidden)
     torch.testing.assert_close(hidden, model()(ids).logits, rtol=1e-6, atol=1e-6)
     assert sum(p.numel() for one in parts for p in one.parameters()) == sum(p.numel() for p in model().parameters())
-    bounds = [part(5, number, stages) for number in range(stages)]
+    bounds = [stage_layers(5, number, stages) for number in range(stages)]
     assert bounds[0][0] == 0 and bounds[-1][1] == 5
     assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))

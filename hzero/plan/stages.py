@@ -1,0 +1,172 @@
+"""The plan of a model with pipeline stages: where its groups lie, what each stage holds, and what its devices receive."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from hzero.config import TIERS
+from hzero.formatting import size_text, table_of
+from hzero.settings.buffers import REDUCE_BUCKET, elements_of
+from hzero.settings.settings import Settings, model_numels
+from hzero.sharding import traffic as traffic_plan
+from hzero.sharding.memory import REDUCE_NUMEL
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.tensor_groups import stage_layers
+from hzero.validation import some
+
+#: What plans say of a codec whose messages have no fixed size.
+MPC_NOTE = "codec mpc: bytes of activations are the most that it can take; what it takes depends on the data"
+
+
+def layout_of(settings: Settings) -> dict[str, str]:
+    """Where tensor groups, data-parallel groups and pipelines lie, of those that there are."""
+    layout = settings.layout
+    found = {
+        "tensor": (layout.tensor, layout.tensor_grid, layout.tensor_group(0)),
+        "data": (layout.data, layout.data_grid, layout.data_group(0)),
+        "pipeline": (layout.pipeline, layout.pipeline_grid, layout.pipeline_group(0)),
+    }
+    return {
+        name: f"{count} {'stages' if name == 'pipeline' else 'ranks'}, {grid}, such as {some(list(map(str, ranks)), 8)}"
+        for name, (count, grid, ranks) in found.items()
+        if count > 1
+    }
+
+
+def stage_sums(settings: Settings, layers: int) -> dict[str, int]:
+    """Elements of the activations that a tensor group sums, and how many it sums in a step.
+
+    Each layer has two sums in forward, of attention and MLP, and two in backward. Recomputation repeats that of attention
+    and ends before that of the MLP, which nothing of backward needs.
+    """
+    model, train = settings["model"], settings["train"]
+    if settings.layout.tensor == 1:
+        return {"numel": 0, "sums": 0}
+    each = 5 if train["activation_checkpointing"] else 4
+    return {
+        "numel": train["micro_batch"] * model["seq_length"] * model["hidden_size"],
+        "sums": each * layers * train["grad_accumulation"],
+    }
+
+
+def compute(settings: Settings, plan: ShardPlan, itemsize: int, rates: Mapping[str, float | None]) -> dict[str, Any]:
+    """The plan as plain values: what ``hzero plan --json`` prints with ``model.pipeline_parallel``.
+
+    Args:
+        settings: Of the run, with stages.
+        plan: Its shard plan, of which codecs count.
+        itemsize: Bytes of a weight.
+        rates: GB/s of a device on each tier; tiers without a rate have no times.
+    """
+    stages = [_stage(settings, plan, itemsize, number) for number in range(settings.layout.pipeline)]
+    return {
+        "model": settings["model"]["name"],
+        "grid": {tier: settings.grid.size(tier) for tier in settings.grid.tiers},
+        "grid_text": str(settings.grid),
+        "world_size": settings.grid.world_size,
+        "preset": settings.preset,
+        "accumulation": settings["train"]["grad_accumulation"],
+        "itemsize": itemsize,
+        "layout": layout_of(settings),
+        "stages": [
+            {
+                **stage,
+                "traffic": traffic_plan.as_dicts(stage["traffic"]),
+                "link_seconds": traffic_plan.link_seconds(stage["traffic"], rates),
+            }
+            for stage in stages
+        ],
+        "rates_gb_s": dict(rates),
+    }
+
+
+def _stage(settings: Settings, plan: ShardPlan, itemsize: int, number: int) -> dict[str, Any]:
+    """What one device of a stage holds and receives."""
+    layout, model, train = settings.layout, settings["model"], settings["train"]
+    first, last = stage_layers(model["num_layers"], number, layout.pipeline)
+    *numels, scale, shift, head = model_numels({**model, "num_layers": last - first}, layout.tensor)
+    if number == layout.pipeline - 1:
+        numels += [scale, shift, head]
+    numel = sum(numels[0 if number == 0 else 1 :])  # the first one is the embedding's
+    own = -(-numel // layout.data)
+    pipeline = layout.pipeline_grid
+    neighbours = [other for other in (number - 1, number + 1) if 0 <= other < layout.pipeline]
+    places = [pipeline.coordinates(rank) for rank in range(layout.pipeline)]
+    tiers = [
+        next(tier for tier in TIERS[::-1] if getattr(places[number], tier) != getattr(places[other], tier))
+        for other in neighbours
+    ]
+    # DeepSpeed sends from each tensor rank its part.
+    message = -(-train["micro_batch"] * model["seq_length"] * model["hidden_size"] // layout.tensor)
+    sums: Any = stage_sums(settings, last - first) | {"itemsize": itemsize, "checksum": plan.checksum}
+    sent: Any = {"itemsize": itemsize, "checksum": plan.checksum}
+    buckets: Any = {
+        "reduced": elements_of(settings, REDUCE_BUCKET, REDUCE_NUMEL),
+        "gathered": elements_of(settings, "allgather_bucket_size", REDUCE_NUMEL),
+    }
+    return {
+        "stage": number,
+        "layers": last - first,
+        "parameters": numel,
+        "memory": {"weights": itemsize * numel, "gradients": 4 * numel, "optimizer": 12 * own},
+        "traffic": [
+            *traffic_plan.zero1_traffic(layout.data_grid, plan.codecs, numel, **buckets, **sent),
+            *traffic_plan.pipeline_traffic(tiers, plan.codecs.pipeline, message, train["grad_accumulation"], **sent),
+            *traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums),
+        ],
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints what `compute` returns."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    say(
+        f"[bold]{result['model']}[/]: weights of {result['itemsize']} bytes on {result['world_size']:,} devices "
+        f"({result['grid_text']})\ncodecs of {result['preset']}, ZeRO-1; micro-batches per step: {result['accumulation']}"
+    )
+    for dimension, text in result["layout"].items():
+        say(f"{dimension} parallel: {text}")
+    if any(row["codec"] == "mpc" for stage in result["stages"] for row in stage["traffic"]):
+        say(f"note: {MPC_NOTE}")
+    alike = _alike(result["stages"])
+    held = [
+        (
+            name,
+            str(stage["layers"]),
+            f"{stage['parameters']:,}",
+            *(size_text(stage["memory"][state]) for state in ("weights", "gradients", "optimizer")),
+        )
+        for name, stage in alike
+    ]
+    head: tuple[str, ...] = ("stage", "*layers", "*parameters", "*weights", "*gradients", "*optimizer")
+    console.print(table_of("memory per device, without activations and buffers (gradients: float32 sums)", head, held))
+    rows = []
+    for name, stage in alike:
+        for row in stage["traffic"]:
+            ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
+            size = size_text(row["wire_bytes"])
+            rows.append((name, row["role"], row["tier"], row["codec"], str(row["crossings"]), size, ratio))
+    head = ("stage", "role", "tier", "codec", "*crossings", "*bytes", "*ratio")
+    console.print(table_of("bytes received per device and optimizer step", head, rows))
+    tiers = [tier for tier in result["grid"] if result["rates_gb_s"].get(tier)]
+    if tiers:
+        times = [(name, *(f"{stage['link_seconds'][tier]:.3f} s" for tier in tiers)) for name, stage in alike]
+        names = [f"*{tier}, {result['rates_gb_s'][tier]:.4g} GB/s" for tier in tiers]
+        console.print(table_of("link time per step from bandwidth alone", ("stage", *names), times))
+        say("GB/s: one way per device. Not counted: latency, computation, idle stages, overlap")
+
+
+def _alike(stages: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """One stage of those that hold and receive the same, with the numbers of all of them."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for stage in stages:
+        found[json.dumps({**stage, "stage": None})].append(stage)
+    return [(some([str(stage["stage"]) for stage in same], 4), same[0]) for same in found.values()]
