@@ -136,7 +136,9 @@ def test_the_plan_has_the_bytes_that_were_sent(folder: Path, capsys: pytest.Capt
     assert "pipeline parallel: 2 stages, 2 nodes x 1 GPU x 1 GCD, such as 0, 4" in text
     assert main(["plan", *job, "memory=1GB"]) != 0 and main(["presets", *SHAPE, *JOB, *STAGES]) != 0
     err = capsys.readouterr().err
-    assert "memory: given with model.pipeline_parallel 2" in err and "`hzero presets`, whose degrees have no effect" in err
+    assert (
+        "memory: given with model.pipeline_parallel 2" in err and "`hzero presets`, whose degrees have no effect" in err
+    )
 
 
 def test_a_run_of_stages_goes_on_bit_for_bit(folder: Path) -> None:
