@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hzero
 from hzero.validation import ConfigError
 from hzero.zero import autotp
-from tests.zero.training import TOPOLOGY, assert_losses, block_of, ds_config, engine_of, mean_over_ranks
+from tests.zero.training import TOPOLOGY, assert_losses, block_of, ds_config, engine_of, mean_over_ranks, shared_folder
 
 TENSOR, VOCAB, STEPS = 2, 61, 3
 
@@ -40,8 +40,13 @@ def _train(block: dict[str, Any] | None, accumulation: int) -> tuple[list[float]
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **shape))
     config = ds_config(block, accumulation, tensor_parallel={"autotp_size": TENSOR})
     engine = engine_of(config, model)
+    return *_steps(engine, accumulation), engine
+
+
+def _steps(engine: Any, accumulation: int, first: int = 0) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms."""
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(first, first + STEPS):
         total = 0.0
         for micro in range(accumulation):
             generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dist.get_rank() // TENSOR)
@@ -52,7 +57,7 @@ def _train(block: dict[str, Any] | None, accumulation: int) -> tuple[list[float]
             engine.step()
         losses.append(total)
         norms.append(float(engine.get_global_grad_norm()))
-    return losses, norms, engine
+    return losses, norms
 
 
 def check_autotp_gives_the_losses_of_stock() -> None:
@@ -99,6 +104,11 @@ def check_codecs_of_autotp_reach_its_sums() -> None:
         everyones = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, weight)
         assert all(torch.equal(one, weight) for one in everyones)
+        folder = str(shared_folder())
+        engine.save_checkpoint(folder, tag="here")
+        on = _steps(engine, accumulation=1, first=STEPS)
+        engine.load_checkpoint(folder, tag="here")
+        assert _steps(engine, accumulation=1, first=STEPS) == on, "a checkpoint goes on bit for bit"
         engine.destroy()
         autotp.give_back(engine.module)
         assert not any("forward" in vars(layer) for layer in layers)
