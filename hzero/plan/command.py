@@ -249,7 +249,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         f"hzero {settings.preset}": traffic_plan.node_bytes(traffic, plan),
         **traffic_plan.schemes_node_bytes(layout.data_grid, numels, itemsize=itemsize, accumulation=accumulation),
     }
-    sums: Any = stages.stage_sums(settings, model["num_layers"]) | {"itemsize": itemsize, "checksum": plan.checksum}
+    sums: Any = stages.sums_of(settings) | {"itemsize": itemsize, "checksum": plan.checksum}
     traffic += traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums)
     stock += traffic_plan.tensor_traffic(layout.tensor_grid, UNCODED, **sums)
     exchanges: Any = _exchanges(settings) | {"itemsize": itemsize, "checksum": plan.checksum}

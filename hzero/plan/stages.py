@@ -38,8 +38,8 @@ def layout_of(settings: Settings) -> dict[str, str]:
     }
 
 
-def stage_sums(settings: Settings, layers: int) -> dict[str, int]:
-    """Elements of the activations that a tensor group sums, and how many it sums in a step.
+def sums_of(settings: Settings, layers: int | None = None) -> dict[str, int]:
+    """Elements of the activations that a tensor group sums, and how many it sums in a step; ``layers`` are a stage's or all.
 
     Each layer has two sums in forward, of attention and MLP, and two in backward. Recomputation repeats that of attention
     and ends before that of the MLP, which nothing of backward needs.
@@ -50,7 +50,7 @@ def stage_sums(settings: Settings, layers: int) -> dict[str, int]:
     each = 5 if train["activation_checkpointing"] else 4
     return {
         "numel": train["micro_batch"] * model["seq_length"] * model["hidden_size"],
-        "sums": each * layers * train["grad_accumulation"],
+        "sums": each * (layers or model["num_layers"]) * train["grad_accumulation"],
     }
 
 
@@ -103,7 +103,7 @@ def _stage(settings: Settings, plan: ShardPlan, itemsize: int, number: int) -> d
     ]
     # DeepSpeed sends from each tensor rank its part.
     message = -(-train["micro_batch"] * model["seq_length"] * model["hidden_size"] // layout.tensor)
-    sums: Any = stage_sums(settings, last - first) | {"itemsize": itemsize, "checksum": plan.checksum}
+    sums: Any = sums_of(settings, last - first) | {"itemsize": itemsize, "checksum": plan.checksum}
     sent: Any = {"itemsize": itemsize, "checksum": plan.checksum}
     buckets: Any = {
         "reduced": elements_of(settings, REDUCE_BUCKET, REDUCE_NUMEL),
