@@ -49,10 +49,9 @@ def report(rows: Sequence[LayoutRow]) -> str:
         f"# Codecs by parallel dimension, {date}",
         "",
         "The schemes of arXiv 2409.02423 and `hybrid`, trained by `python -m benchmarks.hybrid`. `naive` is `zhybrid` with the "
-        "low rate in every role. `docs/presets.md` lists codecs and rates. Evaluations read exact weights; those of commits "
-        "before ac944f6 with pipeline stages read what forward reads. Bytes are those of the wire log: without the copies that "
-        "tensor ranks of a stage are given after lossy codecs, and without DeepSpeed's gather of divided activations "
-        "(`docs/configuration.md`, *With pipeline stages*).",
+        "low rate in every role. `docs/presets.md` lists codecs and rates. Evaluations read exact weights. Bytes are those "
+        "of the wire log: without the copies that tensor ranks of a stage are given after lossy codecs, and without "
+        "DeepSpeed's gather of divided activations (`docs/configuration.md`, *With pipeline stages*).",
         "",
         f"Machine: {machine.cores} cores ({machine.processor}), {size_text(machine.memory_bytes)} of memory, {machine.system}. "
         f"Versions: {'; '.join(versions)}. All ranks share these cores, and no GPU takes part. So a codec costs processor time "
@@ -182,6 +181,7 @@ def main() -> int:
         print(f"hybrid_report: error: {error}", file=sys.stderr)
         return 2
     date = max(row.date for row in rows).date().isoformat()
+    given.out.mkdir(parents=True, exist_ok=True)
     (given.out / f"{date}-hybrid.jsonl").write_text("".join(map(line_of, rows)), encoding="utf-8")
     (given.out / f"{date}-hybrid.md").write_text(report(rows), encoding="utf-8")
     if given.out == REPORTS:
