@@ -235,7 +235,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
             raise ConfigError(
                 f"{key}: given with model.pipeline_parallel {layout.pipeline}, whose plans do not read it"
             )
-        return stages.compute(settings, plan, itemsize, rates)
+        return stages.compute(settings, plan, itemsize, rates, measured)
     for hop in plan.gather_hops() if itemsize != 2 else ():
         if hop.codec.codec == "exp":
             raise ConfigError(

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hzero.config import TIERS
 from hzero.formatting import size_text, table_of
+from hzero.plan.tables import rates_of, show_links
 from hzero.settings.buffers import REDUCE_BUCKET, elements_of
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding import traffic as traffic_plan
@@ -54,7 +55,9 @@ def sums_of(settings: Settings, layers: int | None = None) -> dict[str, int]:
     }
 
 
-def compute(settings: Settings, plan: ShardPlan, itemsize: int, rates: Mapping[str, float | None]) -> dict[str, Any]:
+def compute(
+    settings: Settings, plan: ShardPlan, itemsize: int, rates: Mapping[str, float | None], links: dict[str, Any] | None
+) -> dict[str, Any]:
     """The plan as plain values: what ``hzero plan --json`` prints with ``model.pipeline_parallel``.
 
     Args:
@@ -62,6 +65,7 @@ def compute(settings: Settings, plan: ShardPlan, itemsize: int, rates: Mapping[s
         plan: Its shard plan, of which codecs count.
         itemsize: Bytes of a weight.
         rates: GB/s of a device on each tier; tiers without a rate have no times.
+        links: Where they were measured; None for nominal ones.
     """
     stages = [_stage(settings, plan, itemsize, number) for number in range(settings.layout.pipeline)]
     return {
@@ -82,6 +86,7 @@ def compute(settings: Settings, plan: ShardPlan, itemsize: int, rates: Mapping[s
             for stage in stages
         ],
         "rates_gb_s": dict(rates),
+        "links": links,
     }
 
 
@@ -160,8 +165,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     if tiers:
         times = [(name, *(f"{stage['link_seconds'][tier]:.3f} s" for tier in tiers)) for name, stage in alike]
         names = [f"*{tier}, {result['rates_gb_s'][tier]:.4g} GB/s" for tier in tiers]
-        console.print(table_of("link time per step from bandwidth alone", ("stage", *names), times))
+        console.print(
+            table_of(f"link time per step from bandwidth alone ({rates_of(result)})", ("stage", *names), times)
+        )
         say("GB/s: one way per device. Not counted: latency, computation, idle stages, overlap")
+    show_links(result, console)
 
 
 def _alike(stages: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

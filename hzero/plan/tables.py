@@ -37,6 +37,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     if result["link_seconds"]:
         console.print(_times(result))
         say("GB/s: one way per device. Not counted: latency, computation, overlap (assumptions: hzero plan --help)")
+    show_links(result, console)
+    if result["predicted"] is not None:
+        show_steps(result["predicted"], console)
+
+
+def show_links(result: dict[str, Any], console: Console) -> None:
+    """Says where the rates of a plan were measured, if they were."""
     if (links := result["links"]) is not None:
         shape = " x ".join(f"{size} {tier}" for tier, size in reversed(links["grid"].items()))
         console.print(
@@ -45,8 +52,11 @@ def show(result: dict[str, Any], console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
-    if result["predicted"] is not None:
-        show_steps(result["predicted"], console)
+
+
+def rates_of(result: dict[str, Any]) -> str:
+    """What the rates of a plan are."""
+    return "nominal rates, not measured" if result["links"] is None else "measured rates"
 
 
 def _memory(result: dict[str, Any]) -> Table:
@@ -118,6 +128,5 @@ def _times(result: dict[str, Any]) -> Table:
         latency = () if links is None else (f"{links['tiers'][tier]['latency_us']:.1f} us",)
         rates = (f"{result['rates_gb_s'][tier]:.4g}", *latency)
         rows.append((tier, *rates, f"{seconds:.3f} s", f"{result['zero3_link_seconds'][tier]:.3f} s"))
-    rates_of = "nominal rates, not measured" if links is None else "measured rates"
     head = ("tier", "*GB/s", *(() if links is None else ("*one latency",)), "*hzero", "*ZeRO-3")
-    return table_of(f"link time per step from bandwidth alone ({rates_of})", head, rows)
+    return table_of(f"link time per step from bandwidth alone ({rates_of(result)})", head, rows)
