@@ -274,7 +274,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
             *plan.adaptations,
             *plan.notes,
             *_padding_note(plan, numels),
-            *_checksum_note(traffic),
+            *stages.checksum_note(traffic),
             *_exceptions_note(plan),
             *_layout_note(settings),
         ],
@@ -406,16 +406,6 @@ def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:
     return [
         f"shards have {sum(chunks) / len(chunks):,.0f} elements on average, so padding makes {fmt.codec} records "
         f"{ratio:.1f} times as long as those of a large model; the closed forms of other schemes know no padding"
-    ]
-
-
-def _checksum_note(traffic: Sequence[traffic_plan.TierTraffic]) -> list[str]:
-    """A note of what checksums add to every hop, where they are on."""
-    added = {row.tier: f"{row.checksum_bytes} bytes on {row.tier}" for row in traffic if row.checksum_bytes}
-    if not added:
-        return []
-    return [
-        f"checksums add a second collective to every hop, of {', '.join(added.values())} per device; only predictions have them"
     ]
 
 

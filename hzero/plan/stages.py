@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from hzero.config import TIERS
+from hzero.config import TIERS, Tier
 from hzero.formatting import size_text, table_of
 from hzero.plan.tables import rates_of, show_links
 from hzero.settings.buffers import REDUCE_BUCKET, elements_of
@@ -21,7 +21,20 @@ from hzero.sharding.tensor_groups import stage_layers
 from hzero.validation import some
 
 #: What plans say of a codec whose messages have no fixed size.
-MPC_NOTE = "codec mpc: bytes of activations are the most that it can take; what it takes depends on the data"
+MPC_NOTE = "codec mpc: its bytes are the most that it can take; what it takes depends on the data"
+
+
+def checksum_note(traffic: Iterable[traffic_plan.TierTraffic]) -> list[str]:
+    """A note of what checksums add to every hop, where they are on."""
+    most: dict[Tier, int] = {}
+    for row in traffic:
+        most[row.tier] = max(row.checksum_bytes, most.get(row.tier, 0))
+    added = [f"{size} bytes on {tier}" for tier, size in most.items() if size]
+    if not added:
+        return []
+    return [
+        f"checksums add a second collective to every hop, of {', '.join(added)} per device; these bytes leave them out"
+    ]
 
 
 def layout_of(settings: Settings) -> dict[str, str]:
@@ -68,6 +81,7 @@ def compute(
         links: Where they were measured; None for nominal ones.
     """
     stages = [_stage(settings, plan, itemsize, number) for number in range(settings.layout.pipeline)]
+    traffic = [row for stage in stages for row in stage["traffic"]]
     return {
         "model": settings["model"]["name"],
         "grid": {tier: settings.grid.size(tier) for tier in settings.grid.tiers},
@@ -77,6 +91,10 @@ def compute(
         "accumulation": settings["train"]["grad_accumulation"],
         "itemsize": itemsize,
         "layout": layout_of(settings),
+        "notes": [
+            *([MPC_NOTE] if any(row.codec == "mpc" for row in traffic) else []),
+            *checksum_note(traffic),
+        ],
         "stages": [
             {
                 **stage,
@@ -139,8 +157,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     for dimension, text in result["layout"].items():
         say(f"{dimension} parallel: {text}")
-    if any(row["codec"] == "mpc" for stage in result["stages"] for row in stage["traffic"]):
-        say(f"note: {MPC_NOTE}")
+    for note in result["notes"]:
+        say(f"note: {note}")
     alike = _alike(result["stages"])
     held = [
         (

@@ -158,7 +158,7 @@ def test_codecs_that_a_preset_has_for_dimensions_that_are_not_there_are_no_mista
         with pytest.raises(ConfigError, match=r"zero.codecs.tensor: given without model.tensor_parallel"):
             Settings(plain(compose([*SHAPE, f"zero={preset}", "zero.codecs.tensor.gcd=bf16"])))
     notes = compute([*SHAPE, "zero=mzhybrid", *SPLIT_IN_TWO], 4)["notes"]
-    assert any(note.startswith("codec mpc: bytes of activations are the most") for note in notes)
+    assert any(note.startswith("codec mpc: its bytes are the most") for note in notes)
 
 
 def test_a_plan_shows_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
