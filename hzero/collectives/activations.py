@@ -60,8 +60,10 @@ def copy_to(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
         group: Ranks that share the layer.
 
     Raises:
+        TypeError: The group is no `Communicator`, or the tensor of another type.
         ValueError: The communicator has error feedback.
     """
+    _check_group(group)
     return _pair(tensor, group, lambda x: x.view_as(x), group.all_reduce)
 
 
@@ -71,6 +73,7 @@ def reduce_from(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     For what leaves layers whose inputs are split: Megatron's ``reduce_from_tensor_model_parallel_region``, its function g.
     The error of an element is that of `Communicator.all_reduce`. Arguments and errors as of `copy_to`.
     """
+    _check_group(group)
     return _pair(tensor, group, group.all_reduce, lambda gradient: gradient)
 
 
@@ -87,6 +90,7 @@ def gather_from(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Te
     Raises:
         ValueError: The communicator has error feedback.
     """
+    _check_group(group)
     _check_dimension("gather_from: dim", tensor, dim)
     return _pair(tensor, group, _along(group.all_gather, dim), _along(group.reduce_scatter, dim))
 
@@ -145,7 +149,13 @@ def _along(operation: Callable[[torch.Tensor], torch.Tensor], dim: int) -> _Oper
     return lambda tensor: operation(tensor.movedim(dim, 0)).movedim(0, dim).contiguous()
 
 
+def _check_group(group: Any) -> None:
+    if not isinstance(group, Communicator):
+        raise TypeError(f"group: found {type(group).__name__}, expected a Communicator, such as for_dimension makes")
+
+
 def _check_divides(argument: str, tensor: torch.Tensor, group: Communicator, dim: int) -> None:
+    _check_group(group)
     _check_dimension(argument, tensor, dim)
     ranks = group.plan.grid.world_size
     if tensor.shape[dim] % ranks:

@@ -21,7 +21,7 @@ from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain
 from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.recorder import group_timeout
-from hzero.collectives.settings import USES, CommunicatorConfig, Use, parse_communicator
+from hzero.collectives.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
 from hzero.collectives.streams import pipeline_of
 from hzero.collectives.transport import Transport, most_failures, wires_of
 from hzero.collectives.wirelog import WireLog
@@ -128,7 +128,7 @@ class Communicator:
         parts = "" if whole else f" {zlib.crc32(repr(ranks).encode()):08x}", f" #{failures}" if failures else ""
         name = (role or "collectives") + "".join(parts)
         self._sums, self._copies = f"{name} sums", f"{name} copies"
-        self._channels = [f"{name} {use}" for use in uses]
+        self._channels = [f"{name} {use}" for use in check_uses(uses)]
         timeout = timeout or group_timeout(group)
         transport = Transport(
             self.plan,

@@ -12,5 +12,9 @@ class HopError(PlainError):
     """
 
 
+class DisagreementError(RuntimeError):
+    """A message of another size has come than this rank expects. Wires raise it, and whoever waits makes a `HopError` of it."""
+
+
 class MissingPeerError(HopError, PeerError):
     """A hop failed or timed out since peers are gone or late. The message also says who did not come."""

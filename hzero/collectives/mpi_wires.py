@@ -19,12 +19,12 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from hzero.collectives.errors import MissingPeerError
+from hzero.collectives.errors import DisagreementError, MissingPeerError
 from hzero.collectives.pause import Pause
 from hzero.collectives.record import Lane
 from hzero.collectives.recorder import shared_recorder
 from hzero.topology.mpi import abort_at_exit, gpu_aware, import_mpi
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 
 T = TypeVar("T")
 #: Starts one message, and the bytes that have to arrive; None where it is sent.
@@ -105,12 +105,10 @@ class MpiWork:
             ended = mpi.Request.Testsome(self._requests, statuses)
         except mpi.Exception:  # says no more than that a status has the error
             codes = [status.Get_error() for status in statuses]
-            why = next(
-                (mpi.Get_error_string(code) for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)), None
-            )
-            if why is None:
+            code = next((code for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)), None)
+            if code is None:
                 raise
-            self._fail(RuntimeError(f"MPI: {why}"))
+            self._fail(self._error_of(code))
             return True
         if not ended:
             return False
@@ -118,7 +116,7 @@ class MpiWork:
             expected = self._expected[index]
             if expected is not None and (found := status.Get_count(mpi.BYTE)) != expected:
                 self._fail(
-                    RuntimeError(f"MPI: a message of {found:,} bytes has come, expected {expected:,}: ranks disagree")
+                    DisagreementError(f"a message of {found:,} bytes has come, expected {expected:,}: ranks disagree")
                 )
                 return True
         left = [index for index, request in enumerate(self._requests) if request]
@@ -131,8 +129,18 @@ class MpiWork:
         try:
             return act()
         except self._wires.mpi.Exception as error:
-            self._fail(RuntimeError(f"MPI: {error}"))
+            self._fail(self._error_of(error.Get_error_code()))
             return True
+
+    def _error_of(self, code: int) -> RuntimeError:
+        mpi = self._wires.mpi
+        if mpi.Get_error_class(code) == mpi.ERR_TRUNCATE:
+            sizes = sorted({size for size in self._expected if size is not None})
+            return DisagreementError(
+                f"a message has come that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
+                "expected: ranks disagree"
+            )
+        return RuntimeError(f"MPI: {mpi.Get_error_string(code)}")
 
     def _fail(self, error: RuntimeError) -> None:
         """Gives up: peers may not have, so nothing fits together any more, on any communicator of this process."""

@@ -113,7 +113,8 @@ class Record:
         """The hop that it has started last, for messages."""
         if not self.lanes:
             return ""
-        _, _, what, since_s = min(self.lanes.values(), key=lambda counted: counted[3])
+        # Of those that one look has found new the one that is under way.
+        _, _, what, since_s = min(self.lanes.values(), key=lambda counted: (counted[3], counted[0] <= counted[1]))
         return f"; its last hop: {what.removeprefix('hzero: ')}, started {since_s:.0f} s before" if what else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
@@ -19,11 +19,19 @@ from hzero.config import (
     tiers_in_order,
 )
 from hzero.parsing import parse_topology
-from hzero.validation import ConfigError, Frozen, validated
+from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: What has communicators of its own on every tier; messages from rank to rank take those of the group.
 Use: TypeAlias = Literal["sums", "copies"]
 USES: tuple[Use, ...] = ("sums", "copies")
+
+
+def check_uses(uses: Collection[Use]) -> Collection[Use]:
+    """The uses; `ConfigError` if one is unknown."""
+    for use in uses:
+        if use not in USES:
+            raise one_of("communicator: uses", use, USES)
+    return uses
 
 
 class CommunicatorConfig(Frozen):

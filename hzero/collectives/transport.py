@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.collectives.checksum import Comparison, addressed, checksums
-from hzero.collectives.errors import MissingPeerError
+from hzero.collectives.errors import DisagreementError, HopError, MissingPeerError
 from hzero.collectives.mpi_wires import shared_communicators
 from hzero.collectives.process_groups import shared_groups
 from hzero.collectives.record import HopCount, Lane
@@ -112,6 +112,8 @@ class Pending:
         if self._work is not None:
             try:
                 self._work.wait()
+            except DisagreementError as error:
+                raise HopError(f"{self._what()} failed: {error}") from error
             except RuntimeError as error:
                 waited = time.monotonic() - self._started
                 missing = shared_recorder().missing(self._lane[0] if self._lane else None, self._number)

@@ -15,18 +15,24 @@ from hzero.collectives import for_dimension
 from hzero.collectives.activations import copy_to, reduce_from
 from hzero.config import TIERS, HZeroConfig
 from hzero.topology import Grid
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, some
 from hzero.zero.partition import speaks
 
 logger = logging.getLogger("hzero")
 
 
 def check(config: DeepSpeedConfig, block: HZeroConfig) -> None:
-    """Refuses what codecs would leave without effect.
+    """Refuses what does not go with codecs of AutoTP's sums.
 
     Raises:
-        ConfigError: DeepSpeed is to hide its sums behind compute, and the block gives them codecs.
+        ConfigError: DeepSpeed is to hide its sums behind compute, or a codec does not hold their numbers.
     """
+    exp = next((tier for tier in TIERS if block.codecs.tensor[tier].codec == "exp"), None)
+    if exp is not None and not config.bfloat16_config.enabled:
+        raise ConfigError(
+            f"{KEY}.codecs.tensor.{exp}: found 'exp', which holds bfloat16 numbers, without bf16.enabled; possible with it, or "
+            "mpc, none"
+        )
     if config.tensor_parallel_config.tp_overlap_comm and _coded(block):
         raise ConfigError(
             f"tensor_parallel.tp_overlap_comm: found True, with {KEY}.codecs.tensor, whose sums are waited for; possible: false, "
@@ -45,19 +51,23 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> None
         config: The block.
         world: Grid of the world.
     """
-    found = [layer for layer in module.modules() if isinstance(layer, TensorParallel_Layer) and layer.is_tp_parallel]
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, TensorParallel_Layer)}
+    found = {name: layer for name, layer in layers.items() if layer.is_tp_parallel}
     if not found or not _coded(config):
         return
-    group = for_dimension("tensor", config, found[0].mp_group, grid=world)
-    left = set()
-    for layer in found:
+    group = for_dimension("tensor", config, next(iter(found.values())).mp_group, grid=world)
+    left = []
+    for name, layer in found.items():
         forward = None if getattr(layer, "gather_output", False) else _FORWARDS.get(type(layer).forward)
         if forward is None:
-            left.add(type(layer).__name__)
+            left.append(f"{name} ({type(layer).__name__})")
         else:
             layer.hzero_group, layer.forward = group, types.MethodType(forward, layer)
     if left and speaks():
-        logger.warning("hzero: codecs.tensor does not reach these layers of AutoTP: %s", ", ".join(sorted(left)))
+        logger.warning(
+            "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
+            some(left, 4),
+        )
 
 
 def give_back(module: torch.nn.Module) -> None:

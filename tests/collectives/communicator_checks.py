@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hzero.codecs import Codec, mpc
 from hzero.collectives import Communicator, HopError, Transport, communicator
+from hzero.collectives.activations import reduce_from
 from hzero.collectives.point_to_point import PointToPoint
 from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
@@ -416,6 +417,8 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
             lambda: Communicator({"error_feedback": "node"}),
             "communicator.error_feedback: found 'node', expected a list",
         ),
+        (lambda: Communicator(uses=["sum"]), "communicator: uses: unknown value 'sum'.*sums, copies"),
+        (lambda: reduce_from(fine, dist.group.WORLD), "group: found ProcessGroup, expected a Communicator"),
         (lambda: Communicator(["int8"]), "communicator: found .*expected a block with keys codecs, gather"),
         (
             lambda: Communicator({"topology": {"gpus_per_node": 5, "gcds_per_gpu": 1}}),

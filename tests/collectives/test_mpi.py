@@ -113,7 +113,7 @@ if dist.get_rank() == 0:
     group.send(torch.ones(1000), 1)
 else:
     try:
-        group.recv(torch.empty(5000), 0)
+        group.recv(torch.empty(int(os.environ["EXPECTED"])), 0)
     except HopError as error:
         print(f"first: {error}", flush=True)
     try:
@@ -125,13 +125,19 @@ os._exit(0)
 """
 
 
-def test_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        (5000, "a message of 4,000 bytes has come, expected 20,000: ranks disagree"),
+        (100, "a message has come that is longer than the 400 bytes that were expected: ranks disagree"),
+    ],
+)
+def test_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure(expected: int, said: str) -> None:
     """A communicator that one rank has given up may hold what another has sent, which would come in the next message's place."""
     command = [mpiexec(), "-n", "2", sys.executable, "-c", UNEQUAL]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
-    assert re.search(
-        r"^first: hzero: .*MPI: a message of 4,000 bytes has come, expected 20,000: ranks", done.stdout, re.MULTILINE
-    ), done
+    env = {**environment(), "EXPECTED": str(expected)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert re.search(rf"^first: hzero: recv of float32 .* failed: {said}$", done.stdout, re.MULTILINE), done
     assert re.search(
         r"^then: transport: found 'mpi', and an earlier wait of this process has failed", done.stdout, re.MULTILINE
     ), done

@@ -35,6 +35,11 @@ def test_on_ranks(outcomes: dict[str, Outcome], check: str) -> None:
     conclude(outcomes[check])
 
 
+def test_the_last_hop_is_the_one_under_way_of_those_that_one_look_has_found() -> None:
+    lanes = {"sums gcd": (2, 2, "an all-to-all", 3.0), "messages gcd": (1, 0, "a send", 3.0), "old": (1, 0, "old", 9.0)}
+    assert "its last hop: a send," in Record(0, "h", 1, "cpu", lanes=lanes).last_hop()
+
+
 class _World:
     """Records of other ranks, which live on while this rank looks, or not."""
 

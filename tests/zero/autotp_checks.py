@@ -126,3 +126,6 @@ def check_autotp_that_does_not_fit_the_machine_is_refused() -> None:
     overlapped = ds_config(block, tensor_parallel={"autotp_size": 2, "tp_overlap_comm": True})
     with _autotp(), pytest.raises(ConfigError, match=r"tp_overlap_comm: found True, with .*codecs.tensor"):
         engine_of(overlapped)
+    narrow = ds_config(block_of("topo", codecs={"tensor": "exp"}), tensor_parallel={"autotp_size": 2})
+    with _autotp(), pytest.raises(ConfigError, match=r"codecs.tensor.gcd: found 'exp', .* without bf16.enabled"):
+        engine_of(narrow)
