@@ -164,7 +164,7 @@ def test_codecs_that_a_preset_has_for_dimensions_that_are_not_there_are_no_mista
 def test_a_plan_shows_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "topology=frontier", "nodes=48", "model=gpt_neox_20b", "model.tensor_parallel=4"]) == 0
     out = capsys.readouterr().out
-    assert "tensor parallel: 4 ranks, 1 node x 2 GPUs x 2 GCDs, such as [0, 1, 2, 3]" in out
+    assert "tensor parallel: 4 ranks, 1 node x 2 GPUs x 2 GCDs, such as 0, 1, 2, 3" in out
     assert "data parallel: 96 ranks, 48 nodes x 2 GPUs x 1 GCD, such as 0, 4, 8" in out
     whole, parts = (
         compute(["topology=frontier", "nodes=48", "model=gpt_neox_20b", f"model.tensor_parallel={tensor}"])
