@@ -269,7 +269,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
         "gradients": plan.gradients_scope,
         "accumulation": accumulation,
         "itemsize": itemsize,
-        "layout": _layout(settings),
+        "layout": stages.layout_of(settings) if _divided(settings) else None,
         "notes": [
             *plan.adaptations,
             *plan.notes,
@@ -341,17 +341,6 @@ def _exchanges(settings: Settings) -> dict[str, Any]:
 def _divided(settings: Settings) -> bool:
     """Whether layers or sequences are divided over ranks."""
     return settings.layout.tensor * settings.sequence.tensor > 1
-
-
-def _layout(settings: Settings) -> dict[str, str] | None:
-    """Where tensor groups and data-parallel groups, or sequence groups, lie; None without."""
-    layout = settings.layout
-    if not _divided(settings):
-        return None
-    if layout.tensor == 1:
-        found = settings.sequence
-        return {"sequence": f"{found.tensor} ranks, {found.tensor_grid}, such as {found.tensor_group(0)}"}
-    return stages.layout_of(settings)
 
 
 def _holds(profile: Profile, grid: Grid) -> bool:

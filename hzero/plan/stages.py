@@ -38,11 +38,12 @@ def checksum_note(traffic: Iterable[traffic_plan.TierTraffic]) -> list[str]:
 
 
 def layout_of(settings: Settings) -> dict[str, str]:
-    """Where tensor groups, data-parallel groups and pipelines lie, of those that there are."""
-    layout = settings.layout
+    """Where sequence groups lie, or tensor groups, data-parallel groups and pipelines, of those that there are."""
+    layout, sequence = settings.layout, settings.sequence
     found = {
+        "sequence": (sequence.tensor, sequence.tensor_grid, sequence.tensor_group(0)),
         "tensor": (layout.tensor, layout.tensor_grid, layout.tensor_group(0)),
-        "data": (layout.data, layout.data_grid, layout.data_group(0)),
+        "data": (layout.data if sequence.tensor == 1 else 1, layout.data_grid, layout.data_group(0)),
         "pipeline": (layout.pipeline, layout.pipeline_grid, layout.pipeline_group(0)),
     }
     return {
