@@ -21,7 +21,7 @@ from hzero.collectives.record import Lane
 from hzero.collectives.recorder import shared_recorder
 from hzero.collectives.transport import NOTHING_SENT, Ends, Pending
 from hzero.collectives.wires import Wires
-from hzero.config import PLAIN, TIERS, Tier
+from hzero.config import PLAIN, Tier
 from hzero.sharding.plan import Hop
 
 T = TypeVar("T")
@@ -146,8 +146,7 @@ class PointToPoint:
         Each direction has its own: in a ring every rank sends before it receives.
         """
         plan = self._tiered.plan
-        home, place = plan.grid.coordinates(source), plan.grid.coordinates(target)
-        tier: Tier = next(tier for tier in TIERS[::-1] if getattr(home, tier) != getattr(place, tier))
+        tier = plan.grid.tier_between(source, target)
         lane = f"{self._name} {self._ranks[source]} to {self._ranks[target]}", tier
         return Hop(tier, 2, plan.codecs.weights[tier]), lane
 

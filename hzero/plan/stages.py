@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hzero.config import TIERS, Tier
+from hzero.config import Tier
 from hzero.formatting import size_text, table_of
-from hzero.plan.tables import rates_of, show_links
+from hzero.plan.tables import TRAFFIC_HEAD, rates_of, say, show_groups, show_links, traffic_cells
 from hzero.settings.buffers import REDUCE_BUCKET, elements_of
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding import traffic as traffic_plan
@@ -118,16 +118,11 @@ def _stage(settings: Settings, plan: ShardPlan, itemsize: int, number: int) -> d
         numels += [scale, shift, head]
     numel = sum(numels[0 if number == 0 else 1 :])  # the first one is the embedding's
     own = -(-numel // layout.data)
-    pipeline = layout.pipeline_grid
     neighbours = [other for other in (number - 1, number + 1) if 0 <= other < layout.pipeline]
-    places = [pipeline.coordinates(rank) for rank in range(layout.pipeline)]
-    tiers = [
-        next(tier for tier in TIERS[::-1] if getattr(places[number], tier) != getattr(places[other], tier))
-        for other in neighbours
-    ]
+    tiers = [layout.pipeline_grid.tier_between(number, other) for other in neighbours]
     # DeepSpeed sends from each tensor rank its part.
     message = -(-train["micro_batch"] * model["seq_length"] * model["hidden_size"] // layout.tensor)
-    sums: Any = sums_of(settings, last - first) | {"itemsize": itemsize, "checksum": plan.checksum}
+    sums: Any = sums_of(settings, last - first)
     sent: Any = {"itemsize": itemsize, "checksum": plan.checksum}
     buckets: Any = {
         "reduced": elements_of(settings, REDUCE_BUCKET, REDUCE_NUMEL),
@@ -141,25 +136,19 @@ def _stage(settings: Settings, plan: ShardPlan, itemsize: int, number: int) -> d
         "traffic": [
             *traffic_plan.zero1_traffic(layout.data_grid, plan.codecs, numel, **buckets, **sent),
             *traffic_plan.pipeline_traffic(tiers, plan.codecs.pipeline, message, train["grad_accumulation"], **sent),
-            *traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums),
+            *traffic_plan.tensor_traffic(layout.tensor_grid, plan.codecs.tensor, **sums, **sent),
         ],
     }
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints what `compute` returns."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     say(
+        console,
         f"[bold]{result['model']}[/]: weights of {result['itemsize']} bytes on {result['world_size']:,} devices "
-        f"({result['grid_text']})\ncodecs of {result['preset']}, ZeRO-1; micro-batches per step: {result['accumulation']}"
+        f"({result['grid_text']})\ncodecs of {result['preset']}, ZeRO-1; micro-batches per step: {result['accumulation']}",
     )
-    for dimension, text in result["layout"].items():
-        say(f"{dimension} parallel: {text}")
-    for note in result["notes"]:
-        say(f"note: {note}")
+    show_groups(result, console)
     alike = _alike(result["stages"])
     held = [
         (
@@ -170,16 +159,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
         for name, stage in alike
     ]
-    head: tuple[str, ...] = ("stage", "*layers", "*parameters", "*weights", "*gradients", "*optimizer")
+    head = ("stage", "*layers", "*parameters", "*weights", "*gradients", "*optimizer")
     console.print(table_of("memory per device, without activations and buffers (gradients: float32 sums)", head, held))
-    rows = []
-    for name, stage in alike:
-        for row in stage["traffic"]:
-            ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
-            size = size_text(row["wire_bytes"])
-            rows.append((name, row["role"], row["tier"], row["codec"], str(row["crossings"]), size, ratio))
-    head = ("stage", "role", "tier", "codec", "*crossings", "*bytes", "*ratio")
-    console.print(table_of("bytes received per device and optimizer step", head, rows))
+    rows = [(name, *traffic_cells(row)) for name, stage in alike for row in stage["traffic"]]
+    console.print(table_of("bytes received per device and optimizer step", ("stage", *TRAFFIC_HEAD), rows))
     tiers = [tier for tier in result["grid"] if result["rates_gb_s"].get(tier)]
     if tiers:
         times = [(name, *(f"{stage['link_seconds'][tier]:.3f} s" for tier in tiers)) for name, stage in alike]
@@ -187,7 +170,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(
             table_of(f"link time per step from bandwidth alone ({rates_of(result)})", ("stage", *names), times)
         )
-        say("GB/s: one way per device. Not counted: latency, computation, idle stages, overlap")
+        say(console, "GB/s: one way per device. Not counted: latency, computation, idle stages, overlap")
     show_links(result, console)
 
 

@@ -13,33 +13,46 @@ from hzero.plan.predicted import show_steps
 #: Why activations are not known, without tensor parallelism and with it.
 _UNKNOWN = ("the layers of the model differ", "predictions know no tensor or sequence parallelism")
 
+#: Of `traffic_cells`; a star begins the names of numbers.
+TRAFFIC_HEAD = ("role", "tier", "codec", "*crossings", "*bytes", "*ratio")
+
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints what `hzero.plan.command.compute` returns."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     say(
+        console,
         f"[bold]{result['model']}[/]: {result['parameters']:,} parameters of {result['itemsize']} bytes on "
         f"{result['world_size']:,} devices ({result['grid_text']})\n"
         f"preset {result['preset']}: weights over the {result['weights']}, gradients over the "
-        f"{result['gradients']}, optimizer over the world; micro-steps per step: {result['accumulation']}"
+        f"{result['gradients']}, optimizer over the world; micro-steps per step: {result['accumulation']}",
     )
-    for dimension, text in (result["layout"] or {}).items():
-        say(f"{dimension} parallel: {text}")
-    for note in result["notes"]:
-        say(f"note: {note}")
+    show_groups(result, console)
     console.print(_memory(result))
-    say(_fits(result))
+    say(console, _fits(result))
     console.print(_traffic(result))
     console.print(_nodes(result))
     if result["link_seconds"]:
         console.print(_times(result))
-        say("GB/s: one way per device. Not counted: latency, computation, overlap (assumptions: hzero plan --help)")
+        say(
+            console,
+            "GB/s: one way per device. Not counted: latency, computation, overlap (assumptions: hzero plan --help)",
+        )
     show_links(result, console)
     if result["predicted"] is not None:
         show_steps(result["predicted"], console)
+
+
+def say(console: Console, text: str) -> None:
+    """Prints text as it is, wrapped by the terminal alone."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def show_groups(result: dict[str, Any], console: Console) -> None:
+    """Says where the groups of a plan lie, and its notes."""
+    for dimension, text in (result["layout"] or {}).items():
+        say(console, f"{dimension} parallel: {text}")
+    for note in result["notes"]:
+        say(console, f"note: {note}")
 
 
 def show_links(result: dict[str, Any], console: Console) -> None:
@@ -98,20 +111,16 @@ def _fits(result: dict[str, Any]) -> str:
 def _traffic(result: dict[str, Any]) -> Table:
     flat = {(row["role"], row["tier"]): row["wire_bytes"] for row in result["zero3_traffic"]}
     rows = [
-        (
-            row["role"],
-            row["tier"],
-            row["codec"],
-            str(row["crossings"]),
-            size_text(row["wire_bytes"]),
-            f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else "",
-            size_text(flat[row["role"], row["tier"]]),
-        )
-        for row in result["traffic"]
-        if row["used"]
+        (*traffic_cells(row), size_text(flat[row["role"], row["tier"]])) for row in result["traffic"] if row["used"]
     ]
-    head = ("role", "tier", "codec", "*crossings", "*bytes", "*ratio", "*ZeRO-3, average")
+    head = (*TRAFFIC_HEAD, "*ZeRO-3, average")
     return table_of("bytes received per device and optimizer step (ZeRO-3: flat rings)", head, rows)
+
+
+def traffic_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of traffic, under `TRAFFIC_HEAD`."""
+    ratio = f"{row['raw_bytes'] / row['wire_bytes']:.2f}" if row["wire_bytes"] else ""
+    return row["role"], row["tier"], row["codec"], str(row["crossings"]), size_text(row["wire_bytes"]), ratio
 
 
 def _nodes(result: dict[str, Any]) -> Table:

@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, CodecsConfig, Dimension, Role, Tier, TierCodecs
 from hzero.sharding.memory import REDUCE_NUMEL
@@ -157,11 +156,12 @@ def zero1_traffic(
         step = max(1, elements // world)
         return [min(step, own - first) for first in range(0, own, step)]
 
-    there: Any = {"itemsize": 4, "back": False, "checksum": checksum}
-    back: Any = {"itemsize": itemsize, "there": False, "checksum": checksum}
+    gradients, weights = columns(reduced), columns(gathered)
     return [
-        *_there_and_back("gradients", grid, codecs.gradients, columns(reduced), 1, **there),
-        *_there_and_back("optimizer", grid, codecs.optimizer, columns(gathered), 1, **back),
+        *_there_and_back("gradients", grid, codecs.gradients, gradients, 1, itemsize=4, back=False, checksum=checksum),
+        *_there_and_back(
+            "optimizer", grid, codecs.optimizer, weights, 1, itemsize=itemsize, there=False, checksum=checksum
+        ),
     ]
 
 

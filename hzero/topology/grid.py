@@ -138,6 +138,11 @@ class Grid:
         number = sum(getattr(place, tier) * stride for tier, stride in self._strides.items())
         return number if self.ranks is None else self.ranks[number]
 
+    def tier_between(self, first: int, second: int) -> Tier:
+        """The outermost tier on which two ranks differ, over which messages between them go."""
+        home, place = self.coordinates(first), self.coordinates(second)
+        return next(tier for tier in TIERS[::-1] if getattr(home, tier) != getattr(place, tier))
+
     def tier_group(self, rank: int, tier: Tier) -> Sequence[int]:
         """Ranks that differ from ``rank`` in the coordinate of ``tier`` alone, in the order of that coordinate."""
         place = self.coordinates(rank)

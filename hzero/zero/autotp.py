@@ -51,8 +51,11 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> None
         config: The block.
         world: Grid of the world.
     """
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, TensorParallel_Layer)}
-    found = {name: layer for name, layer in layers.items() if layer.is_tp_parallel}
+    found: dict[str, Any] = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, TensorParallel_Layer) and layer.is_tp_parallel
+    }
     if not found or not _coded(config):
         return
     group = for_dimension("tensor", config, next(iter(found.values())).mp_group, grid=world)
