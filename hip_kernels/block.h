@@ -182,10 +182,11 @@ HZ_DEVICE void butterflies_of_lanes(float (&x)[16], bool is_whole) {
   }
 }
 
-// Rotates the groups that a record has whole: a Walsh-Hadamard transform, the nearest elements first. Every thread of
-// the workgroup calls it; those without elements have numbers of no meaning.
+// Rotates the groups of all blocks that consist of such groups: a Walsh-Hadamard transform, the nearest elements first.
+// Every thread of the workgroup calls it; those without elements have numbers of no meaning.
 HZ_DEVICE void hadamard(const hz_bucket& bucket, const Place& at, float (&x)[16], float factor) {
-  const bool is_whole = at.element / bucket.rotation * bucket.rotation + bucket.rotation <= at.tensor.chunk;
+  const bool is_whole = at.element / bucket.block_size * bucket.block_size + bucket.block_size <= at.tensor.chunk ||
+                        (at.element < at.tensor.chunk && at.tensor.chunk % bucket.rotation == 0);
   if (is_whole) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = mul(x[i], factor);

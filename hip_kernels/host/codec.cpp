@@ -330,7 +330,7 @@ static void encode(const hz_bucket& bucket, const Span& span) {
         for (uint32_t i = 0; i < here; ++i) sums[i] += residual[i] * tensor.factor;
       }
     }
-    if (bucket.rotation) hadamard(sums, length, bucket.rotation, 1.0f / bucket.rotation);
+    if (bucket.rotation) hadamard(bucket, sums, length, 1.0f / bucket.rotation);
     encode_blocks<Fp32, BITS>(sums, count, length - (count - 1) * size, block, span.blocks, bucket, bucket.scale_bytes,
                               rounding, record, scales);
     if (!tensor.left) continue;
@@ -341,7 +341,7 @@ static void encode(const hz_bucket& bucket, const Span& span) {
       store(sums + i, or_zero(load<Floats>(sums + i) - codes * scales[i / size]));
     }
     if (bucket.rotation) {
-      hadamard(sums, length, bucket.rotation, 1.0f);
+      hadamard(bucket, sums, length, 1.0f);
       for (uint32_t i = 0; i < all; i += lanes) store(sums + i, or_zero(load<Floats>(sums + i)));  // an overflow
     }
     std::memcpy(left, sums, here * sizeof(float));
@@ -366,7 +366,7 @@ static void decode(const hz_bucket& bucket, const Span& span) {
     if (bucket.rotation || tensor.residual) {
       const uint32_t all = (count + 15) & ~15u;
       for (uint32_t i = 0; i < all; i += lanes) store(values + i, Codes<BITS>::unpack(codes + i * BITS / 8) * scale);
-      if (bucket.rotation) hadamard(values, count, bucket.rotation, 1.0f);
+      if (bucket.rotation) hadamard(bucket, values, count, 1.0f);
       if (tensor.residual) {
         std::memcpy(padded, (const Element*)tensor.residual + (to - (Element*)tensor.data), count * sizeof(Element));
         for (uint32_t i = 0; i < all; i += lanes) store(values + i, Type::widen(padded + i) + load<Floats>(values + i));
@@ -478,7 +478,7 @@ static void decode_sum(const hz_bucket& bucket, const Span& span) {
     const float* before = tensor.residual ? (const float*)tensor.residual + place : nullptr;
     if (bucket.rotation) {
       sum_block<BITS>(bucket, first, block, count, false, padded);
-      hadamard(padded, count, bucket.rotation, 1.0f);
+      hadamard(bucket, padded, count, 1.0f);
       for (uint32_t i = 0; i < count; ++i) target[i] = before ? before[i] + padded[i] : padded[i];
       continue;
     }

@@ -15,10 +15,11 @@ HZ_INLINE Floats butterflies(Floats x) {
   return other + (Floats)((Words)x ^ signs);
 }
 
-// Rotates the groups that are whole among `count` elements, times `factor`: a Walsh-Hadamard transform, the nearest
-// elements first.
-HZ_INLINE void hadamard(float* x, uint32_t count, uint32_t size, float factor) {
-  for (const float* end = x + count / size * size; x < end; x += size) {
+// Rotates the groups of `count` elements, times `factor`, in all blocks that consist of such groups: a Walsh-Hadamard
+// transform, the nearest elements first.
+HZ_INLINE void hadamard(const hz_bucket& bucket, float* x, uint32_t count, float factor) {
+  const uint32_t size = bucket.rotation, whole = count % size ? count / bucket.block_size * bucket.block_size : count;
+  for (const float* end = x + whole; x < end; x += size) {
     for (uint32_t i = 0; i < size; i += lanes) {
       Floats v = load<Floats>(x + i) * factor;
       v = butterflies<2>(butterflies<1>(v));

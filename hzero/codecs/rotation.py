@@ -10,14 +10,22 @@ import torch
 from hzero.sharding.records import RecordFormat
 
 
+def rotated_numel(chunk: int, fmt: RecordFormat) -> int:
+    """Elements of a record that are rotated, the first ones."""
+    if not fmt.rotation:
+        return 0
+    return chunk // fmt.block_size * fmt.block_size if chunk % fmt.rotation else chunk
+
+
 def rotate(rows: torch.Tensor, chunk: int, fmt: RecordFormat, factor: float = 1.0) -> None:
     """Multiplies float32 records, the rows of a matrix, by ``factor`` and rotates them, in place, where the format says so.
 
-    Groups of ``rotation`` elements are rotated; what is left at the end of a record stays as it is. The rotation is a
-    Walsh-Hadamard transform: its own inverse but for a factor of 1 / rotation, a power of two.
+    Groups of ``rotation`` elements are rotated. The last block of a record stays as it is unless it consists of such groups:
+    rotated elements are smaller, and those beside them would set their scale. The rotation is a Walsh-Hadamard transform: its
+    own inverse but for a factor of 1 / rotation, a power of two.
     """
     size = fmt.rotation
-    whole = chunk // size * size if size else 0
+    whole = rotated_numel(chunk, fmt)
     if not whole:
         return
     groups = rows[:, :whole].reshape(-1, size) * factor

@@ -370,6 +370,22 @@ def test_a_tail_shorter_than_a_rotation_is_as_without() -> None:
         assert torch.equal(round_trip(rotated, longer)[128:], round_trip(plain, longer)[128:])
 
 
+@pytest.mark.parametrize("numel", [64, 65, 96, 100, 127, 128, 192, 1000])
+@pytest.mark.parametrize(("rotation", "block"), [(64, 128), (64, 256), (128, 256), (64, 64)])
+@pytest.mark.parametrize("scale", ["bf16", "int8"])
+def test_a_rotation_costs_nothing_on_numbers_that_are_alike(numel: int, rotation: int, block: int, scale: str) -> None:
+    """Also where a record ends inside a block: rotated elements never share a scale with others."""
+    x = torch.randn(100, numel, generator=torch.Generator().manual_seed(6))
+    for codec in BLOCKED:
+
+        def noise(own: Codec) -> float:
+            return sum(float((round_trip(own, row) - row).square().mean()) for row in x)
+
+        plain = make(codec, block_size=block, scale=scale)
+        most = 1.3 if (scale, codec) == ("int8", "int8") else 1.12  # blocks of both kinds may share a factor of scales
+        assert noise(make(codec, block_size=block, scale=scale, rotation=rotation)) < most * noise(plain)
+
+
 def test_sums_of_rotated_payloads_stay_rotated_between_hops() -> None:
     """So that no accuracy is lost in between: encoded again with finer scales, they decode to the sum of the parts."""
     x = torch.randn(3, 300, generator=torch.Generator().manual_seed(4))

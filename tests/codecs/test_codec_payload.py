@@ -76,10 +76,13 @@ def limited(scale_bits: int, wide: bool, level: int, dtype: torch.dtype) -> int:
     return (scale_bits & sign) | low if low else 0
 
 
-def rotated(values: list[np.float32], size: int, factor: float = 1) -> list[np.float32]:
-    """Groups that are whole, times a factor, rotated in place of a product with a matrix: rounds of sums and differences."""
-    values = list(values)
-    for first in range(0, len(values) // size * size, size):
+def rotated(values: list[np.float32], cfg: CodecConfig, factor: float = 1) -> list[np.float32]:
+    """Groups in blocks of whole groups, times a factor: rounds of sums and differences in place of a product with a matrix."""
+    values, size, blocks = list(values), cfg.rotation, range(0, len(values), cfg.block_size)
+    for first in (at for block in blocks for at in range(block, block + cfg.block_size, size)):
+        block = first // cfg.block_size * cfg.block_size
+        if first >= len(values) or len(values[block : block + cfg.block_size]) % size:
+            continue
         values[first : first + size] = [x * np.float32(factor) for x in values[first : first + size]]
         distance = 1
         while distance < size:
@@ -128,7 +131,7 @@ def naive_record(
 ) -> bytes:
     codes, scales = [], b""
     if cfg.rotation:
-        values = rotated(values, cfg.rotation, 1 / cfg.rotation)
+        values = rotated(values, cfg, 1 / cfg.rotation)
     wide = cfg.scale == "fp32"
     coded = naive_coded_scales(values, cfg, dtype) if cfg.scale == "int8" else []
     for first in range(0, len(values), cfg.block_size):
@@ -206,7 +209,7 @@ def naive_decoded(message: bytes, chunk: int, cfg: CodecConfig) -> list[np.float
             scaled = np.float32((message[at + 2 + i % 512 // cfg.block_size] + 128) % 256 - 128) * scale
             scale = float_of((bits_of(scaled) + 0x8000) % 2**32 >> 16 << 16)
         out.append(np.float32((code + half) % (2 * half) - half) * scale)
-    return rotated(out, cfg.rotation) if cfg.rotation else out
+    return rotated(out, cfg) if cfg.rotation else out
 
 
 # ---- what is encoded ------------------------------------------------------------------------------------------------
