@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
@@ -87,11 +88,13 @@ def examine_configuration(
     """
     config = read_configuration(path)
     result: dict[str, Any] = {"file": str(path), "place": None, "in_effect": None, "autoload": autoload_state(environ)}
+    read, tensor = None, 1
     try:
         with _quiet():
             from hzero.zero.refusals import check_file
 
-            check_file(config)
+            read = check_file(config)
+            tensor = read.tensor_parallel_config.autotp_size
     except ConfigError as error:
         findings.add(UNUSABLE, f"{path}: {error}")
     block = find(config)
@@ -119,6 +122,8 @@ def examine_configuration(
         )
     if environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         findings.add(UNUSABLE, "ACCELERATE_USE_CPU is set: Accelerate trains DDP then, without DeepSpeed")
+    if parsed.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+        findings.add(UNUSABLE, f"{path}: {KEY}.transport: found 'mpi', and mpi4py is not installed (hzero[mpi])")
     if isinstance(parent, Mapping) and parent.get("stage") == 1:
         result["in_effect"] = f"codecs of {parsed.preset} with ZeRO-1, of a PipelineModule alone"
         return result
@@ -126,13 +131,22 @@ def examine_configuration(
         findings.add(DEGRADED, f"{path}: {KEY}.codecs.{dimension} has no effect but for a PipelineModule, with stage 1")
     result["in_effect"] = f"{parsed.preset}, on the grid of the ranks that are started"
     try:
-        grid = _grid(parsed, grid, world_size)
+        grid, beside = _grid(parsed, grid, world_size), ""
+        if read is not None and tensor > 1:
+            from hzero.zero import autotp
+            from hzero.zero.partition import Partition
+
+            world = grid
+            if world is not None:
+                partition = Partition.of_autotp(tensor, world, 0)
+                grid, beside = partition.grid, str(partition)
+            autotp.check(read, parsed, world)
     except ConfigError as error:
         findings.add(UNUSABLE, f"{path}: {error}")
         return result
     if grid is not None:
         plan = ShardPlan.from_config(parsed, grid, 0)
-        result["in_effect"] = f"{parsed.preset} on {plan}"
+        result["in_effect"] = f"{parsed.preset} on {plan}{beside}"
         findings.add(GOOD, *(f"{path}: {remark}" for remark in (*plan.adaptations, *plan.notes)))
     return result
 

@@ -274,6 +274,7 @@ def compute(overrides: Sequence[str], itemsize: int | None = None, links: Path |
             *plan.adaptations,
             *plan.notes,
             *_padding_note(plan, numels),
+            *_reuse_note(settings, plan, numels),
             *stages.checksum_note(traffic),
             *_exceptions_note(plan),
             *_layout_note(settings),
@@ -395,6 +396,16 @@ def _padding_note(plan: ShardPlan, numels: Sequence[int]) -> list[str]:
     return [
         f"shards have {sum(chunks) / len(chunks):,.0f} elements on average, so padding makes {fmt.codec} records "
         f"{ratio:.1f} times as long as those of a large model; the closed forms of other schemes know no padding"
+    ]
+
+
+def _reuse_note(settings: Settings, plan: ShardPlan, numels: Sequence[int]) -> list[str]:
+    """A note where DeepSpeed gathers weights less often than in every forward and backward, see `traffic.stage_traffic`."""
+    if not plan.gather_hops() or sum(numels) > buffers_of(settings).reuse:
+        return []
+    return [
+        "the model has no more parameters than stage3_max_reuse_distance, within which DeepSpeed keeps weights for their next "
+        "use: a run fetches less than these bytes"
     ]
 
 

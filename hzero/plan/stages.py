@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hzero.config import Tier
+from hzero.config import LOSSLESS, TIERS, Tier
 from hzero.formatting import size_text, table_of
 from hzero.plan.tables import TRAFFIC_HEAD, rates_of, say, show_groups, show_links, traffic_cells
 from hzero.settings.buffers import REDUCE_BUCKET, elements_of
@@ -95,6 +96,7 @@ def compute(
         "notes": [
             *([MPC_NOTE] if any(row.codec == "mpc" for row in traffic) else []),
             *checksum_note(traffic),
+            *_copies_note(settings, plan, itemsize),
         ],
         "stages": [
             {
@@ -107,6 +109,28 @@ def compute(
         "rates_gb_s": dict(rates),
         "links": links,
     }
+
+
+def _copies_note(settings: Settings, plan: ShardPlan, itemsize: int) -> list[str]:
+    """A note of what tensor ranks send each other after lossy codecs, to keep copies alike; see `PipelineState.keep_alike`."""
+    layout, model = settings.layout, settings["model"]
+    if layout.tensor == 1:
+        return []
+    split, whole = (model_numels(model, ranks) for ranks in (layout.tensor, 1))
+    copied = sum(numel for numel, same in zip(split, whole) if numel == same)
+    lossy = {
+        role
+        for role, tier in itertools.product(("gradients", "optimizer"), TIERS)
+        if layout.data_grid.size(tier) > 1 and plan.codecs[role][tier].codec not in LOSSLESS  # type: ignore[index]
+    }
+    size = ("gradients" in lossy) * 4 * -(-copied // layout.data) + ("optimizer" in lossy) * itemsize * copied
+    if not size:
+        return []
+    return [
+        f"after lossy codecs of {' and '.join(sorted(lossy))} tensor ranks take norms and biases, and embeddings that are not "
+        f"split, from the first of them: {size_text(size)} per step for a device of each stage together, in neither these "
+        "tables nor the wire log"
+    ]
 
 
 def _stage(settings: Settings, plan: ShardPlan, itemsize: int, number: int) -> dict[str, Any]:
@@ -160,7 +184,13 @@ def show(result: dict[str, Any], console: Console) -> None:
         for name, stage in alike
     ]
     head = ("stage", "*layers", "*parameters", "*weights", "*gradients", "*optimizer")
-    console.print(table_of("memory per device, without activations and buffers (gradients: float32 sums)", head, held))
+    console.print(
+        table_of(
+            "memory per device, without activations, gradients of one backward and buffers (gradients: float32 sums)",
+            head,
+            held,
+        )
+    )
     rows = [(name, *traffic_cells(row)) for name, stage in alike for row in stage["traffic"]]
     console.print(table_of("bytes received per device and optimizer step", ("stage", *TRAFFIC_HEAD), rows))
     tiers = [tier for tier in result["grid"] if result["rates_gb_s"].get(tier)]

@@ -124,6 +124,8 @@ def one_line(error: Exception, shown_by: str = "hzero train --cfg job", known: S
 def _unknown_key(key: str, known: Sequence[str], shown_by: str) -> str:
     same_end = (name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
     near = next(same_end, None) or nearest(key, known)
+    if key in known and key.startswith("model.") and key.endswith("_parallel"):
+        return f"{key}: not of this model; possible with model=gpt_neox_.."
     if key in known:
         return f"{key}: not set yet, or with other keys than these, so Hydra needs +{key}=VALUE"
     hint = f"; did you mean {near!r}?" if near else "."

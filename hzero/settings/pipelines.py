@@ -22,7 +22,7 @@ def check_pipelines(config: dict[str, Any], zero: dict[str, Any], layout: Tensor
         ConfigError: Naming the key, what was found and what is possible.
     """
     train, sample = config["train"], config["sample"]
-    deepspeed = config["deepspeed"].get("zero_optimization", {})
+    deepspeed, stages = (config["deepspeed"].get(block, {}) for block in ("zero_optimization", "pipeline"))
     natural = layout.grid.regular and layout.grid.order == TIERS[::-1]
     refused: list[tuple[str, Any, bool, str]] = [
         ("topology.order", list(layout.grid.order), not natural, "ranks in the order node, gpu, gcd"),
@@ -30,6 +30,12 @@ def check_pipelines(config: dict[str, Any], zero: dict[str, Any], layout: Tensor
         ("sample.at_end", True, bool(sample["at_end"]), "false"),
         ("train.dtype", "fp16", train["dtype"] == "fp16", "auto, fp32, bf16"),
         ("trace.steps", config["trace"]["steps"], config["trace"]["steps"] is not None, "null"),
+        (
+            "deepspeed.pipeline",
+            stages,
+            bool(stages),
+            "no such block; train.activation_checkpointing recomputes, and tensor ranks divide messages",
+        ),
         *((f"deepspeed.zero_optimization.{key}", True, bool(deepspeed.get(key)), "false") for key in UNLOADABLE),
         *(
             (f"deepspeed.zero_optimization.{key}", value, key.startswith(("stage3_", "offload_")), "no such key")

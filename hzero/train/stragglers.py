@@ -44,7 +44,7 @@ class Stragglers:
         medians = torch.tensor([statistics.median(values) for values in zip(*self._rows)], device=self._device)
         self._rows.clear()
         everyones = torch.empty(self._world, 2, device=self._device)
-        dist.all_gather_into_tensor(everyones.view(-1), medians)
+        dist.all_gather(list(everyones), medians)
         if self._hosts is None:
             self._hosts = [""] * self._world
             dist.all_gather_object(self._hosts, socket.gethostname())

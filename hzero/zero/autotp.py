@@ -11,9 +11,9 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorP
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY
-from hzero.collectives import for_dimension
+from hzero.collectives import Communicator, for_dimension
 from hzero.collectives.activations import copy_to, reduce_from
-from hzero.config import TIERS, HZeroConfig
+from hzero.config import TIERS, HZeroConfig, Tier
 from hzero.topology import Grid
 from hzero.validation import ConfigError, some
 from hzero.zero.partition import speaks
@@ -21,67 +21,92 @@ from hzero.zero.partition import speaks
 logger = logging.getLogger("hzero")
 
 
-def check(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None) -> None:
     """Refuses what does not go with codecs of AutoTP's sums.
 
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        block: The block, parsed.
+        world: Grid of the world; None where it is not known: tensor groups may then cross every tier.
+
     Raises:
-        ConfigError: DeepSpeed is to hide its sums behind compute, or a codec does not hold their numbers.
+        ConfigError: DeepSpeed is to hide its sums behind compute, a codec does not hold their numbers, or codecs that the user
+            has written have no effect.
     """
-    exp = next((tier for tier in TIERS if block.codecs.tensor[tier].codec == "exp"), None)
+    tiers = _crossed(world, config.tensor_parallel_config.autotp_size)
+    coded = [tier for tier in tiers if block.codecs.tensor[tier].codec != "none"]
+    exp = next((tier for tier in coded if block.codecs.tensor[tier].codec == "exp"), None)
+    written = "tensor" in block.written_dimensions
+    whose = "" if written else f" of preset {block.preset!r}"
     if exp is not None and not config.bfloat16_config.enabled:
         raise ConfigError(
-            f"{KEY}.codecs.tensor.{exp}: found 'exp', which holds bfloat16 numbers, without bf16.enabled; possible with it, or "
-            "mpc, none"
+            f"{KEY}.codecs.tensor.{exp}: found 'exp'{whose}, which holds bfloat16 numbers, without bf16.enabled; possible with "
+            "it, or mpc, none"
         )
-    if config.tensor_parallel_config.tp_overlap_comm and _coded(block):
+    if config.tensor_parallel_config.tp_overlap_comm and coded:
         raise ConfigError(
-            f"tensor_parallel.tp_overlap_comm: found True, with {KEY}.codecs.tensor, whose sums are waited for; possible: false, "
-            "or codec none"
+            f"tensor_parallel.tp_overlap_comm: found True, with {KEY}.codecs.tensor{whose}, whose sums are waited for; possible: "
+            "false, or codec none"
+        )
+    if written and not coded:
+        raise ConfigError(
+            f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {config.tensor_parallel_config.autotp_size} ranks "
+            f"cross ({', '.join(tiers)}), and so without effect"
         )
 
 
-def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> None:
+def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:
     """Gives the sums of AutoTP's linear layers to a communicator of dimension ``tensor``. Collective over the world.
 
-    Without codecs for that dimension they stay DeepSpeed's own, and so do those of layers with a forward that is neither
-    ``LinearLayer``'s nor ``LinearAllreduce``'s, which are named in a warning.
+    Without codecs for the tiers that they cross they stay DeepSpeed's own, and so do those of layers with a forward that is
+    neither ``LinearLayer``'s nor ``LinearAllreduce``'s, which are named in a warning.
 
     Args:
         module: An engine's model, which AutoTP has divided or not.
         config: The block.
         world: Grid of the world.
+
+    Returns:
+        The communicator; None where all sums stay DeepSpeed's.
     """
     found: dict[str, Any] = {
         name: layer
         for name, layer in module.named_modules()
         if isinstance(layer, TensorParallel_Layer) and layer.is_tp_parallel
     }
-    if not found or not _coded(config):
-        return
-    group = for_dimension("tensor", config, next(iter(found.values())).mp_group, grid=world)
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    if all(config.codecs.tensor[tier].codec == "none" for tier in _crossed(world, first.tp_world_size)):
+        return None
+    group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
     left = []
     for name, layer in found.items():
-        forward = None if getattr(layer, "gather_output", False) else _FORWARDS.get(type(layer).forward)
-        if forward is None:
+        if "forward" in vars(layer) or getattr(layer, "gather_output", False) or type(layer).forward not in _FORWARDS:
             left.append(f"{name} ({type(layer).__name__})")
         else:
-            layer.hzero_group, layer.forward = group, types.MethodType(forward, layer)
+            layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
     if left and speaks():
         logger.warning(
             "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
             some(left, 4),
         )
+    return group
 
 
-def give_back(module: torch.nn.Module) -> None:
-    """Undoes `take_over`, for the next engine of the same model."""
+def give_back(module: torch.nn.Module, group: Communicator | None = None) -> None:
+    """Undoes `take_over`: for the next engine of the same model, or, with its communicator, of one engine alone."""
     for layer in module.modules():
-        if vars(layer).pop("hzero_group", None) is not None:
-            del layer.forward
+        if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
+            del layer.hzero_group, layer.forward
 
 
-def _coded(config: HZeroConfig) -> bool:
-    return any(config.codecs.tensor[tier].codec != "none" for tier in TIERS)
+def _crossed(world: Grid | None, size: int) -> list[Tier]:
+    """Tiers that AutoTP's tensor groups cross, all of them alike: neighbours in the order of ranks."""
+    if world is None:
+        return list(TIERS)
+    grid = world.of_ranks(range(size))
+    return [tier for tier in TIERS if grid.size(tier) > 1]
 
 
 def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:

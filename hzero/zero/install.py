@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -15,6 +16,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from hzero.block import KEY
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
+from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
 from hzero.zero import autotp
 from hzero.zero.overridden import check_deepspeed
@@ -74,8 +76,9 @@ def _checked(stock: Any) -> Any:
                     )
                 return stock(self)
             if (size := self.autotp_size()) > 1:
-                autotp.check(self._config, config)
-                partition = Partition.of_autotp(size, config.topology)
+                world = resolve_grid(config.topology, dist.get_world_size())
+                partition = Partition.of_autotp(size, world, dist.get_rank())
+                autotp.check(self._config, config, world)
             else:
                 check_mpu(self.mpu, config.topology)
                 partition = Partition.of(group_of(self.mpu), config.topology)
@@ -112,7 +115,11 @@ def _with_weights(stock: Any) -> Any:
         group = self.dp_process_group
         if group is None:  # of an engine without an optimizer
             group = next(self.module.parameters()).ds_process_group
-        self.hzero = StageState(self.module, config, bucket_numel, group)
+        try:
+            self.hzero = StageState(self.module, config, bucket_numel, group)
+        except BaseException:
+            autotp.give_back(self.module)
+            raise
         # An engine without an optimizer announces checkpoints to this object only.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced

@@ -40,42 +40,41 @@ class Partition:
             ConfigError: The group is the world in another order, so that rank r does not own shard r; or it does not fill
                 the tiers evenly.
         """
-        return cls._of_ranks(ranks_of(group), resolve_grid(topology, dist.get_world_size()))
+        return cls._of_ranks(ranks_of(group), resolve_grid(topology, dist.get_world_size()), dist.get_rank())
 
     @classmethod
-    def of_autotp(cls, size: int, topology: str | TopologyConfig) -> Partition:
+    def of_autotp(cls, size: int, world: Grid, rank: int) -> Partition:
         """The partition beside DeepSpeed's AutoTP, whose groups are made later than the first check of an engine.
 
-        Its tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``). Collective as
-        `of`.
+        Its tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``).
 
         Args:
             size: Ranks of a tensor group.
-            topology: The block's.
+            world: Grid of the world.
+            rank: Of the world.
 
         Raises:
             ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
         """
-        world = resolve_grid(topology, dist.get_world_size())
         if world.world_size % size:
             raise ConfigError(
                 f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks"
             )
         for first in range(0, world.world_size, size):  # all, so that all ranks end alike
             _check_tensor_group(list(range(first, first + size)), world)
-        return cls._of_ranks(list(range(dist.get_rank() % size, world.world_size, size)), world)
+        return cls._of_ranks(list(range(rank % size, world.world_size, size)), world, rank)
 
     @classmethod
-    def _of_ranks(cls, ranks: list[int], world: Grid) -> Partition:
+    def _of_ranks(cls, ranks: list[int], world: Grid, rank: int) -> Partition:
         if len(ranks) < world.world_size:
-            return cls(world.of_ranks(ranks), ranks.index(dist.get_rank()), tuple(ranks), world)
+            return cls(world.of_ranks(ranks), ranks.index(rank), tuple(ranks), world)
         place = next((place for place, rank in enumerate(ranks) if place != rank), None)
         if place is not None:
             raise ConfigError(
                 f"the data-parallel group: its rank {place} is rank {ranks[place]} of the world; {KEY} needs the world's own "
                 "order"
             )
-        return cls(world, dist.get_rank(), None, world)
+        return cls(world, rank, None, world)
 
     def __str__(self) -> str:
         """What a line on the stage says where it is not the whole world."""

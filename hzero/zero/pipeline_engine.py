@@ -86,19 +86,15 @@ class HZeroPipelineEngine(PipelineEngine):
         """Stock; with the block an error of its collectives names the ranks that did not come."""
         if self._block is None:
             return super().train_batch(data_iter)
-        with blaming():
-            loss = super().train_batch(data_iter)
-        self._messages.settle()
-        return loss
+        with blaming(), self._messages:
+            return super().train_batch(data_iter)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As `train_batch`."""
         if self._block is None:
             return super().eval_batch(*args, **kwargs)
-        with blaming():
-            found = super().eval_batch(*args, **kwargs)
-        self._messages.settle()
-        return found
+        with blaming(), self._messages:
+            return super().eval_batch(*args, **kwargs)
 
 
 #: Instructions that send or receive a tensor of the model.

@@ -67,7 +67,7 @@ class PipelineState:
             settings, data, timeout=world_timeout(), role="gradients", grid=self.partition.grid, uses=["sums"]
         )
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
-        self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=[])
+        self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
         self.wire_log = WireLog()
         self._communicators = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         for communicator in (self.gradients, self.optimizer, self.pipeline):

@@ -171,11 +171,14 @@ def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
             )
 
 
-def check_file(config: Mapping[str, Any]) -> None:
+def check_file(config: Mapping[str, Any]) -> DeepSpeedConfig:
     """`check_config` of a configuration as it is written, before there are ranks.
 
     Values "auto" are left out, since a client will fill them in, and ``train_batch_size``, which depends on the number of
     ranks.
+
+    Returns:
+        The configuration, as DeepSpeed has read it.
 
     Raises:
         ConfigError: As `check_config`, or in DeepSpeed's words where DeepSpeed refuses the configuration.
@@ -192,6 +195,7 @@ def check_file(config: Mapping[str, Any]) -> None:
         check_config(read, read.optimizer_name, pipeline=None)
         if read.zero_config.stage == 1:
             check_pipeline(read, parse_config(block))
+    return read
 
 
 def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:

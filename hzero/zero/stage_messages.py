@@ -20,7 +20,7 @@ class StageMessages:
     """Sends and receives tensors of a neighbouring stage, in the order of DeepSpeed's schedule.
 
     Tensors of float32 and bfloat16 go in the codec of the tier between the two ranks; others, such as masks, as in stock. A
-    send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule.
+    send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule. Entered for a step.
 
     Args:
         communicator: Of the ranks of one pipeline, numbered by their stages.
@@ -30,16 +30,19 @@ class StageMessages:
         self._communicator = communicator
         self._sent: deque[Chain[None]] = deque()
 
-    def send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
-        """Sends a tensor, which may be changed afterwards.
+    def __enter__(self) -> None:
+        """A step begins."""
 
-        Args:
-            tensor: Of any shape and type.
-            dest_stage: The stage.
-            async_op: As in stock, False.
-        """
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Waits until all that this rank has sent has been received; what a failed step has sent is forgotten."""
+        while self._sent and kind is None:
+            self._sent.popleft().wait()
+        self._sent.clear()
+
+    def send(self, tensor: torch.Tensor, dest_stage: int) -> Any:
+        """Sends a tensor of any shape and type to a stage. It may be changed afterwards."""
         if tensor.dtype not in CODED:
-            return p2p.send(tensor, dest_stage, async_op)
+            return p2p.send(tensor, dest_stage)
         chain = self._communicator.send(tensor, dest_stage, async_op=True)
         chain.wait_read()
         self._sent.append(chain)
@@ -47,13 +50,8 @@ class StageMessages:
             self._sent.popleft().wait()
         return None
 
-    def recv(self, tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
-        """Receives a tensor into ``tensor``, of the shape and type that were sent. Arguments as those of `send`."""
+    def recv(self, tensor: torch.Tensor, src_stage: int) -> Any:
+        """Receives a tensor from a stage into ``tensor``, of the shape and type that were sent."""
         if tensor.dtype not in CODED:
-            return p2p.recv(tensor, src_stage, async_op)
+            return p2p.recv(tensor, src_stage)
         return tensor.copy_(self._communicator.recv(tensor, src_stage))
-
-    def settle(self) -> None:
-        """Waits until all that this rank has sent has been received."""
-        while self._sent:
-            self._sent.popleft().wait()

@@ -27,7 +27,8 @@ from hzero.collectives import (
     limit_waits,
     most_failures,
 )
-from hzero.config import HZeroConfig
+from hzero.collectives.recorder import world_timeout
+from hzero.config import Dimension, HZeroConfig, Tier
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
@@ -84,13 +85,13 @@ class StageState:
         self._trace: Trace | None = None  # while one is recorded
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes = Routes(module, self.plan)
-        autotp.take_over(module, config, self.partition.world)
+        self._autotp = autotp.take_over(module, config, self.partition.world)
         self.wire_log = WireLog()
         self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = stage_pipeline(config.transport)
         limit_waits()
-        failures = most_failures(self._pipeline.failures, config.transport, group)
+        failures = most_failures(self._pipeline.failures, config.transport, group, ranks_of(group), world_timeout())
         transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures)
         self._pipeline.mend(transport.lanes)
         collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
@@ -244,6 +245,8 @@ class StageState:
 
     def destroy(self) -> None:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
+        if self._autotp is not None:
+            autotp.give_back(self._module, self._autotp)
         try:
             self.weights.close()
         finally:
@@ -267,19 +270,29 @@ def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> li
     adopted = [communicator for communicator in used if id(communicator) in held or not communicator.adopted]
     for communicator in adopted:
         communicator.wire_log = wire_log
-    sent = {communicator.role for communicator in used if communicator.plan.grid.world_size > 1}
-    for dimension in config.written_dimensions:
-        if dimension in sent or not speaks():
-            continue
-        missing = (
-            f"a model does, with hzero.collectives.for_dimension({dimension!r}, config, group), before its engine is built"
-            if dimension not in ("pipeline", "optimizer")
-            else "a PipelineModule does, with zero_optimization.stage 1 and more than one stage or data-parallel rank"
-        )
-        logger.warning(
-            "hzero: codecs.%s has no effect: nothing in this process sends over such a group; %s", dimension, missing
-        )
+    crossed: dict[str | None, set[Tier]] = {}
+    for communicator in used:
+        crossed.setdefault(communicator.role, set()).update(hop.tier for hop in communicator.plan.gather_hops())
+    for dimension in config.written_dimensions if speaks() else ():
+        tiers = crossed.get(dimension)
+        if not tiers:
+            logger.warning(
+                "hzero: codecs.%s has no effect: nothing in this process sends over such a group; %s",
+                dimension,
+                _who_sends(dimension),
+            )
+        elif all(config.codecs[dimension][tier].codec == "none" for tier in tiers):
+            logger.warning(
+                "hzero: codecs.%s has no effect: its groups cross %s alone", dimension, ", ".join(sorted(tiers))
+            )
     return adopted
+
+
+def _who_sends(dimension: Dimension) -> str:
+    if dimension in ("pipeline", "optimizer"):
+        return "a PipelineModule does, with zero_optimization.stage 1 and more than one stage or data-parallel rank"
+    autotp = "AutoTP does (tensor_parallel.autotp_size), or " if dimension == "tensor" else ""
+    return f"{autotp}a model does, with hzero.collectives.for_dimension({dimension!r}, config, group), before its engine is built"
 
 
 def _check_parameters(module: torch.nn.Module, group: Any) -> None:

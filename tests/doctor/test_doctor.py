@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -246,6 +247,13 @@ def _ds_config(folder: Path, **block: object) -> Path:
     return path
 
 
+EIGHT = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+
+
+def beside_autotp(size: int, block: dict[str, Any]) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "hzero": block}, "tensor_parallel": {"autotp_size": size}}
+
+
 def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}
     source = str(trees.frontier(tmp_path / "node"))
@@ -256,6 +264,12 @@ def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pyt
         "topo on 2 nodes x 2 GPUs x 1 GCD; weights over the node, gradients over the node; int8 / int4"
     )
     assert shown["auto"] == ["bf16.enabled", "train_batch_size"]
+    beside = _ds_config(tmp_path, topology=EIGHT)
+    beside.write_text(json.dumps({**json.loads(beside.read_text()), "tensor_parallel": {"autotp_size": 2}}))
+    _, tensor = _run(capsys, str(beside), "--topology", source)
+    assert tensor["configuration"]["in_effect"].endswith(
+        "int8 / int4; data parallel over 4 of 8 ranks (2 nodes x 2 GPUs x 2 GCDs)"
+    )
     assert any("weights are sharded over the node" in remark for remark in found["remarks"])
     _, found = _run(capsys, str(_ds_config(tmp_path)), "--topology", source)
     assert found["configuration"]["in_effect"] == "topo, on the grid of the ranks that are started"
@@ -277,6 +291,21 @@ def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pyt
             lambda c: c["zero_optimization"]["hzero"].update(codecs={"pipeline": "int8"}),
             DEGRADED,
             "hzero.codecs.pipeline has no effect but for a PipelineModule",
+        ),
+        (
+            lambda c: c.update(beside_autotp(2, {"codecs": {"tensor": "exp"}}), bf16={"enabled": False}),
+            UNUSABLE,
+            "hzero.codecs.tensor.gcd: found 'exp', which holds bfloat16 numbers, without bf16.enabled",
+        ),
+        (
+            lambda c: c.update(beside_autotp(2, {"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT})),
+            UNUSABLE,
+            "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks cross (gcd), and so without effect",
+        ),
+        (
+            lambda c: c.update(beside_autotp(3, {"topology": EIGHT})),
+            UNUSABLE,
+            "tensor_parallel.autotp_size: found 3, which does not divide 8 ranks",
         ),
     ],
 )  # fmt: skip

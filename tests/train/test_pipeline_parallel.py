@@ -199,6 +199,7 @@ def test_what_stages_do_not_have_is_refused_in_one_line() -> None:
         (["sample.every=2"], "sample.every: found 2 with"),
         (["+deepspeed.zero_optimization.round_robin_gradients=true"], "round_robin_gradients: found True with"),
         (["+deepspeed.zero_optimization.elastic_checkpoint=true"], "elastic_checkpoint: found True with"),
+        (["+deepspeed.pipeline.pipe_partitioned=false"], "deepspeed.pipeline: found {'pipe_partitioned': False} with"),
         (["train.dtype=fp16"], "train.dtype: found fp16 with"),
         (["trace.steps=[1,2]"], "trace.steps: found"),
         (["+deepspeed.zero_optimization.stage3_max_live_parameters=9"], "stage3_max_live_parameters: found 9 with"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -17,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hzero
 from hzero.validation import ConfigError
 from hzero.zero import autotp
+from hzero.zero.guard import Guard
 from tests.zero.training import TOPOLOGY, assert_losses, block_of, ds_config, engine_of, mean_over_ranks, shared_folder
 
 TENSOR, VOCAB, STEPS = 2, 61, 3
@@ -98,7 +101,7 @@ def check_codecs_of_autotp_reach_its_sums() -> None:
         assert sum(entry.hops for entry in hops) == 2 * STEPS * blocks * (2 + 5)
         assert sum(entry.raw_bytes for entry in hops) >= STEPS * blocks * (2 + 5) * tokens * hidden * 4
         assert losses != stock and losses == pytest.approx(stock, rel=0.02)
-        layers = [layer for layer in engine.module.modules() if "hzero_group" in vars(layer)]
+        layers = [layer for layer in engine.module.modules() if hasattr(layer, "hzero_group")]
         assert len(layers) == blocks * 7
         weight = deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight).clone()
         everyones = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
@@ -110,8 +113,33 @@ def check_codecs_of_autotp_reach_its_sums() -> None:
         engine.load_checkpoint(folder, tag="here")
         assert _steps(engine, accumulation=1, first=STEPS) == on, "a checkpoint goes on bit for bit"
         engine.destroy()
-        autotp.give_back(engine.module)
-        assert not any("forward" in vars(layer) for layer in layers)
+        assert not any("hzero_group" in vars(layer) or "forward" in vars(layer) for layer in layers)
+
+
+def check_layers_of_autotp_with_a_forward_of_their_own_are_named() -> None:
+    """And an engine that cannot be built leaves the layers as they were."""
+    taken, block = [], block_of("lossless", codecs={"tensor": "int8"})
+
+    def take_over(module: Any, *rest: Any) -> Any:
+        own = module.model.layers[0].mlp.down_proj
+        own.forward = types.MethodType(lambda layer, tensor: type(layer).forward(layer, tensor), own)
+        group = stock(module, *rest)
+        taken.extend(layer for layer in module.modules() if hasattr(layer, "hzero_group"))
+        return group
+
+    stock = autotp.take_over
+    with (
+        _autotp(),
+        mock.patch.object(autotp, "take_over", take_over),
+        mock.patch.object(autotp.logger, "warning") as warned,
+        mock.patch.object(Guard, "__init__", side_effect=RuntimeError("on the way")),
+        pytest.raises(RuntimeError, match="on the way"),
+    ):
+        _train(block, accumulation=1)
+    assert len(taken) == 2 * 7 - 1 and not any(hasattr(layer, "hzero_group") for layer in taken)
+    said = [call.args[0] % call.args[1:] for call in warned.mock_calls]
+    named = "with a forward or a gather of their own: model.layers.0.mlp.down_proj (LinearAllreduce)"
+    assert [named in text for text in said] == [True] * (dist.get_rank() == 0), said
 
 
 def check_autotp_that_does_not_fit_the_machine_is_refused() -> None:
@@ -126,6 +154,9 @@ def check_autotp_that_does_not_fit_the_machine_is_refused() -> None:
     overlapped = ds_config(block, tensor_parallel={"autotp_size": 2, "tp_overlap_comm": True})
     with _autotp(), pytest.raises(ConfigError, match=r"tp_overlap_comm: found True, with .*codecs.tensor"):
         engine_of(overlapped)
+    elsewhere = ds_config(block_of("topo", codecs={"tensor": {"node": "int8"}}), tensor_parallel={"autotp_size": 2})
+    with _autotp(), pytest.raises(ConfigError, match=r"codecs.tensor: none on the tiers that tensor groups of 2 ranks"):
+        engine_of(elsewhere)
     narrow = ds_config(block_of("topo", codecs={"tensor": "exp"}), tensor_parallel={"autotp_size": 2})
     with _autotp(), pytest.raises(ConfigError, match=r"codecs.tensor.gcd: found 'exp', .* without bf16.enabled"):
         engine_of(narrow)
