@@ -10,6 +10,7 @@ from hzero.collectives.communicator import Communicator
 from hzero.collectives.ddp import DdpState, ddp_hook
 from hzero.collectives.dimensions import for_dimension, in_use
 from hzero.collectives.errors import HopError
+from hzero.collectives.failures import most_failures
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
@@ -18,7 +19,7 @@ from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
 from hzero.collectives.tiered import TieredCollectives
 from hzero.collectives.trace import Trace
-from hzero.collectives.transport import Transport, most_failures
+from hzero.collectives.transport import Transport
 from hzero.collectives.wirelog import WireEntry, WireLog
 
 __all__ = [

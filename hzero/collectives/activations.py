@@ -6,7 +6,7 @@ Megatron-LM's pairs (arXiv 1909.08053, section 3; with sequences that are split,
 So what is computed from them alone, as the gradients of parameters that each of them keeps whole, is the same bits, too.
 
 All ranks of the group call the same functions in the same order, with tensors of the same shape and type. Gradients of the
-second order are not defined.
+second order are not defined. ``torch.compile`` leaves them out: its graph breaks there.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Pair(torch.autograd.Function):
 
 
 def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backward: _Operation) -> torch.Tensor:
+    _check_tensor(tensor)
     if tensor.dtype not in FLOATS:
         raise TypeError(f"tensor: found {tensor.dtype}, expected float32, bfloat16 or float16")
     if group.config.error_feedback:
@@ -50,6 +51,7 @@ def _pair(tensor: torch.Tensor, group: Communicator, forward: _Operation, backwa
     return result
 
 
+@torch.compiler.disable
 def copy_to(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     """The tensor itself; in backward the sum of all ranks' gradients.
 
@@ -67,6 +69,7 @@ def copy_to(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     return _pair(tensor, group, lambda x: x.view_as(x), group.all_reduce)
 
 
+@torch.compiler.disable
 def reduce_from(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     """The sum of all ranks' tensors; in backward the gradient itself.
 
@@ -77,6 +80,7 @@ def reduce_from(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     return _pair(tensor, group, group.all_reduce, lambda gradient: gradient)
 
 
+@torch.compiler.disable
 def gather_from(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Tensor:
     """All ranks' tensors one after the other along a dimension; in backward this rank's part of the sum of their gradients.
 
@@ -95,6 +99,7 @@ def gather_from(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Te
     return _pair(tensor, group, _along(group.all_gather, dim), _along(group.reduce_scatter, dim))
 
 
+@torch.compiler.disable
 def reduce_scatter_to(tensor: torch.Tensor, group: Communicator, dim: int) -> torch.Tensor:
     """This rank's part of the sum of all ranks' tensors along a dimension; in backward all ranks' gradients.
 
@@ -112,6 +117,7 @@ def reduce_scatter_to(tensor: torch.Tensor, group: Communicator, dim: int) -> to
     return _pair(tensor, group, _along(group.reduce_scatter, dim), _along(group.all_gather, dim))
 
 
+@torch.compiler.disable
 def exchange(tensor: torch.Tensor, group: Communicator, split: int, gather: int) -> torch.Tensor:
     """Part i along one dimension goes to rank i, and what comes from all ranks is laid one after the other along another one.
 
@@ -154,6 +160,11 @@ def _check_group(group: Any) -> None:
         raise TypeError(f"group: found {type(group).__name__}, expected a Communicator, such as for_dimension makes")
 
 
+def _check_tensor(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: found {type(tensor).__name__}, expected a torch.Tensor")
+
+
 def _check_divides(argument: str, tensor: torch.Tensor, group: Communicator, dim: int) -> None:
     _check_group(group)
     _check_dimension(argument, tensor, dim)
@@ -165,5 +176,8 @@ def _check_divides(argument: str, tensor: torch.Tensor, group: Communicator, dim
 
 
 def _check_dimension(argument: str, tensor: torch.Tensor, dim: int) -> None:
+    _check_tensor(tensor)
+    if not isinstance(dim, int):
+        raise TypeError(f"{argument}: found {dim!r}, expected the number of a dimension")
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(f"{argument}: found {dim} for a tensor of shape {list(tensor.shape)}")

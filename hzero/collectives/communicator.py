@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import Codec
-from hzero.codecs.ops import FLOATS
+from hzero.collectives import arguments
 from hzero.collectives.bucket import Bucket
+from hzero.collectives.failures import most_failures
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.moves import TieredMoves
@@ -23,14 +24,13 @@ from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.recorder import group_timeout
 from hzero.collectives.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
 from hzero.collectives.streams import pipeline_of
-from hzero.collectives.transport import Transport, most_failures, wires_of
+from hzero.collectives.transport import Transport, wires_of
 from hzero.collectives.wirelog import WireLog
-from hzero.collectives.wires import TorchWires
 from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
-from hzero.validation import ConfigError, one_of
+from hzero.validation import ConfigError
 
 
 class Communicator:
@@ -63,7 +63,7 @@ class Communicator:
             the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
             MPI's world, and its timeout holds.
         uses: What has process groups: ``sums`` (`reduce_scatter`, `all_to_all`), ``copies`` (`all_gather`, `broadcast`), of
-            which `all_reduce` takes both, and `send` and `recv` none.
+            which `all_reduce` takes both, and ``messages`` (`send`, `recv`).
 
     Attributes:
         config: The settings.
@@ -90,6 +90,10 @@ class Communicator:
         if not dist.is_initialized():
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
         self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise ConfigError(f"communicator: timeout: found {timeout!r}, expected a datetime.timedelta")
+        if role is not None and not isinstance(role, str):
+            raise ConfigError(f"communicator: role: found {role!r}, expected a name")
         if comm is not None and group is not None:
             raise ConfigError("communicator: found a group and comm, expected one of them")
         if comm is not None and "transport" in settings.model_fields_set and settings.transport != "mpi":
@@ -124,12 +128,13 @@ class Communicator:
         self._device = "cuda" if "nccl" in backend else "cpu"
         pipeline = pipeline_of(self._device, settings.transport)
         self.role, self.adopted, self.streams = role, False, pipeline.streams
-        failures = most_failures(pipeline.failures, settings.transport, group, comm)
+        timeout = timeout or group_timeout(group)
+        failures = most_failures(pipeline.failures, settings.transport, group, ranks, timeout)
         parts = "" if whole else f" {zlib.crc32(repr(ranks).encode()):08x}", f" #{failures}" if failures else ""
         name = (role or "collectives") + "".join(parts)
+        uses = check_uses(uses)
         self._sums, self._copies = f"{name} sums", f"{name} copies"
-        self._channels = [f"{name} {use}" for use in check_uses(uses)]
-        timeout = timeout or group_timeout(group)
+        self._channels = [f"{name} {use}" for use in uses if use != "messages"]
         transport = Transport(
             self.plan,
             timeout,
@@ -140,12 +145,14 @@ class Communicator:
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._tiered = TieredMoves(self.plan, transport, WireLog(), feedback, pipeline)
-        wires = (
-            wires_of("mpi", (f"{name} messages", "node"), ranks, timeout)
-            if settings.transport == "mpi"
-            else TorchWires(group, timeout)
-        )
-        self._points = PointToPoint(self._tiered, wires, ranks, name, timeout)
+        self._points = None
+        if "messages" in uses and len(ranks) > 1:
+            wires = wires_of(
+                settings.transport, (f"{name} messages", "node"), ranks, timeout, None if whole else backend
+            )
+            self._points = PointToPoint(self._tiered, wires, ranks, name, timeout)
+        hops = self.plan.gather_hops() + self.plan.reduce_hops()
+        self._exp = any(hop.codec.codec == "exp" for hop in hops)
         # The second half of an all-reduce encodes once more, what this rank owns of the sums.
         self._feedback = ErrorFeedback()
         self._calls = self._sent = 0
@@ -161,6 +168,7 @@ class Communicator:
 
     # ---- sums ------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -184,7 +192,7 @@ class Communicator:
             A tensor like ``tensor``; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("all_reduce", tensor)
-        self._check_sum("all_reduce", op, key)
+        arguments.check_sum("all_reduce", op, key, self.config.error_feedback)
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
         shape = tensor.shape
         result = lambda whole: whole[: math.prod(shape)].view(shape)  # noqa: E731
@@ -227,6 +235,7 @@ class Communicator:
 
         return self._tiered.gather(hops, bucket, payload, decoded, seed=same, after=[reduced])
 
+    @torch.compiler.disable
     def average_into(self, tensor: torch.Tensor, key: int) -> Chain[torch.Tensor]:
         """`all_reduce` of a mean whose result goes back into ``tensor``, which is contiguous; for hooks of other engines."""
         flat = self._flat("ddp_hook", tensor)
@@ -238,6 +247,7 @@ class Communicator:
 
         return self._all_reduce("all_reduce", tensor, flat, chunk, "mean", key, into)
 
+    @torch.compiler.disable
     def reduce_scatter(
         self,
         tensor: torch.Tensor,
@@ -258,8 +268,8 @@ class Communicator:
             Part r of the first dimension on rank r; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("reduce_scatter", tensor)
-        self._check_sum("reduce_scatter", op, key)
-        shape = self._part("reduce_scatter", tensor)
+        arguments.check_sum("reduce_scatter", op, key, self.config.error_feedback)
+        shape = arguments.part("reduce_scatter", tensor, self.plan.grid.world_size)
         chunk = math.prod(shape)
         if not self.plan.reduce_hops() or not chunk:
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
@@ -309,6 +319,7 @@ class Communicator:
 
     # ---- copies ----------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def all_gather(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
         """All ranks' tensors, one after the other in the order of ranks. With codec ``none`` bit for bit.
 
@@ -334,6 +345,7 @@ class Communicator:
 
         return self._end(self._tiered.gather(hops, bucket, payload, decoded, seed=same), async_op)
 
+    @torch.compiler.disable
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
         """Part i of every rank's tensor goes to rank i. With codec ``none`` bit for bit.
 
@@ -346,13 +358,14 @@ class Communicator:
             A tensor like ``tensor``, whose part i is of rank i; with ``async_op`` a `Chain` of it.
         """
         flat, shape = self._flat("all_to_all", tensor), tensor.shape
-        chunk = math.prod(self._part("all_to_all", tensor))
+        chunk = math.prod(arguments.part("all_to_all", tensor, self.plan.grid.world_size))
         if not self.plan.gather_hops() or not chunk:
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("all_to_all", tensor, chunk, self._sums)
         _, own = self._seeds()
         return self._end(self._tiered.all_to_all(bucket, flat, lambda got: got.view(shape), seed=own), async_op)
 
+    @torch.compiler.disable
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
         """The tensor of one rank. With codec ``none`` bit for bit.
 
@@ -365,7 +378,7 @@ class Communicator:
             The tensor, on ``src`` too as the others decode it; with ``async_op`` a `Chain` of it.
         """
         flat, shape = self._flat("broadcast", tensor), tensor.shape
-        self._check_rank("broadcast: src", src)
+        arguments.check_rank("broadcast: src", src, self.plan.grid.world_size)
         if not self.plan.gather_hops() or not flat.numel():
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("broadcast", tensor, flat.numel(), self._copies)
@@ -375,11 +388,13 @@ class Communicator:
 
     # ---- point to point --------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False) -> Any:
         """Sends a tensor to one rank, in the codec of the outermost tier between the two.
 
-        Messages of one rank to another arrive in order. On NCCL and RCCL the order of sends and receives of two ranks must
-        not make each wait for the other, as with ``torch.distributed.isend``.
+        Messages of one rank to another arrive in order; those of communicators with other roles pass each other. On NCCL and
+        RCCL the order of sends and receives of two ranks must not make each wait for the other, as with
+        ``torch.distributed.isend``.
 
         Args:
             tensor: float32, bfloat16 or float16, of any shape.
@@ -390,13 +405,14 @@ class Communicator:
             None; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("send", tensor)
-        self._check_peer("send: dst", dst)
+        points = self._messages("send: dst", dst)
         if not flat.numel():
             return self._end(self._local(flat, lambda _: None), async_op)
         bucket = self._bucket("send", tensor, flat.numel(), "")
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        return self._end(self._points.send(bucket, flat, dst, seed=self._own_seed(self._sent)), async_op)
+        return self._end(points.send(bucket, flat, dst, seed=self._own_seed(self._sent)), async_op)
 
+    @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
         """Receives what a rank has sent with `send`.
 
@@ -409,11 +425,11 @@ class Communicator:
             The tensor; with ``async_op`` a `Chain` of it.
         """
         flat, shape = self._flat("recv", tensor), tensor.shape
-        self._check_peer("recv: src", src)
+        points = self._messages("recv: src", src)
         if not flat.numel():
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("recv", tensor, flat.numel(), "")
-        return self._end(self._points.receive(bucket, flat, src, lambda got: got.view(shape)), async_op)
+        return self._end(points.receive(bucket, flat, src, lambda got: got.view(shape)), async_op)
 
     # ---- common ----------------------------------------------------------------------------------------------
 
@@ -454,46 +470,14 @@ class Communicator:
         name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)
 
-    def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as one contiguous row, without gradient."""
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.layout != torch.strided:
-            found = type(tensor).__name__
-            if isinstance(tensor, torch.Tensor):
-                found = f"{tensor.dtype} in layout {tensor.layout}"
-            raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
-        hops = self.plan.gather_hops() + self.plan.reduce_hops()
-        if tensor.dtype != torch.bfloat16 and any(hop.codec.codec == "exp" for hop in hops):
-            raise TypeError(f"{operation}: tensor: found {tensor.dtype}, possible with codec exp: bfloat16")
-        if tensor.device.type != self._device:
-            raise ValueError(
-                f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {self._device}"
-            )
-        return tensor.detach().reshape(-1).contiguous()  # of an expanded tensor reshape makes a view
-
-    def _part(self, operation: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The shape of one rank's part."""
-        world, (rows, *rest) = self.plan.grid.world_size, tensor.shape or (0,)
-        if tensor.dim() == 0 or rows % world:
-            raise ValueError(
-                f"{operation}: tensor: found shape {list(tensor.shape)}, expected a first dimension that is a multiple of the "
-                f"group's {world} ranks"
-            )
-        return (rows // world, *rest)
-
-    def _check_sum(self, operation: str, op: str, key: int | None) -> None:
-        if op not in ("sum", "mean"):
-            raise one_of(f"{operation}: op", op, ("sum", "mean"))
-        if key is None and self.config.error_feedback:
-            raise ValueError(
-                f"{operation}: key: found None, expected a number that names the tensor from call to call, since error_feedback "
-                f"is on ({', '.join(self.config.error_feedback)})"
-            )
-
-    def _check_rank(self, argument: str, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.plan.grid.world_size:
-            raise ValueError(f"{argument}: found {rank!r}, possible: 0..{self.plan.grid.world_size - 1}")
-
-    def _check_peer(self, argument: str, rank: int) -> None:
-        self._check_rank(argument, rank)
+    def _messages(self, argument: str, rank: int) -> PointToPoint:
+        """What carries messages to or from another rank."""
+        arguments.check_rank(argument, rank, self.plan.grid.world_size)
         if rank == self.plan.rank:
             raise ValueError(f"{argument}: found {rank}, this rank itself; possible: another rank of the group")
+        if self._points is None:
+            raise ValueError(f"{argument}: found no 'messages' among the uses of this communicator: {self._channels}")
+        return self._points
+
+    def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
+        return arguments.flat(operation, tensor, self._device, self._exp)

@@ -20,7 +20,7 @@ class DdpState:
 
     Args:
         config: As for `Communicator`.
-        group: The process group of the DDP module; None takes the world.
+        group: The process group of the DDP module (its ``process_group``); None takes the world.
         timeout: As for `Communicator`.
 
     Attributes:
@@ -38,19 +38,19 @@ class DdpState:
         timeout: timedelta | None = None,
     ) -> None:
         self.communicator = Communicator(config, group, timeout=timeout)
-        self._layouts: dict[int, tuple[int, ...]] = {}
+        self._keys: dict[tuple[int, ...], int] = {}
 
     def key(self, bucket: dist.GradBucket) -> int:
-        """The key of a bucket's residuals.
+        """The key of a bucket's residuals, also where several modules have one state.
 
         DDP lays its buckets anew after the first step. Residuals of the former buckets are then dropped: they belong to
         other elements.
         """
         layout = tuple(map(id, bucket.parameters()))
-        if self._layouts.setdefault(bucket.index(), layout) != layout:
-            self._layouts = {bucket.index(): layout}
+        if layout not in self._keys and not all(set(layout).isdisjoint(other) for other in self._keys):
             self.communicator.forget()
-        return bucket.index()
+            self._keys = {}
+        return self._keys.setdefault(layout, len(self._keys))
 
 
 def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -68,8 +68,10 @@ def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[t
         The averaged bucket, as DDP waits for it. A peer that does not come is an error of backward that names it.
 
     Raises:
-        TypeError: Gradients of another type, or sparse ones.
+        TypeError: Gradients of another type, or sparse ones; a state that is no `DdpState`.
     """
+    if not isinstance(state, DdpState):
+        raise TypeError(f"ddp_hook: state: found {type(state).__name__}, expected an hzero.collectives.DdpState")
     communicator, buffer = state.communicator, bucket.buffer()
     chain = communicator.average_into(buffer, state.key(bucket))
     if bucket.is_last():  # DDP waits now

@@ -69,6 +69,7 @@ class Chain(Generic[T]):
         self._read: Any = None
         self._finished: Any = None
 
+    @torch.compiler.disable
     def wait(self) -> T:
         """Drives older chains as far as this one needs, and returns its result; may be called again.
 
@@ -90,6 +91,7 @@ class Chain(Generic[T]):
                 return
         callback()
 
+    @torch.compiler.disable
     def wait_read(self) -> None:
         """On a device: makes the current stream wait until the chain has read its inputs, which may then be overwritten."""
         if self._read is not None:

@@ -25,6 +25,7 @@ from hzero.config import PLAIN, Tier
 from hzero.sharding.plan import Hop
 
 T = TypeVar("T")
+_NOTHING = Ends()
 
 
 class PointToPoint:
@@ -53,7 +54,6 @@ class PointToPoint:
             seed: Seed of stochastic rounding.
         """
         hop, lane = self._way(self._tiered.plan.rank, target)
-
         codec = Codec.from_config(hop.codec)
 
         def hops() -> Hops[None]:
@@ -67,15 +67,16 @@ class PointToPoint:
                 self._tiered.received(pending, length)
                 message = message[: int(length)]
             fits = found.name == codec.name
-            yield from sent(message if fits else marked(bucket, message, codec, 1), codec)
+            yield from sent(message if fits else marked(bucket, message, codec, 1), codec, bucket.chunks[0])
             if not fits:
-                yield from sent(message, found)
+                yield from sent(message, found, 0)  # its elements are counted already
             elif repeats(hop.codec, self._tiered.pipeline):
                 yield from [NOTHING_SENT] * (1 + self._tiered.plan.checksum)
 
-        def sent(message: torch.Tensor, codec: Codec) -> Hops[None]:
+        def sent(message: torch.Tensor, codec: Codec, elements: int) -> Hops[None]:
             number = self._next(lane)
-            pending = self._start(lane, message, bucket, codec, target, sends=True, counted=hop)
+            ends = self._tiered.counted(hop, bucket, codec, message, elements, peers=0.0)
+            pending = self._start(lane, message, bucket, codec, target, sends=True, ends=ends)
             yield pending
             self._tiered.received(pending, message)
             if self._tiered.plan.checksum:
@@ -107,7 +108,7 @@ class PointToPoint:
                 pending = self._start(lane, told, bucket, codec, source, sends=False)
                 yield pending
                 message = message[: checked(self._tiered.received(pending, told), size, bucket.label)[0]]
-            yield from arrived(message, codec)
+            yield from arrived(message, codec, bucket.chunks[0])
             message = torch.nn.functional.pad(message, (0, size - message.numel()))
             if codec.name == "exp":
                 lost = codec.lost(message, bucket.chunks)
@@ -116,7 +117,7 @@ class PointToPoint:
                 elif int(lost):
                     found = Codec.from_config(PLAIN)
                     message = room(found)
-                    yield from arrived(message, found)
+                    yield from arrived(message, found, 0)
                 else:
                     yield from [NOTHING_SENT] * (1 + self._tiered.plan.checksum)
             return then(found.decode(message, bucket.chunks, dtype=bucket.dtype)[0])
@@ -124,9 +125,10 @@ class PointToPoint:
         def room(codec: Codec) -> torch.Tensor:
             return like.new_zeros(codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize), dtype=torch.uint8)
 
-        def arrived(message: torch.Tensor, codec: Codec) -> Hops[None]:
+        def arrived(message: torch.Tensor, codec: Codec, elements: int) -> Hops[None]:
             number = self._next(lane)
-            pending = self._start(lane, message, bucket, codec, source, sends=False, counted=hop)
+            ends = self._tiered.counted(hop, bucket, codec, message, elements, peers=1.0)
+            pending = self._start(lane, message, bucket, codec, source, sends=False, ends=ends)
             yield pending
             self._tiered.received(pending, message)
             if self._tiered.plan.checksum:
@@ -173,13 +175,10 @@ class PointToPoint:
         other: int,
         *,
         sends: bool,
-        counted: Hop | None = None,
+        ends: Ends = _NOTHING,
     ) -> Pending:
         own, peer = self._ranks[self._tiered.plan.rank], self._ranks[other]
         work = self._wires.message(message, other, sends=sends)
-        ends = Ends()
-        if counted is not None:
-            ends = self._tiered.counted(counted, bucket, codec, message, bucket.chunks[0], float(not sends))
         what = partial(self._describe, bucket, codec, lane[1], other, sends, message.nbytes)
         count = shared_recorder().hops(lane, self._timeout.total_seconds(), lambda rank: sorted((own, peer)))
         return Pending(work, message, what, ends, lane=(lane, count))

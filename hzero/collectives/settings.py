@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from hzero.config import (
     BASE_TIERS,
     DEFAULT_BLOCK_SIZE,
+    LOSSLESS,
     NodeAllGather,
     Tier,
     TierCodecs,
@@ -21,13 +22,14 @@ from hzero.config import (
 from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
-#: What has communicators of its own on every tier; messages from rank to rank take those of the group.
-Use: TypeAlias = Literal["sums", "copies"]
-USES: tuple[Use, ...] = ("sums", "copies")
+#: What has wires of its own: sums and copies on every tier, messages from rank to rank one for the whole group.
+Use: TypeAlias = Literal["sums", "copies", "messages"]
+USES: tuple[Use, ...] = ("sums", "copies", "messages")
 
 
 def check_uses(uses: Collection[Use]) -> Collection[Use]:
     """The uses; `ConfigError` if one is unknown."""
+    uses = (uses,) if isinstance(uses, str) else uses  # type: ignore[assignment]
     for use in uses:
         if use not in USES:
             raise one_of("communicator: uses", use, USES)
@@ -85,9 +87,20 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     size = block.get("block_size", DEFAULT_BLOCK_SIZE)
     codecs = _by_tier(block.get("codecs", "none"), size)
     values = {**block, "codecs": codecs, "gather": _by_tier(block["gather"], size) if "gather" in block else codecs}
+    if not isinstance(block.get("topology", "auto"), str | Mapping | TopologyConfig):
+        raise ConfigError(
+            f'{where}.topology: found {block["topology"]!r}, expected "auto", a preset, a file or a block'
+        )
     if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
         values["topology"] = parse_topology(f"{where}.topology", block["topology"])
-    return validated(CommunicatorConfig, values, where)
+    parsed = validated(CommunicatorConfig, values, where)
+    for tier in parsed.error_feedback:
+        if parsed.codecs[tier].codec in LOSSLESS and parsed.gather[tier].codec in LOSSLESS:
+            raise ConfigError(
+                f"{where}.error_feedback: found {tier!r}, whose codec {parsed.codecs[tier].codec!r} loses nothing; possible: "
+                "tiers with another one"
+            )
+    return parsed
 
 
 def _by_tier(written: Any, block_size: Any) -> Any:

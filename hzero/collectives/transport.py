@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.errors import DisagreementError, HopError, MissingPeerError
@@ -192,24 +191,6 @@ def wires_of(
     return TorchWires(shared_groups.get(lane, ranks, timeout, backend), timeout)
 
 
-def most_failures(own: int, transport: TransportName, group: dist.ProcessGroup | None, comm: Any = None) -> int:
-    """The largest number of failed chains of a rank, by which new lanes are named: none is used again after a failure.
-
-    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
-    Collective over the group, or over a communicator of mpi4py.
-
-    Raises:
-        ConfigError: MPI cannot make new ones.
-    """
-    if transport == "mpi":
-        shared_communicators.check()
-    if comm is not None:
-        return max(comm.allgather(own))
-    every = [own] * dist.get_world_size(group)
-    dist.all_gather_object(every, own, group=group)
-    return max(every)
-
-
 class Transport:
     """Tier groups over torch.distributed or MPI, and collectives on them.
 
@@ -222,7 +203,7 @@ class Transport:
         channels: Names of what has communicators of its own.
         ranks: Rank in the world of each rank of the plan; None where they are the same.
         backend: Of process groups; None takes the world's.
-        failures: Number of failed chains, see `most_failures`; the same on all ranks.
+        failures: Number of failed chains, see `hzero.collectives.failures.most_failures`; the same on all ranks.
         sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
             they are made here, in float32 and in peer order, and rounded once.
     """

@@ -24,8 +24,8 @@ class WireEntry:
         tier: Tier of the hops.
         codec: Codec of the messages.
         hops: Number of collectives.
-        elements: Elements that this rank encoded into its own messages.
-        payload_bytes: Bytes of this rank's own messages, scales and record padding included.
+        elements: Elements of this rank's messages; where one rank alone sends, its peers count what they receive.
+        payload_bytes: Bytes of these messages, scales and record padding included.
         wire_bytes: Bytes that this rank received from its peers.
         raw_bytes: ``wire_bytes`` with codec ``none`` in place of this one.
         seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.

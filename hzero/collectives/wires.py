@@ -10,10 +10,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-#: Of messages from rank to rank, so that those of a user's own ``torch.distributed.send`` on the same group are others. gloo
-#: looks at it.
-_TAG = 0x485A
-_REDUCE_SCATTER = dist.reduce_scatter_tensor
+#: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    new if hasattr(dist, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+_STOCK = getattr(dist, _REDUCE_SCATTER)
 
 
 class Work(Protocol):
@@ -59,7 +64,7 @@ class Wires(Protocol):
 
 
 class TorchWires:
-    """A process group of torch.distributed.
+    """A process group of torch.distributed, on which nobody else sends.
 
     Args:
         group: The group.
@@ -72,11 +77,11 @@ class TorchWires:
     @property
     def own_sums(self) -> bool:
         """As `Wires.own_sums`: gloo's own sends twice the bytes of an all-to-all, and never says that it has ended."""
-        return dist.get_backend(self._group) != "gloo" or dist.reduce_scatter_tensor is not _REDUCE_SCATTER
+        return dist.get_backend(self._group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
     def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Any:
         """As `Wires.all_gather`."""
-        return dist.all_gather_into_tensor(output, message, group=self._group, async_op=True)
+        return getattr(dist, _ALL_GATHER)(output, message, group=self._group, async_op=True)
 
     def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Any:
         """As `Wires.all_to_all`."""
@@ -95,11 +100,11 @@ class TorchWires:
 
     def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Any:
         """As `Wires.reduce_scatter`."""
-        return dist.reduce_scatter_tensor(output, elements, group=self._group, async_op=True)
+        return getattr(dist, _REDUCE_SCATTER)(output, elements, group=self._group, async_op=True)
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
         """As `Wires.message`."""
-        work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group, tag=_TAG)
+        work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
         return _Waited(work, self._timeout) if message.is_cpu else work
 
     def _rank(self, place: int) -> int:

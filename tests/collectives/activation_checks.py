@@ -134,6 +134,24 @@ def check_a_split_layer_has_the_gradients_of_the_whole_one() -> None:
     _same_everywhere([parts[2].grad])
 
 
+def check_a_compiled_model_has_the_bits_of_an_eager_one() -> None:
+    """The graph breaks at the collectives of activations, and at a communicator's own."""
+    group = _communicator(SOME[0])
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        inner = activations.reduce_from((activations.copy_to(tokens, group) * 3).relu(), group) / 7
+        return inner.sin() + group.all_reduce(tokens.detach() * 2) + group.all_gather(tokens, async_op=True).wait()[:5]
+
+    found = []
+    for run in (model, torch.compile(model, backend="eager")):
+        tokens = torch.randn(5, 9, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+        result = run(tokens)
+        result.square().sum().backward()
+        found.append((result.detach(), tokens.grad))
+    for one, other in zip(*found):
+        assert _bits_equal(one, other)
+
+
 def check_the_wire_log_has_the_role_of_a_communicator() -> None:
     group = Communicator({"codecs": {"gpu": "int8"}}, role="tensor", grid=SOME[0])
     tokens = torch.ones(WORLD, 9, requires_grad=True)
@@ -151,6 +169,11 @@ def check_activations_refuse_what_they_cannot_do() -> None:
         ValueError, match=rf"reduce_scatter_to: dim: found dimension 1 of shape .*multiple of .*{WORLD}"
     ):
         activations.reduce_scatter_to(odd, group, 1)
+    for refused in (lambda: activations.copy_to([1.0], group), lambda: activations.gather_from([1.0], group, 0)):
+        with pytest.raises(TypeError, match=r"tensor: found list, expected a torch\.Tensor"):
+            refused()
+    with pytest.raises(TypeError, match="gather_from: dim: found '1', expected the number of a dimension"):
+        activations.gather_from(odd, group, "1")
     with pytest.raises(ValueError, match="exchange: split: found dimension 0"):
         activations.exchange(odd[:1], group, 0, 1)
     feedback = _communicator(SOME[0], codecs="int4", error_feedback=["gcd"])

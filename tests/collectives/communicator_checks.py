@@ -343,6 +343,45 @@ def check_messages_from_rank_to_rank() -> None:
         assert entries["recv"].wire_bytes > 0 and entries["send"].wire_bytes == 0
 
 
+def check_messages_of_other_roles_pass_each_other() -> None:
+    """Two communicators of the same ranks, whose messages are sent and awaited in other orders."""
+    one, other = (
+        Communicator({"topology": "auto", "transport": TRANSPORT}, role=role, grid=SOME[0]) for role in ("one", "other")
+    )
+    rank, like = dist.get_rank(), torch.empty(300)
+    if rank == 0:
+        sent = [
+            group.send(torch.full((300,), k), 1, async_op=True) for k, group in ((1.0, one), (2.0, one), (3.0, other))
+        ]
+        for chain in sent:
+            chain.wait()
+    elif rank == 1:
+        assert [group.recv(like, 0)[0].item() for group in (other, one, one)] == [3.0, 1.0, 2.0]
+    without = Communicator(
+        {"topology": "auto", "transport": TRANSPORT}, role="one", grid=SOME[0], uses=["sums", "copies"]
+    )
+    with pytest.raises(ValueError, match="send: dst: found no 'messages' among the uses of this communicator"):
+        without.send(like, (rank + 1) % WORLD)
+
+
+def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
+    if TRANSPORT == "mpi":
+        pytest.skip("MPI is refused after an error")
+    rank, like = dist.get_rank(), torch.full((8,), float(dist.get_rank()))
+    make = functools.partial(Communicator, {"topology": "auto"}, role="late", grid=SOME[0])
+    group = make(timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(HopError, match=r"recv of late in float32 \[8\] .* from rank 1 "):
+            group.recv(like, 1)
+    dist.barrier()
+    fresh = make(timeout=timedelta(seconds=60))
+    assert torch.equal(fresh.all_gather(like), torch.arange(float(WORLD)).repeat_interleave(8))
+    if rank == 1:
+        fresh.send(like, 0)
+    elif rank == 0:
+        assert torch.equal(fresh.recv(like, 1), torch.ones(8))
+
+
 def check_tensors_without_elements_and_without_dimensions() -> None:
     group = _communicator(SOME[0], codecs="int8")
     group.wire_log.reset()
@@ -417,7 +456,15 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
             lambda: Communicator({"error_feedback": "node"}),
             "communicator.error_feedback: found 'node', expected a list",
         ),
-        (lambda: Communicator(uses=["sum"]), "communicator: uses: unknown value 'sum'.*sums, copies"),
+        (lambda: Communicator(uses=["sum"]), "communicator: uses: unknown value 'sum'.*sums, copies, messages"),
+        (lambda: Communicator(uses="sum"), "communicator: uses: unknown value 'sum'"),
+        (lambda: Communicator(timeout=3), "communicator: timeout: found 3, expected a datetime.timedelta"),
+        (lambda: Communicator(role=5), "communicator: role: found 5, expected a name"),
+        (lambda: Communicator({"topology": None}), 'communicator.topology: found None, expected "auto"'),
+        (
+            lambda: Communicator({"codecs": {"node": "exp"}, "error_feedback": ["node"]}),
+            "communicator.error_feedback: found 'node', whose codec 'exp' loses nothing",
+        ),
         (lambda: reduce_from(fine, dist.group.WORLD), "group: found ProcessGroup, expected a Communicator"),
         (lambda: Communicator(["int8"]), "communicator: found .*expected a block with keys codecs, gather"),
         (
@@ -451,9 +498,9 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
         pending = start(self, lane, message, root, what, *rest)
         return flipped(pending) if harmed(what) else pending
 
-    def message(self, *args, counted=None, **keywords):
-        pending = begin(self, *args, counted=counted, **keywords)
-        return flipped(pending) if counted and rank == 1 else pending
+    def message(self, *args, ends=None, **keywords):
+        pending = begin(self, *args, **keywords, **({} if ends is None else {"ends": ends}))
+        return flipped(pending) if ends and rank == 1 else pending
 
     with mock.patch.object(Transport, "broadcast", broadcast), mock.patch.object(PointToPoint, "_start", message):
         chain = group.broadcast(torch.ones(9), 3, async_op=True)

@@ -83,5 +83,8 @@ def check_blocks_that_codec_exp_cannot_hold_travel_without_a_codec() -> None:
                 group.send(part, WORLD - 1)
             elif rank == WORLD - 1:
                 assert _bits_equal(group.recv(part, 0), part)
-        if rank == WORLD - 1:
-            assert {entry.codec for entry in group.wire_log.entries()} == {"exp", "none"}
+        if rank in (0, WORLD - 1):
+            entries = group.wire_log.entries()
+            assert {entry.codec for entry in entries} == {"exp", "none"}
+            assert sum(entry.elements for entry in entries) == 2 * every[0].numel()  # the repeat counts none anew
+            assert sum(entry.raw_bytes for entry in entries) == (2 * every[0].nbytes if rank else 0)
