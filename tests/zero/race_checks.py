@@ -253,6 +253,7 @@ NOT_SEEN = {
     "collectives/pipeline.py drain: first.wait()": "on processors; on a device nothing waits to be enqueued",
     "collectives/recorder.py _run: self._stopped.wait(self.period_s)": "a thread, which reads counts only",
     "collectives/transport.py take: pending.wait()": "of the probe, which has no chain",
+    "collectives/failures.py most_failures: wires.all_gather(told, torch.tensor([own]).view(torch.uint8)).wait()": "of MPI",
     "collectives/wires.py _run: work.wait(timeout)": "a thread, on processors",
     "collectives/wirelog.py seconds: self._events[1].synchronize()": "the host reads the time of a hop",
     **dict.fromkeys(
@@ -262,7 +263,7 @@ NOT_SEEN = {
                 "zero/stage_messages.py send: chain.wait_read()",
                 "zero/stage_messages.py send: self._sent.popleft().wait()",
             ),
-            "zero/stage_messages.py settle: self._sent.popleft().wait()",
+            "zero/stage_messages.py __exit__: self._sent.popleft().wait()",
         ),
         "of pipelines, whose messages from rank to rank the stand-in has not",
     ),

@@ -413,10 +413,13 @@ def _calls() -> tuple[Call, ...]:
     """The calls of hzero that led here, innermost first."""
     found = []
     callee = sys._getframe(1)
-    while (frame := callee.f_back) is not None:
-        if (file := _file_of(frame.f_code)[1]) is not None:
-            found.append(Call(file, frame.f_lineno, callee.f_code.co_name))
-        callee = frame
+    frame = callee.f_back
+    while frame is not None:
+        if "/torch/_dynamo/" not in frame.f_code.co_filename:  # what `torch.compiler.disable` puts around a function
+            if (file := _file_of(frame.f_code)[1]) is not None:
+                found.append(Call(file, frame.f_lineno, callee.f_code.co_name))
+            callee = frame
+        frame = frame.f_back
     return tuple(found)
 
 
