@@ -279,10 +279,18 @@ def check_codecs_that_nothing_uses_are_warned_about() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hzero").addHandler(handler)
+    uncrossed = ds_config(block_of("hybrid", codecs={"sequence": {"node": "int8"}}))
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    inside = for_dimension("sequence", uncrossed, pairs[dist.get_rank() // 2])
     try:
         engine_of(ds_config(block)).destroy()
+        engine_of(uncrossed).destroy()
     finally:
         logging.getLogger("hzero").removeHandler(handler)
+    assert inside.plan.grid.world_size == 2
+    crossing = [text for text in said if "codecs.sequence has no effect: its groups cross gcd alone" in text]
+    assert len(crossing) == (dist.get_rank() == 0), said
+    said = [text for text in said if text not in crossing]
     warned = [text for text in said if "has no effect" in text]
     assert all("codecs.expert has no effect" in text and "for_dimension('expert'" in text for text in warned), said
     assert len(warned) == (dist.get_rank() == 0), said
