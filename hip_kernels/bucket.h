@@ -6,7 +6,7 @@
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
 #define HZ_FACTOR_SPAN 512   // elements of a record whose scales of one byte share a factor
-#define HZ_BUCKET_VERSION 5  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 6  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;

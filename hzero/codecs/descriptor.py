@@ -17,7 +17,7 @@ from hzero.codecs.scales import scale_limit
 from hzero.sharding.records import EXP_BLOCK, RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 5, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 6, 40, 6, 256
 #: ``zfp_group`` of the host's codec ``zfp``: elements whose blocks take whole words.
 ZFP_GROUP = 64
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -61,5 +62,5 @@ def check_sum(operation: str, op: str, key: int | None, error_feedback: Sequence
 
 def check_rank(argument: str, rank: int, ranks: int) -> None:
     """Raises ValueError for what is no rank of a group of so many."""
-    if not isinstance(rank, int) or not 0 <= rank < ranks:
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
         raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")

@@ -90,8 +90,10 @@ class Communicator:
         if not dist.is_initialized():
             raise ConfigError("communicator: torch.distributed is not initialised; call init_process_group first")
         self.config = settings = config if isinstance(config, CommunicatorConfig) else parse_communicator(config)
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise ConfigError(f"communicator: timeout: found {timeout!r}, expected a datetime.timedelta")
+        if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+            raise ConfigError(f"communicator: timeout: found {timeout!r}, expected a positive datetime.timedelta")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(f"communicator: group: found {group!r}, expected a process group of torch.distributed")
         if role is not None and not isinstance(role, str):
             raise ConfigError(f"communicator: role: found {role!r}, expected a name")
         if comm is not None and group is not None:

@@ -2,12 +2,14 @@
 
 # Annotations are no strings here: DDP compares those of a hook.
 
+import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.pipeline import Chain
@@ -38,19 +40,31 @@ class DdpState:
         timeout: timedelta | None = None,
     ) -> None:
         self.communicator = Communicator(config, group, timeout=timeout)
-        self._keys: dict[tuple[int, ...], int] = {}
+        # Never used twice: hops of a bucket may be under way when another one is laid anew.
+        self._numbers = itertools.count()
+        self._keys = WeakIdKeyDictionary()  # of parameters, the key of their bucket
+        self._layouts: dict[int, tuple[int, ...]] = {}
 
     def key(self, bucket: dist.GradBucket) -> int:
         """The key of a bucket's residuals, also where several modules have one state.
 
-        DDP lays its buckets anew after the first step. Residuals of the former buckets are then dropped: they belong to
-        other elements.
+        DDP lays its buckets anew after the first step. Residuals of all former buckets are then dropped: they belong to other
+        elements.
         """
-        layout = tuple(map(id, bucket.parameters()))
-        if layout not in self._keys and not all(set(layout).isdisjoint(other) for other in self._keys):
+        parameters = bucket.parameters()
+        layout = tuple(map(id, parameters))
+        keys = {self._keys.get(parameter) for parameter in parameters}
+        if len(keys) == 1 and self._layouts.get(first := next(iter(keys))) == layout:
+            return first
+        if keys != {None}:
             self.communicator.forget()
-            self._keys = {}
-        return self._keys.setdefault(layout, len(self._keys))
+            self._keys.clear()
+            self._layouts.clear()
+        key = next(self._numbers)
+        self._layouts[key] = layout
+        for parameter in parameters:
+            self._keys[parameter] = key
+        return key
 
 
 def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -14,6 +14,7 @@ from hzero.codecs import Codec, mpc
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.cut import checked, exchanges
+from hzero.collectives.errors import MissingPeerError
 from hzero.collectives.hop import marked, repeats
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.pipeline import Chain, Hops
@@ -21,7 +22,7 @@ from hzero.collectives.record import Lane
 from hzero.collectives.recorder import shared_recorder
 from hzero.collectives.transport import NOTHING_SENT, Ends, Pending
 from hzero.collectives.wires import Wires
-from hzero.config import PLAIN, Tier
+from hzero.config import PLAIN
 from hzero.sharding.plan import Hop
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class PointToPoint:
                 pending = self._start(lane, sums, bucket, codec, source, sends=False)
                 yield pending
                 sent = self._tiered.received(pending, sums).view(torch.int64).view(-1, 2)
-                what = partial(self._describe, bucket, codec, lane[1], source, False, message.nbytes)
+                what = partial(self._describe, bucket, codec, source, False, message.nbytes)
                 own = _sums(message, number)
                 self._tiered.compare(Comparison(sent, own, [self._ranks[source]], number, what), message)
 
@@ -145,11 +146,12 @@ class PointToPoint:
     def _way(self, source: int, target: int) -> tuple[Hop, Lane]:
         """The outermost tier on which two ranks differ, and the lane of their messages.
 
-        Each direction has its own: in a ring every rank sends before it receives.
+        Each direction has its own: in a ring every rank sends before it receives. Its tier is that of the wires, which
+        communicators of one role share, whatever their grids.
         """
         plan = self._tiered.plan
         tier = plan.grid.tier_between(source, target)
-        lane = f"{self._name} {self._ranks[source]} to {self._ranks[target]}", tier
+        lane: Lane = f"{self._name} {self._ranks[source]} to {self._ranks[target]}", "node"
         return Hop(tier, 2, plan.codecs.weights[tier]), lane
 
     def _lanes(self, lane: Lane, hop: Hop) -> list[Lane]:
@@ -160,10 +162,11 @@ class PointToPoint:
         self._numbers[lane] += 1
         return self._numbers[lane]
 
-    def _describe(self, bucket: Bucket, codec: Codec, tier: Tier, other: int, sends: bool, size: int) -> str:
+    def _describe(self, bucket: Bucket, codec: Codec, other: int, sends: bool, size: int) -> str:
+        plan = self._tiered.plan
         return (
             f"hzero: {bucket.label} in codec {codec.name} {'to' if sends else 'from'} rank {self._ranks[other]} on tier "
-            f"{tier!r} (rank {self._ranks[self._tiered.plan.rank]}, {size:,} bytes)"
+            f"{plan.grid.tier_between(plan.rank, other)!r} (rank {self._ranks[plan.rank]}, {size:,} bytes)"
         )
 
     def _start(
@@ -178,8 +181,12 @@ class PointToPoint:
         ends: Ends = _NOTHING,
     ) -> Pending:
         own, peer = self._ranks[self._tiered.plan.rank], self._ranks[other]
-        work = self._wires.message(message, other, sends=sends)
-        what = partial(self._describe, bucket, codec, lane[1], other, sends, message.nbytes)
+        what = partial(self._describe, bucket, codec, other, sends, message.nbytes)
+        try:
+            work = self._wires.message(message, other, sends=sends)
+        except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
+            missing = shared_recorder().missing()
+            raise MissingPeerError(f"{what()} cannot start: {missing.text} ({error})", missing.ranks) from error
         count = shared_recorder().hops(lane, self._timeout.total_seconds(), lambda rank: sorted((own, peer)))
         return Pending(work, message, what, ends, lane=(lane, count))
 

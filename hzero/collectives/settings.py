@@ -27,13 +27,14 @@ Use: TypeAlias = Literal["sums", "copies", "messages"]
 USES: tuple[Use, ...] = ("sums", "copies", "messages")
 
 
-def check_uses(uses: Collection[Use]) -> Collection[Use]:
-    """The uses; `ConfigError` if one is unknown."""
-    uses = (uses,) if isinstance(uses, str) else uses  # type: ignore[assignment]
+def check_uses(uses: Collection[Use]) -> list[Use]:
+    """The uses in one order on all ranks, which make their wires in it; `ConfigError` if one is unknown."""
+    if isinstance(uses, str) or not isinstance(uses, Collection):
+        raise ConfigError(f"communicator: uses: found {uses!r}, expected a list of {', '.join(USES)}")
     for use in uses:
         if use not in USES:
             raise one_of("communicator: uses", use, USES)
-    return uses
+    return [use for use in USES if use in uses]
 
 
 class CommunicatorConfig(Frozen):

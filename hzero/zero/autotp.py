@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from hzero.block import KEY
 from hzero.collectives import Communicator, for_dimension
 from hzero.collectives.activations import copy_to, reduce_from
-from hzero.config import TIERS, HZeroConfig, Tier
+from hzero.config import TIERS, HZeroConfig, Tier, tiers_inside
 from hzero.topology import Grid
 from hzero.validation import ConfigError, some
 from hzero.zero.partition import speaks
@@ -27,7 +27,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None
     Args:
         config: The configuration, as DeepSpeed has read it.
         block: The block, parsed.
-        world: Grid of the world; None where it is not known: tensor groups may then cross every tier.
+        world: Grid of the world; None where it is not known: tensor groups may then cross every tier inside a node.
 
     Raises:
         ConfigError: DeepSpeed is to hide its sums behind compute, a codec does not hold their numbers, or codecs that the user
@@ -104,7 +104,7 @@ def give_back(module: torch.nn.Module, group: Communicator | None = None) -> Non
 def _crossed(world: Grid | None, size: int) -> list[Tier]:
     """Tiers that AutoTP's tensor groups cross, all of them alike: neighbours in the order of ranks."""
     if world is None:
-        return list(TIERS)
+        return list(tiers_inside("node"))  # outside which no tensor group is allowed
     grid = world.of_ranks(range(size))
     return [tier for tier in TIERS if grid.size(tier) > 1]
 

@@ -247,6 +247,7 @@ class StageState:
         """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
         if self._autotp is not None:
             autotp.give_back(self._module, self._autotp)
+            self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
         try:
             self.weights.close()
         finally:

@@ -357,8 +357,17 @@ def check_messages_of_other_roles_pass_each_other() -> None:
             chain.wait()
     elif rank == 1:
         assert [group.recv(like, 0)[0].item() for group in (other, one, one)] == [3.0, 1.0, 2.0]
+    other_grid = Communicator({"transport": TRANSPORT, "checksum": True}, role="one", grid=SOME[-1])
+    pair = (other_grid, Communicator({"transport": TRANSPORT, "checksum": True}, role="one", grid=SOME[0]))
+    if rank == 0:
+        sent = [group.send(torch.full((300,), float(k)), 1, async_op=True) for k, group in enumerate(pair, 1)]
+        for chain in sent:
+            chain.wait()
+    elif rank == 1:
+        got = [group.recv(like, 0, async_op=True) for group in pair]
+        assert [chain.wait()[0].item() for chain in got] == [1.0, 2.0]
     without = Communicator(
-        {"topology": "auto", "transport": TRANSPORT}, role="one", grid=SOME[0], uses=["sums", "copies"]
+        {"topology": "auto", "transport": TRANSPORT}, role="one", grid=SOME[0], uses={"copies", "sums"}
     )
     with pytest.raises(ValueError, match="send: dst: found no 'messages' among the uses of this communicator"):
         without.send(like, (rank + 1) % WORLD)
@@ -373,6 +382,9 @@ def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
     if rank == 0:
         with pytest.raises(HopError, match=r"recv of late in float32 \[8\] .* from rank 1 "):
             group.recv(like, 1)
+        for again in (lambda: group.recv(like, 1), lambda: group.send(like, 1)):
+            with pytest.raises(HopError):
+                again()
     dist.barrier()
     fresh = make(timeout=timedelta(seconds=60))
     assert torch.equal(fresh.all_gather(like), torch.arange(float(WORLD)).repeat_interleave(8))
@@ -457,8 +469,17 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
             "communicator.error_feedback: found 'node', expected a list",
         ),
         (lambda: Communicator(uses=["sum"]), "communicator: uses: unknown value 'sum'.*sums, copies, messages"),
-        (lambda: Communicator(uses="sum"), "communicator: uses: unknown value 'sum'"),
-        (lambda: Communicator(timeout=3), "communicator: timeout: found 3, expected a datetime.timedelta"),
+        (
+            lambda: Communicator(uses="sums"),
+            "communicator: uses: found 'sums', expected a list of sums, copies, messages",
+        ),
+        (lambda: Communicator(timeout=3), r"communicator: timeout: found 3, expected a positive datetime\.timedelta"),
+        (
+            lambda: Communicator(timeout=timedelta(0)),
+            "communicator: timeout: found datetime.timedelta.0., expected a positive",
+        ),
+        (lambda: Communicator(group=[0, 1]), r"communicator: group: found \[0, 1\], expected a process group"),
+        (lambda: group.broadcast(fine, False), r"broadcast: src: found False, possible: 0\.\."),
         (lambda: Communicator(role=5), "communicator: role: found 5, expected a name"),
         (lambda: Communicator({"topology": None}), 'communicator.topology: found None, expected "auto"'),
         (

@@ -85,7 +85,7 @@ def check_the_hook_with_codec_none_is_ddp() -> None:
             entries = state.communicator.wire_log.entries()
             # One bucket in the first step, more in the second, each summed and spread; micro-steps under no_sync send nothing.
             hops = {entry.tier: entry.hops for entry in entries}
-            assert set(hops.values()) == {2 * (1 + len(state._keys))} and len(state._keys) > 1, hops
+            assert set(hops.values()) == {2 * (1 + len(state._layouts))} and len(state._layouts) > 1, hops
 
 
 def check_lossy_hooks_train_and_error_feedback_helps() -> None:
@@ -102,7 +102,7 @@ def check_lossy_hooks_train_and_error_feedback_helps() -> None:
         losses, _gradients = _train(state, 8)
         found[name] = sum(abs(loss - want) for loss, want in zip(losses, exact)) / 8
         kept = state.communicator._feedback._pending
-        assert len(kept) == (len(state._keys) if "feedback" in name else 0)
+        assert len(kept) == (len(state._layouts) if "feedback" in name else 0)
         for entry in state.communicator.wire_log.entries():
             assert entry.role == "all_reduce" and entry.wire_bytes < entry.raw_bytes
     assert found["int8"] < found["int4"] and found["int4 with feedback"] < found["int4"], found
@@ -116,7 +116,7 @@ def check_residuals_of_former_buckets_are_dropped() -> None:
     forget = state.communicator.forget
 
     def noted() -> None:
-        dropped.append(len(state._keys))
+        dropped.append(len(state._layouts))
         forget()
 
     with mock.patch.object(state.communicator, "forget", noted):
@@ -137,7 +137,7 @@ def check_modules_with_one_state_keep_residuals_of_their_own() -> None:
                 model(torch.randn(4, module.in_features)).square().sum().backward()
     forget.assert_not_called()
     kept = state.communicator.feedbacks[1]._pending
-    assert {key for _, key in kept} == set(state._keys.values()) == {0, 1}
+    assert {key for _, key in kept} == set(state._layouts) == {0, 1}
 
 
 def check_gradients_that_cannot_be_sent_are_an_error_of_backward() -> None:

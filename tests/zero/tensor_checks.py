@@ -279,7 +279,7 @@ def check_codecs_that_nothing_uses_are_warned_about() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hzero").addHandler(handler)
-    uncrossed = ds_config(block_of("hybrid", codecs={"sequence": {"node": "int8"}}))
+    uncrossed = ds_config(block_of("lossless", codecs={"sequence": {"node": "int8"}}))
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     inside = for_dimension("sequence", uncrossed, pairs[dist.get_rank() // 2])
     try:
