@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import Codec, mpc
-from hzero.collectives import Communicator, HopError, Transport, communicator
+from hzero.collectives import Communicator, HopError, communicator
 from hzero.collectives.activations import reduce_from
-from hzero.collectives.point_to_point import PointToPoint
 from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
@@ -279,19 +278,6 @@ def check_handles_give_their_own_results_in_any_order() -> None:
             assert torch.equal(chains[index].wait(), wanted[index]) and chains[index].done
 
 
-def check_messages_from_rank_to_rank_leave_what_all_ranks_hold_alike() -> None:
-    """Where a message of two ranks is rounded stochastically, the others' next one is still rounded with the same seed."""
-    stochastic = {"codec": "int8", "rounding": "stochastic"}
-    codecs = {"node": stochastic, "gpu": {**stochastic, "codec": "int4"}}
-    group = _communicator(SOME[0], codecs=codecs, gather=codecs)
-    mine = torch.randn(999, generator=torch.Generator().manual_seed(dist.get_rank()))
-    if dist.get_rank() == 0:
-        group.send(mine, 1)
-    elif dist.get_rank() == 1:
-        group.recv(torch.empty(999), 0)
-    _same_everywhere([group.all_reduce(mine), group.all_gather(mine), group.broadcast(mine, 0)])
-
-
 def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
     """A rank that has failed alone lacks a hop: its next one would be paired with it, and a new communicator with old data."""
     rank, seconds = dist.get_rank(), timedelta(seconds=2)
@@ -314,84 +300,6 @@ def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
     else:
         with contextlib.suppress(HopError):  # those that need nothing of rank 0 have come
             chain.wait()
-
-
-def check_messages_from_rank_to_rank() -> None:
-    """Around a ring both ways at once, several in flight, and between two ranks alone."""
-    rank = dist.get_rank()
-    after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
-    for config in ({}, {"checksum": True}, {"gather": "int8"}):
-        group, everyone = _communicator(SOME[-1], **config), _everyones((3, 100), torch.bfloat16)
-        like = torch.empty(3, 100, dtype=torch.bfloat16)
-        sent = [group.send(everyone[rank] * k, to, async_op=True) for k in (1, 2) for to in (after, before)]
-        for factor in (1, 2):
-            for source in (before, after):
-                got, want = group.recv(like, source), everyone[source] * factor
-                if "gather" in config:
-                    bound = Codec.from_config(group.config.gather.node).error_bound(
-                        float(want.abs().max()), torch.bfloat16
-                    )
-                    assert 0 < float((got.float() - want.float()).abs().max()) <= bound
-                else:
-                    assert _bits_equal(got, want)
-        assert [chain.wait() for chain in sent] == [None] * 4
-        if rank == 0:
-            group.send(everyone[0], 2)
-        elif rank == 2:
-            group.recv(like, 0)
-        entries = {entry.role: entry for entry in group.wire_log.entries() if entry.role in ("send", "recv")}
-        assert entries["recv"].wire_bytes > 0 and entries["send"].wire_bytes == 0
-
-
-def check_messages_of_other_roles_pass_each_other() -> None:
-    """Two communicators of the same ranks, whose messages are sent and awaited in other orders."""
-    one, other = (
-        Communicator({"topology": "auto", "transport": TRANSPORT}, role=role, grid=SOME[0]) for role in ("one", "other")
-    )
-    rank, like = dist.get_rank(), torch.empty(300)
-    if rank == 0:
-        sent = [
-            group.send(torch.full((300,), k), 1, async_op=True) for k, group in ((1.0, one), (2.0, one), (3.0, other))
-        ]
-        for chain in sent:
-            chain.wait()
-    elif rank == 1:
-        assert [group.recv(like, 0)[0].item() for group in (other, one, one)] == [3.0, 1.0, 2.0]
-    other_grid = Communicator({"transport": TRANSPORT, "checksum": True}, role="one", grid=SOME[-1])
-    pair = (other_grid, Communicator({"transport": TRANSPORT, "checksum": True}, role="one", grid=SOME[0]))
-    if rank == 0:
-        sent = [group.send(torch.full((300,), float(k)), 1, async_op=True) for k, group in enumerate(pair, 1)]
-        for chain in sent:
-            chain.wait()
-    elif rank == 1:
-        got = [group.recv(like, 0, async_op=True) for group in pair]
-        assert [chain.wait()[0].item() for chain in got] == [1.0, 2.0]
-    without = Communicator(
-        {"topology": "auto", "transport": TRANSPORT}, role="one", grid=SOME[0], uses={"copies", "sums"}
-    )
-    with pytest.raises(ValueError, match="send: dst: found no 'messages' among the uses of this communicator"):
-        without.send(like, (rank + 1) % WORLD)
-
-
-def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
-    if TRANSPORT == "mpi":
-        pytest.skip("MPI is refused after an error")
-    rank, like = dist.get_rank(), torch.full((8,), float(dist.get_rank()))
-    make = functools.partial(Communicator, {"topology": "auto"}, role="late", grid=SOME[0])
-    group = make(timeout=timedelta(seconds=1))
-    if rank == 0:
-        with pytest.raises(HopError, match=r"recv of late in float32 \[8\] .* from rank 1 "):
-            group.recv(like, 1)
-        for again in (lambda: group.recv(like, 1), lambda: group.send(like, 1)):
-            with pytest.raises(HopError):
-                again()
-    dist.barrier()
-    fresh = make(timeout=timedelta(seconds=60))
-    assert torch.equal(fresh.all_gather(like), torch.arange(float(WORLD)).repeat_interleave(8))
-    if rank == 1:
-        fresh.send(like, 0)
-    elif rank == 0:
-        assert torch.equal(fresh.recv(like, 1), torch.ones(8))
 
 
 def check_tensors_without_elements_and_without_dimensions() -> None:
@@ -498,43 +406,6 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
             call()
         assert "\n" not in str(error.value)
     assert torch.equal(group.all_reduce(fine), fine)  # nothing was begun
-
-
-def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
-    rank = dist.get_rank()
-    group = _communicator(Grid(WORLD, 1, 1), checksum=True)
-
-    def flipped(pending):
-        def flip(message: torch.Tensor) -> torch.Tensor:
-            message[0] ^= 4
-            return message
-
-        pending._then = flip
-        return pending
-
-    start, begin = Transport.broadcast, PointToPoint._start
-    harmed = lambda what: "checksums" not in what and rank == 1  # noqa: E731
-
-    def broadcast(self, lane, message, root, what, *rest):
-        pending = start(self, lane, message, root, what, *rest)
-        return flipped(pending) if harmed(what) else pending
-
-    def message(self, *args, ends=None, **keywords):
-        pending = begin(self, *args, **keywords, **({} if ends is None else {"ends": ends}))
-        return flipped(pending) if ends and rank == 1 else pending
-
-    with mock.patch.object(Transport, "broadcast", broadcast), mock.patch.object(PointToPoint, "_start", message):
-        chain = group.broadcast(torch.ones(9), 3, async_op=True)
-        other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
-        if rank == 1:
-            with pytest.raises(HopError, match=r"broadcast of broadcast of float32 .* changed from rank 3"):
-                chain.wait()
-            with pytest.raises(HopError, match=r"recv of float32 .* from rank 0 .* changed from rank 0"):
-                group.recv(torch.ones(9), 0)
-        else:
-            chain.wait()
-            if other is not None:
-                other.wait()
 
 
 def check_the_wire_log_counts_rows_that_change_places() -> None:

@@ -10,6 +10,7 @@ CHECKS = (
     "tests.collectives.tiered_checks",
     "tests.collectives.fault_checks",
     "tests.collectives.communicator_checks",
+    "tests.collectives.message_checks",
     "tests.collectives.lost_block_checks",
     "tests.collectives.ddp_checks",
     "tests.collectives.activation_checks",

@@ -257,7 +257,8 @@ def check_a_block_that_codec_exp_cannot_hold_reaches_the_next_stage() -> None:
         assert torch.equal(found.view(torch.int16), words)
     else:
         messages.send(words.view(torch.bfloat16), me + 1)
-        messages.settle()
+        with messages:
+            pass
     dist.barrier()
 
 
@@ -268,7 +269,7 @@ def check_masks_reach_the_next_stage_as_they_are() -> None:
     mask = torch.randint(0, 2, (1000,), generator=torch.Generator().manual_seed(1)).half()
     me = dist.get_rank()
     with mock.patch.multiple(
-        p2p, send=lambda tensor, to, _: dist.send(tensor, to), recv=lambda tensor, of, _: dist.recv(tensor, of)
+        p2p, send=lambda tensor, to: dist.send(tensor, to), recv=lambda tensor, of: dist.recv(tensor, of)
     ):
         if me % 2:
             found = torch.zeros(1000, dtype=torch.float16)
