@@ -39,7 +39,7 @@ class DdpState:
         *,
         timeout: timedelta | None = None,
     ) -> None:
-        self.communicator = Communicator(config, group, timeout=timeout)
+        self.communicator = Communicator(config, group, timeout=timeout, uses=("sums", "copies"))
         # Never used twice: hops of a bucket may be under way when another one is laid anew.
         self._numbers = itertools.count()
         self._keys = WeakIdKeyDictionary()  # of parameters, the key of their bucket
