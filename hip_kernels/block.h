@@ -185,8 +185,8 @@ HZ_DEVICE void butterflies_of_lanes(float (&x)[16], bool is_whole) {
 // Rotates the groups of all blocks that consist of such groups: a Walsh-Hadamard transform, the nearest elements first.
 // Every thread of the workgroup calls it; those without elements have numbers of no meaning.
 HZ_DEVICE void hadamard(const hz_bucket& bucket, const Place& at, float (&x)[16], float factor) {
-  const bool is_whole = at.element / bucket.block_size * bucket.block_size + bucket.block_size <= at.tensor.chunk ||
-                        (at.element < at.tensor.chunk && at.tensor.chunk % bucket.rotation == 0);
+  const hz_u32 chunk = at.tensor.chunk;
+  const bool is_whole = at.element < (chunk % bucket.rotation ? chunk / bucket.block_size * bucket.block_size : chunk);
   if (is_whole) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = mul(x[i], factor);

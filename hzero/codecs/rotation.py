@@ -10,13 +10,6 @@ import torch
 from hzero.sharding.records import RecordFormat
 
 
-def rotated_numel(chunk: int, fmt: RecordFormat) -> int:
-    """Elements of a record that are rotated, the first ones."""
-    if not fmt.rotation:
-        return 0
-    return chunk // fmt.block_size * fmt.block_size if chunk % fmt.rotation else chunk
-
-
 def rotate(rows: torch.Tensor, chunk: int, fmt: RecordFormat, factor: float = 1.0) -> None:
     """Multiplies float32 records, the rows of a matrix, by ``factor`` and rotates them, in place, where the format says so.
 
@@ -25,7 +18,9 @@ def rotate(rows: torch.Tensor, chunk: int, fmt: RecordFormat, factor: float = 1.
     own inverse but for a factor of 1 / rotation, a power of two.
     """
     size = fmt.rotation
-    whole = rotated_numel(chunk, fmt)
+    if not size:
+        return
+    whole = chunk // fmt.block_size * fmt.block_size if chunk % size else chunk
     if not whole:
         return
     groups = rows[:, :whole].reshape(-1, size) * factor

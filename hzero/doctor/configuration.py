@@ -88,13 +88,12 @@ def examine_configuration(
     """
     config = read_configuration(path)
     result: dict[str, Any] = {"file": str(path), "place": None, "in_effect": None, "autoload": autoload_state(environ)}
-    read, tensor = None, 1
+    read = None
     try:
         with _quiet():
             from hzero.zero.refusals import check_file
 
             read = check_file(config)
-            tensor = read.tensor_parallel_config.autotp_size
     except ConfigError as error:
         findings.add(UNUSABLE, f"{path}: {error}")
     block = find(config)
@@ -132,7 +131,7 @@ def examine_configuration(
     result["in_effect"] = f"{parsed.preset}, on the grid of the ranks that are started"
     try:
         grid, beside = _grid(parsed, grid, world_size), ""
-        if read is not None and tensor > 1:
+        if read is not None and (tensor := read.tensor_parallel_config.autotp_size) > 1:
             from hzero.zero import autotp
             from hzero.zero.partition import Partition
 
