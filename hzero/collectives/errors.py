@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hzero.collectives.record import Lane
+from hzero.collectives.recorder import shared_recorder
 from hzero.reasons import PeerError, PlainError
 
 
@@ -18,3 +20,18 @@ class DisagreementError(RuntimeError):
 
 class MissingPeerError(HopError, PeerError):
     """A hop failed or timed out since peers are gone or late. The message also says who did not come."""
+
+    @classmethod
+    def of(
+        cls, what: str, error: Exception | None = None, lane: Lane | None = None, number: int = 0
+    ) -> MissingPeerError:
+        """The error of a collective that has failed.
+
+        Args:
+            what: The collective, and how it ended.
+            error: What the library says of it.
+            lane: As for `Recorder.missing`.
+            number: As for `Recorder.missing`.
+        """
+        missing = shared_recorder().missing(lane, number)
+        return cls(f"{what}: {missing.text}" + (f" ({error})" if error is not None else ""), missing.ranks)

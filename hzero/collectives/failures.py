@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from hzero.collectives.errors import HopError, MissingPeerError
 from hzero.collectives.mpi_wires import shared_communicators
-from hzero.collectives.recorder import shared_recorder
 from hzero.config import TransportName
 from hzero.validation import some
 
@@ -46,9 +45,7 @@ def most_failures(
     except HopError:
         raise
     except RuntimeError as error:
-        missing = shared_recorder().missing()
-        raise MissingPeerError(
-            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {some([str(rank) for rank in ranks], 8)}: "
-            f"{missing.text} ({error})",
-            missing.ranks,
+        peers = some([str(rank) for rank in ranks], 8)
+        raise MissingPeerError.of(
+            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}", error
         ) from error

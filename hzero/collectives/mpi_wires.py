@@ -22,7 +22,6 @@ import torch.distributed as dist
 from hzero.collectives.errors import DisagreementError, MissingPeerError
 from hzero.collectives.pause import Pause
 from hzero.collectives.record import Lane
-from hzero.collectives.recorder import shared_recorder
 from hzero.topology.mpi import abort_at_exit, gpu_aware, import_mpi
 from hzero.validation import ConfigError, some
 
@@ -329,8 +328,7 @@ def _in_time(make: Callable[[], T], timeout_s: float, name: str) -> T:
         made = done.get(timeout=timeout_s)
     except queue.Empty:
         abort_at_exit()
-        missing = shared_recorder().missing()
-        raise MissingPeerError(f"{what}: no end within {timeout_s:g} s: {missing.text}", missing.ranks) from None
+        raise MissingPeerError.of(f"{what}: no end within {timeout_s:g} s") from None
     if isinstance(made, BaseException):
         raise MissingPeerError(f"{what}: {made}", ()) from made
     return made

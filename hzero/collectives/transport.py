@@ -115,9 +115,9 @@ class Pending:
                 raise HopError(f"{self._what()} failed: {error}") from error
             except RuntimeError as error:
                 waited = time.monotonic() - self._started
-                missing = shared_recorder().missing(self._lane[0] if self._lane else None, self._number)
-                raise MissingPeerError(
-                    f"{self._what()} failed after {waited:.1f} s: {missing.text} ({error})", missing.ranks
+                lane = self._lane[0] if self._lane else None
+                raise MissingPeerError.of(
+                    f"{self._what()} failed after {waited:.1f} s", error, lane, self._number
                 ) from error
             self._work = None
             if self._lane is not None:
