@@ -201,7 +201,7 @@ def _measure(settings: LinksSettings, start: Bootstrap, grid: Grid, device: torc
     if start.rank == 0:
         from hzero.bench.plot import draw
 
-        tiers = [tier for tier in grid.tiers if grid.size(tier) > 1]
+        tiers = grid.crossed
         links = LinksFile(
             schema=SCHEMA,
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from hzero.arguments import Parser
-from hzero.config import TIERS, UNCODED
+from hzero.config import UNCODED
 from hzero.model.footprint import footprint
 from hzero.model.profile import Profile
 from hzero.model.step import predict
@@ -359,7 +359,7 @@ def _measured(path: Path, grid: Grid) -> dict[str, Any]:
         "grid": dict(links.grid),
         "backend": links.backend,
         "device": links.device,
-        "tiers": {tier: links.tiers[tier].model_dump() for tier in grid.tiers if grid.size(tier) > 1},
+        "tiers": {tier: links.tiers[tier].model_dump() for tier in grid.crossed},
     }
 
 
@@ -378,7 +378,7 @@ def _layout_note(settings: Settings) -> list[str]:
     if settings.sequence.tensor > 1:
         notes = ["with sequence parallelism memory leaves out activations and the communicators of sequence groups"]
         grid, codecs = settings.sequence.tensor_grid, _plan_of(settings).codecs.sequence
-    if any(grid.size(tier) > 1 and codecs[tier].codec == "mpc" for tier in TIERS):
+    if any(codecs[tier].codec == "mpc" for tier in grid.crossed):
         notes.append(stages.MPC_NOTE)
     return notes
 

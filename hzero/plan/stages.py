@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
-from hzero.config import LOSSLESS, TIERS, Tier
+from hzero.config import Tier
 from hzero.formatting import size_text, table_of
 from hzero.plan.tables import TRAFFIC_HEAD, rates_of, say, show_groups, show_links, traffic_cells
 from hzero.settings.buffers import REDUCE_BUCKET, elements_of
 from hzero.settings.settings import Settings, model_numels
 from hzero.sharding import traffic as traffic_plan
 from hzero.sharding.memory import REDUCE_NUMEL
-from hzero.sharding.plan import ShardPlan
+from hzero.sharding.plan import ShardPlan, lossy_crossings
 from hzero.sharding.tensor_groups import stage_layers
 from hzero.validation import some
 
@@ -118,16 +117,13 @@ def _copies_note(settings: Settings, plan: ShardPlan, itemsize: int) -> list[str
         return []
     split, whole = (model_numels(model, ranks) for ranks in (layout.tensor, 1))
     copied = sum(numel for numel, same in zip(split, whole) if numel == same)
-    lossy = {
-        role
-        for role, tier in itertools.product(("gradients", "optimizer"), TIERS)
-        if layout.data_grid.size(tier) > 1 and plan.codecs[role][tier].codec not in LOSSLESS  # type: ignore[index]
-    }
+    roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
+    lossy = [role for role in roles if lossy_crossings(plan.codecs[role], layout.data_grid)]
     size = ("gradients" in lossy) * 4 * -(-copied // layout.data) + ("optimizer" in lossy) * itemsize * copied
     if not size:
         return []
     return [
-        f"after lossy codecs of {' and '.join(sorted(lossy))} tensor ranks take norms and biases, and embeddings that are not "
+        f"after lossy codecs of {' and '.join(lossy)} tensor ranks take norms and biases, and embeddings that are not "
         f"split, from the first of them: {size_text(size)} per step for a device of each stage together, in neither these "
         "tables nor the wire log"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import TIERS, Dimension, HZeroConfig, TopologyConfig
+from hzero.config import Dimension, HZeroConfig, TopologyConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
@@ -168,13 +168,13 @@ class Settings:
             key, parts, grid, groups, sent = of[dimension]
             if parts == 1:
                 raise ConfigError(f"zero.codecs.{dimension}: given without {key}, and so no {sent} are sent")
-            if all(grid.size(tier) == 1 or parsed.codecs[dimension][tier].codec == "none" for tier in TIERS):
-                crossed = ", ".join(tier for tier in TIERS if grid.size(tier) > 1) or "none"
+            codecs = {tier: parsed.codecs[dimension][tier].codec for tier in grid.crossed}
+            if all(codec == "none" for codec in codecs.values()):
                 raise ConfigError(
-                    f"zero.codecs.{dimension}: none on the tiers that {groups} of {grid.world_size} ranks cross ({crossed}), and "
-                    "so without effect"
+                    f"zero.codecs.{dimension}: none on the tiers that {groups} of {grid.world_size} ranks cross "
+                    f"({', '.join(codecs) or 'none'}), and so without effect"
                 )
-            narrow = [tier for tier in TIERS if grid.size(tier) > 1 and parsed.codecs[dimension][tier].codec == "exp"]
+            narrow = [tier for tier, codec in codecs.items() if codec == "exp"]
             if narrow and self.dtype != "bf16":
                 raise ConfigError(
                     f"zero.codecs.{dimension}.{narrow[0]}: found 'exp', which holds bfloat16 numbers, with train.dtype "

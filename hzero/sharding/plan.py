@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hzero.config import (
+    LOSSLESS,
     PLAIN,
     ROLES,
     SCOPES,
@@ -46,6 +47,11 @@ class Hop:
     tier: Tier
     size: int
     codec: CodecConfig
+
+
+def lossy_crossings(codecs: TierCodecs, grid: Grid) -> list[Tier]:
+    """The tiers that the ranks of a grid cross in a codec that loses something."""
+    return [tier for tier in grid.crossed if codecs[tier].codec not in LOSSLESS]
 
 
 def plain(hops: Sequence[Hop]) -> tuple[Hop, ...]:

@@ -213,7 +213,7 @@ def _there_and_back(
 ) -> list[TierTraffic]:
     """Bytes of a reduction over the tiers, from the innermost outwards, of a gather back, or of both; ``chunks`` are a rank's."""
     rows, found = grid.world_size, []
-    for tier in (tier for tier in grid.tiers if grid.size(tier) > 1):
+    for tier in grid.crossed:
         size, form = grid.size(tier), record_format(codecs[tier])
         left = rows // size  # rows that the reduction leaves, and that the gather begins with
         wire = 0
@@ -259,7 +259,7 @@ def sequence_traffic(
         One entry per tier of more than one rank, innermost first.
     """
     found = []
-    for tier in (tier for tier in grid.tiers if grid.size(tier) > 1):
+    for tier in grid.crossed:
         size, form = grid.size(tier), record_format(codecs[tier])
         others = 1 - 1 / size
         wire = [form.message_bytes([count // grid.world_size], grid.world_size, itemsize) for count in numels]

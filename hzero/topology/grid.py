@@ -92,6 +92,11 @@ class Grid:
         return tuple(tier for tier in TIERS if tier in BASE_TIERS or self.size(tier) > 1)
 
     @property
+    def crossed(self) -> tuple[Tier, ...]:
+        """The tiers that its ranks cross, those of more than one, innermost first."""
+        return tuple(tier for tier in TIERS if self.size(tier) > 1)
+
+    @property
     def scopes(self) -> tuple[Scope, ...]:
         """The scopes that this machine has, narrowest first; of two that end at the same of its `tiers` one, `world` at last."""
         found: dict[tuple[Tier, ...], Scope] = {}

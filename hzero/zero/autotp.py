@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from hzero.block import KEY
 from hzero.collectives import Communicator, for_dimension
 from hzero.collectives.activations import copy_to, reduce_from
-from hzero.config import TIERS, HZeroConfig, Tier, tiers_inside
+from hzero.config import HZeroConfig, Tier, tiers_inside
 from hzero.topology import Grid
 from hzero.validation import ConfigError, some
 from hzero.zero.partition import speaks
@@ -101,12 +101,11 @@ def give_back(module: torch.nn.Module, group: Communicator | None = None) -> Non
             del layer.hzero_group, layer.forward
 
 
-def _crossed(world: Grid | None, size: int) -> list[Tier]:
+def _crossed(world: Grid | None, size: int) -> tuple[Tier, ...]:
     """Tiers that AutoTP's tensor groups cross, all of them alike: neighbours in the order of ranks."""
     if world is None:
-        return list(tiers_inside("node"))  # outside which no tensor group is allowed
-    grid = world.of_ranks(range(size))
-    return [tier for tier in TIERS if grid.size(tier) > 1]
+        return tiers_inside("node")  # outside which no tensor group is allowed
+    return world.of_ranks(range(size)).crossed
 
 
 def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:

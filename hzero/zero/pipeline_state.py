@@ -18,8 +18,8 @@ from hzero.block import KEY
 from hzero.codecs import backends
 from hzero.collectives import Communicator, CommunicatorConfig, WireLog, for_dimension
 from hzero.collectives.recorder import world_timeout
-from hzero.config import LOSSLESS, TIERS, HZeroConfig, Tier
-from hzero.topology import Grid
+from hzero.config import LOSSLESS, HZeroConfig
+from hzero.sharding.plan import lossy_crossings
 from hzero.validation import ConfigError
 from hzero.zero.partition import Partition, ranks_of, speaks
 from hzero.zero.state import adopt, optimizer_bytes
@@ -73,7 +73,7 @@ class PipelineState:
         for communicator in (self.gradients, self.optimizer, self.pipeline):
             communicator.wire_log = self.wire_log
             self._communicators.add(communicator)
-        kept = set(config.error_feedback) & set(_lossy_tiers(config, "gradients", self.partition.grid))
+        kept = set(config.error_feedback) & set(lossy_crossings(config.codecs.gradients, self.partition.grid))
         for tier in config.error_feedback:
             if tier not in kept:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
@@ -111,7 +111,7 @@ class PipelineState:
         if (
             not tensors
             or dist.get_world_size(self._tensor) == 1
-            or not _lossy_tiers(self.config, role, self.partition.grid)
+            or not lossy_crossings(self.config.codecs[role], self.partition.grid)
         ):
             return
         small = [tensor for tensor in tensors if tensor.numel() < _SMALL]
@@ -138,7 +138,7 @@ class PipelineState:
     @property
     def lossy(self) -> bool:
         """Whether the weights that forward reads have lost something on their way."""
-        return bool(_lossy_tiers(self.config, "optimizer", self.partition.grid))
+        return bool(lossy_crossings(self.config.codecs.optimizer, self.partition.grid))
 
     def forget(self) -> None:
         """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
@@ -164,7 +164,7 @@ def check_module(module: Any, config: HZeroConfig) -> None:
     mpu = module.mpu()
     grid = Partition.of(mpu.get_data_parallel_group(), config.topology).grid
     roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
-    lossy = [(role, tier) for role in roles for tier in _lossy_tiers(config, role, grid)]
+    lossy = [(role, tier) for role in roles for tier in lossy_crossings(config.codecs[role], grid)]
     if not lossy:
         return
     role, tier = lossy[0]
@@ -206,8 +206,3 @@ def _unlike(module: torch.nn.Module, group: Any) -> str | None:
 def _digest(param: torch.Tensor) -> str:
     words = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha1(words.numpy().data, usedforsecurity=False).hexdigest()
-
-
-def _lossy_tiers(config: HZeroConfig, role: Literal["gradients", "optimizer"], grid: Grid) -> list[Tier]:
-    """The tiers that the data-parallel ranks cross in a codec that loses something."""
-    return [tier for tier in TIERS if grid.size(tier) > 1 and config.codecs[role][tier].codec not in LOSSLESS]
