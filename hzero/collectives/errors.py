@@ -28,10 +28,10 @@ class MissingPeerError(HopError, PeerError):
         """The error of a collective that has failed.
 
         Args:
-            what: The collective, and how it ended.
+            what: The collective, how it ended, and a colon, before who is missing.
             error: What the library says of it.
             lane: As for `Recorder.missing`.
             number: As for `Recorder.missing`.
         """
         missing = shared_recorder().missing(lane, number)
-        return cls(f"{what}: {missing.text}" + (f" ({error})" if error is not None else ""), missing.ranks)
+        return cls(f"{what}{missing.text}" + (f" ({error})" if error is not None else ""), missing.ranks)

@@ -47,5 +47,5 @@ def most_failures(
     except RuntimeError as error:
         peers = some([str(rank) for rank in ranks], 8)
         raise MissingPeerError.of(
-            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}", error
+            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: ", error
         ) from error

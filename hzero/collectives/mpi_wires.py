@@ -328,7 +328,7 @@ def _in_time(make: Callable[[], T], timeout_s: float, name: str) -> T:
         made = done.get(timeout=timeout_s)
     except queue.Empty:
         abort_at_exit()
-        raise MissingPeerError.of(f"{what}: no end within {timeout_s:g} s") from None
+        raise MissingPeerError.of(f"{what}: no end within {timeout_s:g} s: ") from None
     if isinstance(made, BaseException):
         raise MissingPeerError(f"{what}: {made}", ()) from made
     return made

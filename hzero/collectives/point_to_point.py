@@ -185,7 +185,7 @@ class PointToPoint:
         try:
             work = self._wires.message(message, other, sends=sends)
         except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
-            raise MissingPeerError.of(f"{what()} cannot start", error) from error
+            raise MissingPeerError.of(f"{what()} cannot start: ", error) from error
         count = shared_recorder().hops(lane, self._timeout.total_seconds(), lambda rank: sorted((own, peer)))
         return Pending(work, message, what, ends, lane=(lane, count))
 

@@ -117,7 +117,7 @@ class Pending:
                 waited = time.monotonic() - self._started
                 lane = self._lane[0] if self._lane else None
                 raise MissingPeerError.of(
-                    f"{self._what()} failed after {waited:.1f} s", error, lane, self._number
+                    f"{self._what()} failed after {waited:.1f} s: ", error, lane, self._number
                 ) from error
             self._work = None
             if self._lane is not None:
