@@ -65,7 +65,8 @@ def _split(numels: Sequence[int], limit: int) -> list[list[int]]:
             parts.append([])
         parts[-1].append(numel)
     if len(parts) > 1 and sum(parts[-1]) < limit // 100:  # a bias that is left over
-        parts[-2] += parts.pop()
+        bias = parts.pop()
+        parts[-1] += bias
     return parts
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.calibration import (
     Check,
@@ -159,6 +161,18 @@ def test_the_whole_machine_takes_less_than_a_second() -> None:
     found = _predicted("topo", 9408, micro_batch=2, accumulation=4)
     assert time.process_time() - start < 1
     assert found.step_s > _predicted("topo", 48, micro_batch=2, accumulation=4).step_s
+
+
+@given(bucket_numel=st.integers(1, 2 * 10**9), name=st.sampled_from(["gpt_neox_1m", "gpt_neox_125m", "gpt_neox_20b"]))
+def test_buckets_of_every_size_add_up_to_the_model(bucket_numel: int, name: str) -> None:
+    shape = gpt_neox_shape(_model(name))
+    buckets = model_buckets(shape, bucket_numel)
+    assert [numel for bucket in buckets for numel in bucket.numels] == shape.numels, "each parameter once, in order"
+    flops = shape.layers * (shape.layer_flops + shape.attention_flops) + shape.after_flops
+    assert sum(bucket.flops for bucket in buckets) == pytest.approx(flops)
+    largest = max(bucket.numel for bucket in buckets[1:-1])
+    left_over = bucket_numel // 100  # a bias
+    assert largest <= max(bucket_numel, *shape.layer) + left_over
 
 
 def test_small_models_are_gathered_together_and_kept() -> None:
