@@ -174,11 +174,17 @@ HZ_DEVICE void butterflies(float (&x)[16]) {
 // The same between the threads of a group, each with 16 of its elements.
 template <int M>
 HZ_DEVICE void butterflies_of_lanes(float (&x)[16], bool is_whole) {
+  // Half at a time where an exchange takes two steps: sixteen side by side take more registers than the rest of the
+  // kernel.
+#pragma unroll(M == 4 ? 1 : 2)
+  for (int done = 0; done < 16; done += 8) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float other = float_of(swap_lanes<M>(bits_of(x[i])));
-    const float turned = thread() & M ? sub(other, x[i]) : add(x[i], other);
-    x[i] = is_whole ? turned : x[i];
+    for (int i = 0; i < 8; ++i) {
+      const float other = float_of(swap_lanes<M>(bits_of(x[i])));
+      const float turned = thread() & M ? sub(other, x[i]) : add(x[i], other);
+      x[i] = is_whole ? turned : x[i];
+    }
+    rotate<8>(x);
   }
 }
 
@@ -310,6 +316,8 @@ HZ_DEVICE hz_u32 over_lanes(hz_u32 value, hz_u32 lanes) {
     if (thread() % HZ_WAVE == 0) waves[thread() / HZ_WAVE] = value;
     barrier();
     const hz_u32 first = thread() / lanes * lanes / HZ_WAVE;
+    // At most four: unrolled by eight, their reads take more registers than the rest of the kernel.
+#pragma unroll 1
     for (hz_u32 i = 0; i < lanes / HZ_WAVE; ++i) value = Choice::of(value, waves[first + i]);
   }
   return value;

@@ -22,22 +22,25 @@ from tests.kernels.emulated import FAMILIES, KERNELS
 COUNTS = {"encode": 12, "decode": 6, "decode_sum": 2, "decode_sum_encode": 8, "exponents": 5}
 
 
-def _compiler(architecture: str) -> list[str]:
-    """A command that compiles HIP: hipcc for gfx90a if it is installed, otherwise the clang of ziglang, or a skipped test."""
-    hipcc = shutil.which("hipcc") or shutil.which("hipcc", path="/opt/rocm/bin")
-    if hipcc and architecture == "gfx90a":  # that of Debian knows no gfx942
+def _compiler(name: str) -> list[str]:
+    """A command that compiles HIP, or a skipped test."""
+    if name == "hipcc":
+        hipcc = shutil.which("hipcc") or shutil.which("hipcc", path="/opt/rocm/bin")
+        if hipcc is None:
+            pytest.skip("hipcc is not installed")
         return [hipcc, "--cuda-device-only"]
     if importlib.util.find_spec("ziglang") is None:
         pytest.skip("ziglang is not installed")
     return [sys.executable, "-m", "ziglang", "clang", "-x", "hip", "--offload-device-only", "-nogpuinc", "-nogpulib"]
 
 
-@pytest.fixture(scope="module", params=["gfx90a", "gfx942"])
+# Two compilers, years apart: a kernel near its limits fits one of them only. Debian's hipcc does not support gfx942.
+@pytest.fixture(scope="module", params=["hipcc-gfx90a", "clang-gfx90a", "clang-gfx942"])
 def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Assembly of each family."""
-    architecture = request.param
-    command = [*_compiler(architecture), "-O3", "-std=c++17", f"--offload-arch={architecture}", "-S"]
-    out = tmp_path_factory.mktemp(architecture)
+    compiler, architecture = request.param.split("-")
+    command = [*_compiler(compiler), "-O3", "-std=c++17", f"--offload-arch={architecture}", "-S"]
+    out = tmp_path_factory.mktemp(request.param)
     env = {**os.environ, "HIP_PLATFORM": "amd"}
     running = {}
     for family in FAMILIES:
