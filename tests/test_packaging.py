@@ -279,6 +279,24 @@ def test_setup_compiles_and_keeps_the_torch_of_the_site(
     ]
     assert not library.exists()
 
+    # torch loads hzero, and lives on when the checkout has gone.
+    script = "import sys, site; site.addsitedir(sys.argv[1]); import torch; print('hzero' in sys.modules)"
+    packages = _own_packages(venv)
+
+    def import_torch(**env: str) -> tuple[str, list[str]]:
+        paths = os.pathsep.join(map(str, [packages, *_site_packages()]))
+        done = _run([sys.executable, "-S", "-c", script, str(packages)], tmp_path, {"PYTHONPATH": paths, **env})
+        return done.stdout.strip(), [line for line in done.stderr.splitlines() if line.startswith("hzero:")]
+
+    assert import_torch() == ("True", [])
+    source.rename(moved := source.with_name("moved"))
+    try:
+        loaded, (said,) = import_torch()
+        assert loaded == "False" and "so it is off: ModuleNotFoundError: No module named 'hzero'; install it again" in said
+        assert import_torch(HZERO_AUTOLOAD="0") == ("False", [])
+    finally:
+        moved.rename(source)
+
 
 def test_the_way_written_down_for_an_accelerator_keeps_its_torch(site: Path, hipcc: str, tmp_path: Path) -> None:
     page = (ROOT / "docs/installation.md").read_text()

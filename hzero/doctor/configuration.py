@@ -173,7 +173,7 @@ def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def autoload_state(environ: Mapping[str, str] = os.environ) -> str:
     """``on``, or ``off`` with the reason: whether torch loads hzero by itself."""
-    if not any(entry.value.startswith("hzero.") for entry in entry_points(group="torch.backends")):
+    if not any(entry.name == "hzero" for entry in entry_points(group="torch.backends")):
         return "off, since hzero is not installed as a package"
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return f"off by TORCH_DEVICE_BACKEND_AUTOLOAD={environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}"

@@ -325,7 +325,7 @@ def test_what_is_wrong_with_a_configuration_is_named(
 def test_what_keeps_a_configuration_from_taking_effect_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = metadata.EntryPoint("hzero", "hzero.autoload:autoload", "torch.backends")
+    entry = metadata.EntryPoint("hzero", "hzero_autoload:autoload", "torch.backends")
     monkeypatch.setattr("hzero.doctor.configuration.entry_points", lambda group: [entry])
     for environ, status, says in (
         ({}, GOOD, "on"),

@@ -26,7 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("site")
     info = folder / "hzero_entry-0.1.dist-info"
     info.mkdir()
-    entry = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "hzero.autoload" in line)
+    entry = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "hzero_autoload" in line)
     (info / "entry_points.txt").write_text("[torch.backends]\n" + entry.replace('"', "") + "\n")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hzero-entry\nVersion: 0.1\n")
     return folder
