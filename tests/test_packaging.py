@@ -292,7 +292,9 @@ def test_setup_compiles_and_keeps_the_torch_of_the_site(
     source.rename(moved := source.with_name("moved"))
     try:
         loaded, (said,) = import_torch()
-        assert loaded == "False" and "so it is off: ModuleNotFoundError: No module named 'hzero'; install it again" in said
+        assert (
+            loaded == "False" and "so it is off: ModuleNotFoundError: No module named 'hzero'; install it again" in said
+        )
         assert import_torch(HZERO_AUTOLOAD="0") == ("False", [])
     finally:
         moved.rename(source)

@@ -14,7 +14,7 @@ from typing import Any
 from hzero import __version__
 from hzero.arguments import Parser
 from hzero.doctor.configuration import autoload_state, examine_configuration, examine_deepspeed
-from hzero.doctor.environment import examine_environment
+from hzero.doctor.environment import examine_environment, site_of
 from hzero.doctor.links import examine_links, examine_peer_access
 from hzero.doctor.mpi import examine_mpi, started_by_mpi
 from hzero.doctor.show import show
@@ -184,9 +184,10 @@ def examine(
         findings.add(DEGRADED, f"torch {torch.__version__} sees no GPU, but {devices} were found: {why}")
     if "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics)):
         hosts = len({row["host"] for row in ranks})
-        environment = examine_environment(findings, environ, hosts if start.world_size > 1 else None)
+        nodes = hosts if start.world_size > 1 else None
+        environment = examine_environment(findings, environ, nodes, site_of(environ, expected))
     elif devices:
-        findings.add(GOOD, "no Slingshot NIC found, so the variables of OLCF's guide are not judged")
+        findings.add(GOOD, "no Slingshot NIC found, so the variables of sites with Slingshot are not judged")
     return _result(
         findings,
         ranks=ranks,

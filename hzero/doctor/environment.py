@@ -1,4 +1,4 @@
-"""The environment of a process on a machine with Slingshot: RCCL's plug-in, and the variables that OLCF's guide sets."""
+"""The environment of a process on a machine with Slingshot: RCCL's plug-in, and the variables that the site's guide sets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hzero.doctor.verdict import DEGRADED, UNUSABLE, Findings
+from hzero.topology.machine import Machine
+
+#: A machine with Slingshot that is none of those with a guide of their own.
+OTHER = "other"
+SITES = ("frontier", "lumi", OTHER)
 
 
 @dataclass(frozen=True)
@@ -18,24 +23,30 @@ class Variable:
 
     Attributes:
         name: Its name.
-        good: Values that are as they should be, ``*`` standing for anything; the first is the one to set.
+        good: Values that are as they should be, ``*`` standing for anything; the first is the one to set. Empty: it should
+            not be set.
         reason: The fault that it avoids.
         fatal: Values with which a run hangs.
+        sites: Where it is judged, of `SITES`.
     """
 
     name: str
     good: tuple[str, ...]
     reason: str
     fatal: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ("frontier", OTHER)
 
 
-#: The OLCF user guide's settings for RCCL on Frontier (July 2026), with what each avoids; the last three are hzero's own,
-#: by AMD's guides, and not measured.
+#: The OLCF user guide's settings for RCCL on Frontier (July 2026), with what each avoids, which other machines with Slingshot
+#: mostly share; the last three are hzero's own, by AMD's guides, and not measured. LUMI's guides name few, and leave
+#: libfabric's to the container. ``slurm/SITE.env`` sets them.
 VARIABLES = (
     Variable("NCCL_NET", ("OFI", "AWS Libfabric"), "else RCCL may fall back to TCP in silence"),
     Variable("NCCL_CROSS_NIC", ("1",), "rings may change NICs between nodes"),
-    Variable("NCCL_NET_GDR_LEVEL", ("PHB", "3"), "NICs read GCD memory directly"),
-    Variable("NCCL_SOCKET_IFNAME", ("hsn0,hsn1,hsn2,hsn3", "hsn0", "hsn"), "RCCL starts over the fabric"),
+    Variable("NCCL_NET_GDR_LEVEL", ("PHB", "3"), "NICs read GCD memory directly", sites=("frontier",)),
+    # lumi-ai-factory/laifs-container-recipes#28, #30; removed from LUMI's guide by LUMI-AI-Guide#97 (2026-05-04).
+    Variable("NCCL_NET_GDR_LEVEL", (), "starts on several nodes hang in LUMI's ROCm 7.0 container", sites=("lumi",)),
+    Variable("NCCL_SOCKET_IFNAME", ("hsn0,hsn1,hsn2,hsn3", "hsn0", "hsn"), "RCCL starts over the fabric", sites=SITES),
     Variable("FI_MR_CACHE_MONITOR", ("kdreg2", "userfaultfd", "disabled"), "memhooks deadlocks", ("memhooks",)),
     Variable("FI_CXI_RDZV_PROTO", ("alt_read",), "with #SBATCH --network=disable_rdzv_get"),
     Variable("FI_CXI_RDZV_EAGER_SIZE", ("0",), "of the guide's rendezvous settings"),
@@ -46,8 +57,8 @@ VARIABLES = (
     Variable("FI_CXI_DEFAULT_TX_SIZE", ("2048",), "bounds the messages under way (fi_cxi)"),
     Variable("FI_CXI_DISABLE_HOST_REGISTER", ("1",), "registering host buffers can deadlock"),
     Variable("HSA_FORCE_FINE_GRAIN_PCIE", ("1",), "NICs and devices see each other's writes"),
-    Variable("MIOPEN_USER_DB_PATH", ("/tmp/*",), "its locks fail on shared file systems"),
-    Variable("MIOPEN_CUSTOM_CACHE_DIR", ("/tmp/*",), "its locks fail on shared file systems"),
+    Variable("MIOPEN_USER_DB_PATH", ("/tmp/*",), "its locks fail on shared file systems", sites=SITES),
+    Variable("MIOPEN_CUSTOM_CACHE_DIR", ("/tmp/*",), "its locks fail on shared file systems", sites=SITES),
     Variable("GPU_MAX_HW_QUEUES", ("8", "*"), "streams of tiers share queues, 4 by default"),
     Variable("NCCL_MIN_NCHANNELS", ("16", "[1-9]", "[1-5][0-9]", "6[0-4]"), "RCCL does not tune groups of a tier"),
     Variable("HIP_FORCE_DEV_KERNARG", ("1",), "kernels read arguments from device memory"),
@@ -58,8 +69,18 @@ _ONE_NODE = ("NCCL_NET", "Socket")
 _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-net-ofi.so")
 
 
+def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
+    """One of `SITES`: the preset that the user expects, or the cluster that Slurm or the modules name.
+
+    Links cannot tell, since LUMI's nodes are Frontier's.
+    """
+    named = expected.source.removeprefix("preset ") if expected is not None else ""
+    cluster = environ.get("SLURM_CLUSTER_NAME") or environ.get("LMOD_SYSTEM_NAME") or ""
+    return next((name for name in (named, cluster.lower()) if name in SITES), OTHER)
+
+
 def examine_environment(
-    findings: Findings, environ: Mapping[str, str] = os.environ, nodes: int | None = None
+    findings: Findings, environ: Mapping[str, str] = os.environ, nodes: int | None = None, site: str = OTHER
 ) -> list[dict[str, Any]]:
     """One row per variable: the value found, the value expected, why, and a remark where they differ.
 
@@ -67,17 +88,25 @@ def examine_environment(
         findings: Takes what is not as it should be.
         environ: The environment.
         nodes: Nodes of the job; None where that is not known.
+        site: One of `SITES`.
     """
     rows: list[tuple[str, str | None, str, str, str]] = []
-    for variable in VARIABLES:
+    for variable in (variable for variable in VARIABLES if site in variable.sites):
         found = environ.get(variable.name)
-        good = found is not None and any(fnmatch.fnmatchcase(found, value) for value in variable.good)
+        good = any(fnmatch.fnmatchcase(found, value) for value in variable.good) if found else not variable.good
         good |= (variable.name, found) == _ONE_NODE and nodes in (None, 1)
         stands = "is not set" if found is None else f"is {found!r}"
-        remark = "" if good else f"{variable.name} {stands}, expected {variable.good[0]}: {variable.reason}"
+        wanted = variable.good[0] if variable.good else "not set"
+        remark = "" if good else f"{variable.name} {stands}, expected {wanted}: {variable.reason}"
         if remark:
             findings.add(UNUSABLE if found in variable.fatal else DEGRADED, remark)
-        rows.append((variable.name, found, variable.good[0], variable.reason, remark))
+        rows.append((variable.name, found, wanted, variable.reason, remark))
+    if site != "lumi":  # whose container brings the plug-in
+        rows.append(_plugin_row(findings, environ))
+    return [dict(zip(("name", "found", "expected", "reason", "remark"), row)) for row in rows]
+
+
+def _plugin_row(findings: Findings, environ: Mapping[str, str]) -> tuple[str, str | None, str, str, str]:
     plugin = rccl_plugin(environ)
     remark = ""
     if plugin is None and environ.get("NCCL_NET") != "Socket":
@@ -86,8 +115,7 @@ def examine_environment(
         name = environ.get("NCCL_NET_PLUGIN") or _PLUGINS[0]
         remark = f"RCCL's network plug-in ({name}) is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
         findings.add(UNUSABLE if required else DEGRADED, remark)
-    rows.append(("RCCL plug-in", plugin, _PLUGINS[0], "carries RCCL over libfabric", remark))
-    return [dict(zip(("name", "found", "expected", "reason", "remark"), row)) for row in rows]
+    return "RCCL plug-in", plugin, _PLUGINS[0], "carries RCCL over libfabric", remark
 
 
 def rccl_plugin(environ: Mapping[str, str] = os.environ) -> str | None:

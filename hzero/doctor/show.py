@@ -46,7 +46,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     if environment:
         wrong = [row for row in environment if row["remark"]]
         good = len(environment) - len(wrong)
-        console.print(f"environment: {good} of {len(environment)} settings as in OLCF's guide")
+        console.print(f"environment: {good} of {len(environment)} settings as expected")
         rows = [(row["name"], row["found"] or "not set", row["expected"], row["reason"]) for row in wrong]
         show_table(console, ("setting", "found", "expected", "why"), rows)
     operators = []
