@@ -27,20 +27,21 @@ AUTO = "auto"
 
 
 def examine_deepspeed(findings: Findings) -> str:
-    """How many functions of DeepSpeed are as the stage expects; every other one is a finding."""
+    """The installed version of DeepSpeed and what hzero supports there; every function that differs is a finding."""
     try:
         with _quiet():
-            from hzero.zero import overridden
+            from hzero.zero import versions
     except ImportError as error:
         findings.add(UNUSABLE, f"deepspeed cannot be used: {error}")
         return str(error)
-    other = list(overridden.differences())
+    other = list(versions.differences())
     findings.add(UNUSABLE, *(f"deepspeed has another {one}" for one in other))
     try:
-        overridden.check_version()
+        versions.check_deepspeed()
     except ConfigError as error:
         findings.add(UNUSABLE, *([] if other else [str(error)]))
-    return f"{overridden.COUNT - len(other)} of {overridden.COUNT} functions are as the stage expects"
+        return str(error)
+    return versions.describe()
 
 
 @contextlib.contextmanager

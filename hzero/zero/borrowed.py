@@ -14,7 +14,7 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
 
     Args:
         function: A plain function, such as an unbound method, without a closure.
-        **names: Names that its code looks up in its module (`hzero.zero.overridden` checks that it does).
+        **names: Names that its code looks up in its module (`hzero.zero.versions` checks that it does).
     """
     assert isinstance(function, types.FunctionType) and function.__closure__ is None
     return types.FunctionType(

@@ -42,6 +42,7 @@ class Gradients:
     Attributes:
         bucket_numel: The same; may be set later.
         reductions: Seeds of stochastic rounding that were made so far; the next ones count on.
+        complete: Ids of the parameters whose gradient the last micro-step of the current window has delivered.
     """
 
     def __init__(self, collectives: TieredCollectives, routes: Routes, bucket_numel: int) -> None:
@@ -55,6 +56,7 @@ class Gradients:
         self._accumulators = Accumulators(dtype, collectives.used)
         self._waiting: dict[int, ZeroParameter] = {}
         self._arrived: set[int] = set()
+        self.complete: set[int] = set()
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
         self._error: BaseException | None = None
         self._crossing: list[tuple[list[ZeroParameter], torch.dtype, Chain[list[torch.Tensor]]]] = []
@@ -317,6 +319,7 @@ class Gradients:
         self._crossing.clear()
         self._waiting.clear()
         self._arrived.clear()
+        self.complete.clear()
         self._accumulators.clear()
         if self._collectives.feedback is not None:
             self._collectives.feedback.discard()

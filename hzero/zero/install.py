@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
@@ -19,13 +20,13 @@ from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
 from hzero.zero import autotp
-from hzero.zero.overridden import check_deepspeed
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
 from hzero.zero.pipeline_state import PipelineState
 from hzero.zero.refusals import check_config, check_pipeline, read_block, sets_persistence_threshold
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
+from hzero.zero.versions import check_deepspeed
 from hzero.zero.weights import Weights
 
 
@@ -65,8 +66,9 @@ def _checked(stock: Any) -> Any:
     def check(self: DeepSpeedEngine) -> None:
         config = read_block(self._config._param_dict)
         if config is not None:
-            check_config(self._config, self.optimizer_name(), pipeline=self.pipeline_parallelism)
-            if self.pipeline_parallelism:
+            pipeline = isinstance(self, PipelineEngine)
+            check_config(self._config, self.optimizer_name(), pipeline=pipeline)
+            if pipeline:
                 check_mpu(self.mpu, config.topology)
                 check_pipeline(self._config, config)
                 if not isinstance(self, HZeroPipelineEngine):  # such as DualPipeVEngine

@@ -14,6 +14,7 @@ from hzero.config import TIERS, HZeroConfig
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
+from hzero.zero.versions import check_features, uses_experts
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
 ZeroParameter: TypeAlias = Any
@@ -47,6 +48,7 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
     Raises:
         ConfigError: Naming the key, what was found and what is possible.
     """
+    check_features(config, pipeline=pipeline)
     zero = config.zero_config
     if pipeline and zero.stage != 1:
         raise ConfigError(
@@ -64,12 +66,7 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
         ("compile.deepcompile", True, bool(getattr(config.compile_config, "deepcompile", False)), "false"),
         ("hybrid_engine.enabled", True, bool(config.hybrid_engine.enabled), "false"),
         ("zero_optimization.zenflow", "a block", zero.zenflow is not None, "no such key"),
-        (
-            "expert_parallel (AutoEP)",
-            "enabled",
-            bool(getattr(config.expert_parallel_config, "enabled", False)),
-            "disabled",
-        ),
+        ("expert_parallel (AutoEP)", "enabled", uses_experts(config), "disabled"),
         (
             "zero_optimization.offload_optimizer.super_offload",
             True,

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import find
 from hzero.collectives import blaming, shared_recorder
-from hzero.zero import saved
+from hzero.zero import saved, versions
 from hzero.zero.guard import DivergenceError
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.state import StageState
@@ -62,7 +62,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                 params_to_reduce,
                 communication_data_type,
                 float(self.loss_scale),
-                last=self.is_gradient_accumulation_boundary(),
+                last=versions.at_boundary(self),
                 deliver=self._deliver,
             )
         except BaseException:
@@ -91,17 +91,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         come of them.
         """
         super().independent_gradient_partition_epilogue()
-        if self.is_gradient_accumulation_boundary():
+        if versions.at_boundary(self):
             self._cross_boundary()
-            if self.offload_optimizer:
-                # Stock moves to the host only what the last micro-step delivered.
-                self._finalize_offload_gradient_accumulation()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Unmanaged accumulation: the engine calls this first thing in ``step``."""
-        self.set_gradient_accumulation_boundary(True)
+        versions.set_boundary(self)
         self._cross_boundary()
-        super().finalize_gradient_accumulation_boundary()
 
     def step(self, closure: Any = None) -> None:
         """Stock step, after gradients that still wait have crossed."""
@@ -166,6 +162,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _cross_boundary(self) -> None:
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
+            if self.offload_optimizer:
+                self._offload_earlier()
             self._silence()
             # The host is about to wait anyway, and nothing has been stepped.
             with self.hzero.gradients.all_or_nothing():
@@ -189,9 +187,24 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                     [shards[i].to(self.gradient_accumulation_dtype) for i in chosen],
                 )
         gradients.arrive(params)
-        if self.is_gradient_accumulation_boundary():
-            # Stock has moved these to the host, where the optimizer states are; see the epilogue.
-            self._offload_boundary_param_ids.difference_update(param.ds_id for param in params)
+        if versions.at_boundary(self):
+            gradients.complete.update(param.ds_id for param in params)
+
+    def _offload_earlier(self) -> None:
+        """Moves gradients to the host that only earlier micro-steps delivered; stock moves the last micro-step's only."""
+        gradients = self.hzero.gradients
+        earlier = [
+            param
+            for param in itertools.chain.from_iterable(self.fp16_groups)
+            if gradients.arrived(param) and param.ds_id not in gradients.complete
+        ]
+        sums = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        device = get_accelerator().current_device_name()
+        with self._as_micro_step(0):  # stock copies what it has onto itself, and then to the host
+            super().partition_grads(
+                [_Receiver(param) for param in earlier], [sums[param.ds_id].to(device) for param in earlier]
+            )
+        gradients.complete.update(param.ds_id for param in earlier)
 
     @contextlib.contextmanager
     def _as_micro_step(self, micro_step: int) -> Iterator[None]:

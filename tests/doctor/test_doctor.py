@@ -381,14 +381,24 @@ def test_what_keeps_a_configuration_from_taking_effect_is_named(
 
 
 def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hzero.zero import overridden
+    from hzero.zero import versions
 
     findings = Findings()
-    assert examine_deepspeed(findings) == f"{overridden.COUNT} of {overridden.COUNT} functions are as the stage expects"
+    assert examine_deepspeed(findings).startswith(f"{metadata.version('deepspeed')}: stage 3 is supported")
     assert findings.status == GOOD
-    monkeypatch.setattr(overridden.DeepSpeedZeroOptimizer_Stage3, "partition_grads", lambda self, others: None)
-    assert (
-        examine_deepspeed(findings).startswith(f"{overridden.COUNT - 1} of {overridden.COUNT}")
-        and findings.status == UNUSABLE
-    )
+    monkeypatch.setattr(versions.DeepSpeedZeroOptimizer_Stage3, "partition_grads", lambda self, others: None)
+    assert "has another DeepSpeedZeroOptimizer_Stage3.partition_grads" in examine_deepspeed(findings)
+    assert findings.status == UNUSABLE
     assert "deepspeed has another DeepSpeedZeroOptimizer_Stage3.partition_grads" in findings.remarks[0]
+
+
+def test_doctor_names_what_another_version_of_deepspeed_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hzero.zero import versions
+
+    findings = Findings()
+    monkeypatch.delattr(versions.DeepSpeedZeroOptimizer, "_build_compact_grad_partition_buffer", raising=False)
+    assert "pipeline stages (deepspeed >=0.19.8)" in examine_deepspeed(findings)
+    assert findings.status == GOOD
+    monkeypatch.setattr(versions.deepspeed, "__version__", "0.18.5")
+    assert examine_deepspeed(findings) == "deepspeed: found 0.18.5; hzero supports deepspeed >=0.18.6,<0.20"
+    assert findings.status == UNUSABLE

@@ -11,7 +11,7 @@ import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.validation import ConfigError
-from hzero.zero.overridden import check_deepspeed
+from hzero.zero.versions import check_deepspeed
 from tests.zero.training import TOPOLOGY, block_of, ds_config, engine_of
 
 
@@ -64,13 +64,13 @@ def check_unsupported_features_are_refused_by_name() -> None:
 
 
 def check_other_versions_of_deepspeed_are_refused() -> None:
-    for version in ("0.19.8", "0.19.9+rocm", "0.19.12"):
+    for version in ("0.18.6", "0.18.12", "0.19.0", "0.19.8", "0.19.9+rocm"):
         with mock.patch.object(deepspeed, "__version__", version):
             check_deepspeed()
-    for version in ("0.18.9", "0.19.7", "0.20.0", "1.0.0"):
+    for version in ("0.17.6", "0.18.5", "0.20.0", "1.0.0"):
         with (
             mock.patch.object(deepspeed, "__version__", version),
-            pytest.raises(ConfigError, match=rf"deepspeed {version} found; .*>=0.19.8,<0.20"),
+            pytest.raises(ConfigError, match=rf"deepspeed: found {version}; .*>=0.18.6,<0.20"),
         ):
             check_deepspeed()
 

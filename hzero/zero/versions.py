@@ -1,12 +1,14 @@
-"""What the stage overrides or calls in DeepSpeed: the one list that a new release is checked against.
+"""The supported versions of DeepSpeed: what the stage overrides or calls in them, and how they differ.
 
-`hzero.enable` checks it, and ``hzero doctor`` names every difference, also in versions that the stage does not support.
+No other module depends on the version. `hzero.enable` checks the lists below against the installed version, and
+``hzero doctor`` names every difference, also in versions that the stage does not support.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import deepspeed
@@ -18,14 +20,17 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from hzero.block import KEY
 from hzero.validation import ConfigError
 
 #: The versions supported: the first, and the first that is not.
-VERSIONS = ((0, 19, 8), (0, 20))
-SUPPORTED = "hzero supports deepspeed >=0.19.8,<0.20"
+VERSIONS = ((0, 18, 6), (0, 20))
+SUPPORTED = "hzero supports deepspeed >=0.18.6,<0.20"
+#: What only newer ones of them can do: the first that can.
+NEWER = {"pipeline stages": "0.19.8", "managed_gradient_accumulation false": "0.19.4"}
 
 #: Methods that the stage overrides, wraps or calls, with the arguments that it relies on. Taken from DeepSpeed 0.19.8.
-EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+STAGE3: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedConfig, "_initialize_params", ("self", "param_dict")),
     (DeepSpeedEngine, "_do_sanity_check", ("self",)),
     (DeepSpeedZeRoOffload, "__init__", ("self", "module", "timers", "ds_config")),
@@ -40,7 +45,6 @@ EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "backward_prologue", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "backward_epilogue", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "independent_gradient_partition_epilogue", ("self",)),
-    (DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),
     (DeepSpeedZeroOptimizer_Stage3, "step", ("self", "closure")),
     (DeepSpeedZeroOptimizer_Stage3, "_update_scale", ("self", "has_overflow")),
@@ -51,10 +55,12 @@ EXPECTED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "load_state_dict", ("self", "state_dict_list")),
     (DeepSpeedZeroOptimizer_Stage3, "offload_states", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "get_fp32_grad_partitions", ("self",)),
-    (DeepSpeedZeroOptimizer_Stage3, "_finalize_offload_gradient_accumulation", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (DeepSpeedZeroOptimizer_Stage3, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
     (DeepSpeedZeroOptimizer_Stage3, "reload_states", ("self", "non_blocking")),
+)
+#: The same of engines with pipeline stages.
+PIPELINE: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (PipelineEngine, "train_batch", ("self", "data_iter")),
     (PipelineEngine, "eval_batch", ("self", "data_iter")),
     (PipelineEngine, "get_data_types", ("self",)),
@@ -90,20 +96,13 @@ ON_PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: How many functions `differences` looks at.
-COUNT = len(EXPECTED) + len(NAMES) + len(ON_PARAMETERS)
+#: How many functions `differences` and `differences_of_pipelines` look at.
+COUNT = len(STAGE3) + len(ON_PARAMETERS) + len(PIPELINE) + len(NAMES)
 
 
 def differences() -> Iterator[str]:
-    """Whatever the stage relies on and this DeepSpeed lacks or has otherwise, one line each."""
-    for owner, name, arguments in EXPECTED:
-        method = getattr(owner, name, None)
-        yield from _compared(f"{owner.__name__}.{name}", _arguments(method) if method is not None else None, arguments)
-    for owner, name, used in NAMES:
-        method = getattr(owner, name, None)
-        code = getattr(method, "__code__", None)
-        if code is None or used not in code.co_names:
-            yield f"{owner.__name__}.{name} than the stage expects (it does not use {used})"
+    """Whatever stage 3 relies on and this DeepSpeed lacks or has otherwise, one line each."""
+    yield from _changed(STAGE3)
     owner, name = MAKER
     made = {
         code.co_name: code.co_varnames[: code.co_argcount]
@@ -114,26 +113,100 @@ def differences() -> Iterator[str]:
         yield from _compared(f"{owner.__name__}.{name} -> {inner}", made.get(inner), arguments)
 
 
+def differences_of_pipelines() -> Iterator[str]:
+    """`differences` of what pipeline stages rely on."""
+    yield from _changed(PIPELINE)
+    for owner, name, used in NAMES:
+        method = getattr(owner, name, None)
+        code = getattr(method, "__code__", None)
+        if code is None or used not in code.co_names:
+            yield f"{owner.__name__}.{name} than the stage expects (it does not use {used})"
+
+
 def check_deepspeed() -> None:
     """Checks that the stage supports this DeepSpeed.
 
     Raises:
-        ConfigError: The version is outside ``>=0.19.8,<0.20``, or something of `differences`.
+        ConfigError: The version is outside ``>=0.18.6,<0.20``, or something of `differences`.
     """
-    check_version()
+    if not VERSIONS[0] <= installed() < VERSIONS[1]:
+        raise ConfigError(f"deepspeed: found {deepspeed.__version__}; {SUPPORTED}")
     for difference in differences():
         raise ConfigError(f"deepspeed {deepspeed.__version__} has another {difference}; {SUPPORTED}")
 
 
-def check_version() -> None:
-    """Checks the version of DeepSpeed alone.
+def check_features(config: DeepSpeedConfig, *, pipeline: bool | None) -> None:
+    """Refuses what a newer version of DeepSpeed can do, and the installed one cannot.
+
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        pipeline: Whether the model is a ``PipelineModule``; None where nobody knows.
 
     Raises:
-        ConfigError: It is outside ``>=0.19.8,<0.20``.
+        ConfigError: Naming the feature, and the first version that has it.
     """
-    numbers = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3] if part.isdigit())
-    if not VERSIONS[0] <= numbers < VERSIONS[1]:
-        raise ConfigError(f"deepspeed {deepspeed.__version__} found; {SUPPORTED}")
+    missing = lacking()
+    if pipeline and "pipeline stages" in missing:
+        raise ConfigError(_needs("PipelineModule", "pipeline stages"))
+    unmanaged = config._param_dict.get("managed_gradient_accumulation", True) is False
+    if unmanaged and "managed_gradient_accumulation false" in missing:  # such a version ignores the key
+        raise ConfigError(_needs("managed_gradient_accumulation: found False", "managed_gradient_accumulation false"))
+
+
+def lacking() -> list[str]:
+    """What the installed version cannot do of `NEWER`."""
+    found = []
+    if next(differences_of_pipelines(), None) is not None:
+        found.append("pipeline stages")
+    if not hasattr(DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary"):
+        found.append("managed_gradient_accumulation false")
+    return found
+
+
+def describe() -> str:
+    """The installed version and what the stage supports there, on one line."""
+    missing = [f"{feature} (deepspeed >={NEWER[feature]})" for feature in lacking()]
+    return f"{deepspeed.__version__}: stage 3 is supported; {', '.join(missing) or 'nothing'} missing"
+
+
+def installed() -> tuple[int, ...]:
+    """The numbers of the installed version."""
+    return tuple(int(number) for number in re.findall(r"\d+", deepspeed.__version__.split("+")[0])[:3])
+
+
+def _needs(found: str, feature: str) -> str:
+    return f"{found}, with deepspeed {deepspeed.__version__}; {KEY} supports {feature} with deepspeed >={NEWER[feature]},<0.20"
+
+
+# ---- what differs -----------------------------------------------------------------------------------------------------
+
+
+def uses_experts(config: DeepSpeedConfig) -> bool:
+    """Whether a configuration asks for AutoEP, which DeepSpeed has since 0.19.2."""
+    return bool(getattr(getattr(config, "expert_parallel_config", None), "enabled", False))
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether an optimizer is in the last micro-step of a window: a method since DeepSpeed 0.19.5, a value before it."""
+    found = optimizer.is_gradient_accumulation_boundary
+    return bool(found() if callable(found) else found)
+
+
+def set_boundary(optimizer: Any) -> None:
+    """Puts an optimizer into the last micro-step of its window."""
+    if callable(optimizer.is_gradient_accumulation_boundary):
+        optimizer.set_gradient_accumulation_boundary(True)
+    else:
+        optimizer.is_gradient_accumulation_boundary = True
+
+
+# ---- comparison -------------------------------------------------------------------------------------------------------
+
+
+def _changed(expected: Iterable[tuple[type, str, tuple[str, ...]]]) -> Iterator[str]:
+    for owner, name, arguments in expected:
+        method = getattr(owner, name, None)
+        yield from _compared(f"{owner.__name__}.{name}", _arguments(method) if method is not None else None, arguments)
 
 
 def _compared(what: str, found: tuple[str, ...] | None, expected: tuple[str, ...]) -> Iterator[str]:

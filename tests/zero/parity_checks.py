@@ -1,0 +1,107 @@
+"""Preset ``lossless`` against stock ZeRO-3, for any supported DeepSpeed. Run by test_parity.py on 4 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import deepspeed
+import torch
+
+import hzero
+from tests.zero.training import (
+    AwkwardNet,
+    assert_losses,
+    batch,
+    ds_config,
+    engine_of,
+    masters_of,
+    shared_folder,
+    train,
+)
+
+#: Four ranks stand for two nodes with one package of two devices.
+TOPOLOGY = {"gpus_per_node": 1, "gcds_per_gpu": 2}
+TOLERANCE = 1e-6
+OFFLOAD = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+STEPS = 2  # before the checkpoint, and after it
+
+
+def check_losses_norms_and_checkpoints_are_stocks() -> str:
+    """Accumulation 1 and 3, the optimizer on the device and on the host; each loads the other's checkpoint."""
+    folder, worst = shared_folder(), 0.0
+    block = {"preset": "lossless", "topology": TOPOLOGY}
+    for accumulation, offload in itertools.product((1, 3), (False, True)):
+        changes: dict[str, Any] = OFFLOAD if offload else {}
+        cell = f"accumulation {accumulation}, {'offload' if offload else 'no offload'}"
+        runs = {}
+        for name, own in (("stock", None), ("hzero", block)):
+            engine = engine_of(ds_config(own, accumulation, **changes), AwkwardNet())
+            assert (hzero.state(engine) is None) == (own is None)
+            norms: list[float] = []
+            losses = train(engine, STEPS, accumulation, norms=norms)
+            engine.save_checkpoint(str(folder), tag=f"{name} {cell}")
+            losses += train(engine, STEPS, accumulation, first=STEPS, norms=norms)
+            runs[name] = (losses, norms, masters_of(engine))
+            engine.destroy()
+        for name, own, other in (("stock after hzero", None, "hzero"), ("hzero after stock", block, "stock")):
+            engine = engine_of(ds_config(own, accumulation, **changes), AwkwardNet(seed=9))
+            engine.load_checkpoint(str(folder), tag=f"{other} {cell}")
+            norms = []
+            losses = train(engine, STEPS, accumulation, first=STEPS, norms=norms)
+            runs[name] = (losses, norms, masters_of(engine))
+            engine.destroy()
+        want_losses, want_norms, want_masters = runs.pop("stock")
+        for name, (losses, norms, masters) in runs.items():
+            for what, got, want in (("losses", losses, want_losses), ("norms", norms, want_norms)):
+                last = want[-len(got) :]
+                worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(got, last, strict=True)))
+                assert_losses(got, last, TOLERANCE, f"{cell}: {what} of {name}")
+            for key, master in want_masters.items():
+                torch.testing.assert_close(masters[key], master, rtol=1e-3, atol=1e-5, msg=f"{cell}: {key} of {name}")
+    return f"deepspeed {deepspeed.__version__}: largest relative difference of a loss or a norm: {worst:.1e}"
+
+
+def check_a_gradient_of_an_early_micro_step_reaches_an_optimizer_on_the_host() -> None:
+    """Stock moves to the host only what the last micro-step of a window delivers."""
+    for preset in ("zero3", "lossless"):
+        runs = []
+        for changes in ({}, OFFLOAD):
+            block = {"preset": preset, "topology": TOPOLOGY}
+            engine = engine_of(ds_config(block, 2, **changes), _Alternating())
+            norms = []
+            for _ in range(3):
+                for micro in range(2):
+                    engine.backward(engine(batch(0, micro), micro))
+                    engine.step()
+                norms.append(float(engine.get_global_grad_norm()))
+            runs.append((norms, masters_of(engine)))
+            engine.destroy()
+        assert_losses(runs[1][0], runs[0][0], TOLERANCE, f"{preset}: norms")
+        for name, master in runs[0][1].items():
+            torch.testing.assert_close(runs[1][1][name], master, rtol=1e-5, atol=1e-6, msg=f"{preset}: {name}")
+
+
+class _Alternating(torch.nn.Module):
+    """Two layers, of which each micro-step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(9, 7) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor, micro: int) -> torch.Tensor:
+        return self.layers[micro](tokens.float() / 37).square().mean()
+
+
+def check_topo_trains() -> None:
+    runs = []
+    for block in (None, {"preset": "topo", "topology": TOPOLOGY}):
+        engine = engine_of(ds_config(block, 3))
+        runs.append(train(engine, 4, 3))
+        engine.destroy()
+    assert_losses(runs[1], runs[0], 0.02)
+    assert runs[1][-1] < runs[1][0] and runs[1] != runs[0]
