@@ -420,7 +420,7 @@ class Block(Frozen):
     transport: TransportName = "torch"
     canary: CanaryConfig = CanaryConfig()
     guard: GuardConfig = GuardConfig()
-    topology: str | TopologyConfig = "auto"
+    topology: str | TopologyConfig = "discover"
 
     _in_order = field_validator("error_feedback", mode="before")(tiers_in_order)
 
@@ -437,9 +437,11 @@ class Block(Frozen):
     @field_validator("topology", mode="before")
     @classmethod
     def _source_or_grid(cls, value: Any) -> Any:
+        if value == "auto":  # the default's name, had Accelerate and Trainer not taken it for values that they fill in
+            raise ValueError('found "auto", expected "discover", which is the default, a file, a preset or a block')
         if not isinstance(value, (str, TopologyConfig)):
             raise ValueError(
-                f'found {reprlib.repr(value)}, expected "auto", a file, or '
+                f'found {reprlib.repr(value)}, expected "discover", a file, a preset, or '
                 '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'
             )
         return value
@@ -484,7 +486,8 @@ class HZeroConfig(Block):
             for ranks that mpiexec or srun has started as ranks of MPI. torch.distributed has to be initialised still.
         canary: A known pattern that is sent from time to time, on by default.
         guard: What ends a training that diverges, or whose resident weights are wrong.
-        topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
+        topology: Where the ranks sit: `discover`, the default, finds out; a preset's name or a file names a machine; a block
+            declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.
         preset_dimensions: Parallel dimensions whose codecs are the preset's; that nothing is sent in them is no mistake.

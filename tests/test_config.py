@@ -334,10 +334,10 @@ def test_auto_and_presets() -> None:
     assert resolve_grid("mi300x", 8) == Grid(1, 8, 1)
     with pytest.raises(ConfigError, match="gpus_per_node=4 x gcds_per_gpu=2 is 8 ranks a node, but the world has 12"):
         resolve_grid("lumi", 12)
-    assert resolve_grid("auto", 1) == Grid(1, 1, 1)
+    assert resolve_grid("discover", 1) == Grid(1, 1, 1)
     with pytest.raises(ConfigError, match="8 ranks were asked for, but 1 have been discovered"):
-        resolve_grid("auto", 8)
-    with pytest.raises(ConfigError, match="no such file: 'frontie'; possible: \"auto\", a file"):
+        resolve_grid("discover", 8)
+    with pytest.raises(ConfigError, match="no such file: 'frontie'; possible: \"discover\", a file"):
         resolve_grid("frontie", 8)
 
 

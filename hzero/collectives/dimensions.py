@@ -62,7 +62,7 @@ def for_dimension(
             parsed = parse_config(block)
     codecs = parsed.codecs[dimension] if parsed is not None else UNCODED
     if grid is None:
-        grid = resolve_grid("auto" if parsed is None else parsed.topology, dist.get_world_size())
+        grid = resolve_grid("discover" if parsed is None else parsed.topology, dist.get_world_size())
     if group is not None:
         grid = grid.of_ranks(dist.get_process_group_ranks(group))
     common = () if parsed is None else ("node_all_gather", "checksum", "transport")

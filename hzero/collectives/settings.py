@@ -53,7 +53,8 @@ class CommunicatorConfig(Frozen):
         checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in
             `Communicator.verify`.
         transport: What carries the messages: `torch`, the backend of the process group, or `mpi`.
-        topology: Where the ranks sit: `auto` discovers it, a preset's name or a file names a machine, a block declares one.
+        topology: Where the ranks sit: `discover`, the default, finds out; a preset's name or a file names a machine; a block
+            declares one.
     """
 
     codecs: TierCodecs
@@ -63,7 +64,7 @@ class CommunicatorConfig(Frozen):
     node_all_gather: NodeAllGather = NodeAllGather()
     checksum: bool = False
     transport: TransportName = "torch"
-    topology: str | TopologyConfig = "auto"
+    topology: str | TopologyConfig = "discover"
 
     @field_validator("error_feedback", mode="before")
     @classmethod
@@ -88,10 +89,9 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     size = block.get("block_size", DEFAULT_BLOCK_SIZE)
     codecs = _by_tier(block.get("codecs", "none"), size)
     values = {**block, "codecs": codecs, "gather": _by_tier(block["gather"], size) if "gather" in block else codecs}
-    if not isinstance(block.get("topology", "auto"), str | Mapping | TopologyConfig):
-        raise ConfigError(
-            f'{where}.topology: found {block["topology"]!r}, expected "auto", a preset, a file or a block'
-        )
+    topology = block.get("topology", "discover")
+    if topology == "auto" or not isinstance(topology, str | Mapping | TopologyConfig):
+        raise ConfigError(f'{where}.topology: found {topology!r}, expected "discover", a preset, a file or a block')
     if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
         values["topology"] = parse_topology(f"{where}.topology", block["topology"])
     parsed = validated(CommunicatorConfig, values, where)

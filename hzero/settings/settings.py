@@ -220,14 +220,15 @@ class Settings:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
+        zero["topology"] = declared if isinstance(declared, str) else self.grid.declaration()
+        if zero["topology"] == "auto":  # the source that the block calls "discover"
+            zero["topology"] = "discover"
         if self.layout.pipeline > 1:
-            return {**zero, "topology": declared if isinstance(declared, str) else self.grid.declaration()}
+            return zero
         guard = zero.get("guard", {})
         if isinstance(guard, Mapping):
             zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **guard}}
-        if isinstance(declared, str):
-            return {**zero, "topology": declared}
-        return {**zero, "topology": self.grid.declaration()}
+        return zero
 
 
 def _ranks_to_start(declared: str | TopologyConfig) -> int:

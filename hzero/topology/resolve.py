@@ -28,8 +28,8 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
     Args:
         topology: A declared grid; the path of a YAML or JSON file with the same keys (at the top, or under
             ``topology``), where ``nodes`` may be left out and then follows from the world size; the name of a preset,
-            with ranks numbered by device, package and node; ``"auto"``, or the path of a file that describes a node
-            (`hzero.topology.readers.read_file`), to discover where the ranks sit.
+            with ranks numbered by device, package and node; ``"discover"``, or a source of a node
+            (`hzero.topology.local.machine_of`), to discover where the ranks sit.
         world_size: Ranks of the world.
         where: The key that holds it, for messages.
 
@@ -101,14 +101,14 @@ def declared_grid(topology: str, where: str) -> TopologyConfig | None:
     Raises:
         ConfigError: The file is missing, or a key is wrong.
     """
-    if topology == "auto":
+    if topology in ("discover", "auto"):  # the block's word, and the source that it means
         return None
     if topology in PRESETS:
         packages = packages_of(preset(topology))
         return parse_topology(where, {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])})
     if not os.path.exists(topology):
         raise ConfigError(
-            f'{where}: no such file: {topology[:80]!r}; possible: "auto", a file, a preset '
+            f'{where}: no such file: {topology[:80]!r}; possible: "discover", a file, a preset '
             f'({", ".join(PRESETS)}), or {{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}}'
         )
     try:
@@ -120,7 +120,7 @@ def declared_grid(topology: str, where: str) -> TopologyConfig | None:
 
 @functools.cache
 def _discovered(source: str, world_size: int) -> Grid:
-    found = discover(source)
+    found = discover("auto" if source == "discover" else source)
     grid = found.required_grid()
     if found.reports:  # only rank 0 logs
         for note in found.notes:

@@ -25,7 +25,9 @@ def config_of(preset: str | None, **changes: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": 3},
         "steps_per_print": 10**9,
     }
-    block = {"preset": preset, "topology": TOPOLOGY, **changes.pop("hzero", {})}
+    # Where the ranks sit does not change what `lossless` gives, so that every client also has the documented value.
+    topology = "discover" if preset == "lossless" else TOPOLOGY
+    block = {"preset": preset, "topology": topology, **changes.pop("hzero", {})}
     for key, value in changes.items():
         config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     if preset is not None:

@@ -283,7 +283,7 @@ def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
     rank, seconds = dist.get_rank(), timedelta(seconds=2)
     if TRANSPORT == "mpi":
         pytest.skip("MPI is refused after an error")
-    make = functools.partial(Communicator, {"topology": "auto"}, timeout=seconds, role="failing", grid=SOME[0])
+    make = functools.partial(Communicator, {"topology": "discover"}, timeout=seconds, role="failing", grid=SOME[0])
     group, tensor = make(), torch.full((8,), float(rank))
     failing = mock.patch.object(Codec, "encode", side_effect=MemoryError("on this rank alone"))
     if rank == 0:
@@ -389,7 +389,7 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
         (lambda: Communicator(group=[0, 1]), r"communicator: group: found \[0, 1\], expected a process group"),
         (lambda: group.broadcast(fine, False), r"broadcast: src: found False, possible: 0\.\."),
         (lambda: Communicator(role=5), "communicator: role: found 5, expected a name"),
-        (lambda: Communicator({"topology": None}), 'communicator.topology: found None, expected "auto"'),
+        (lambda: Communicator({"topology": None}), 'communicator.topology: found None, expected "discover"'),
         (
             lambda: Communicator({"codecs": {"node": "exp"}, "error_feedback": ["node"]}),
             "communicator.error_feedback: found 'node', whose codec 'exp' loses nothing",

@@ -62,7 +62,8 @@ def check_messages_from_rank_to_rank() -> None:
 def check_messages_of_other_roles_pass_each_other() -> None:
     """Two communicators of the same ranks, whose messages are sent and awaited in other orders."""
     one, other = (
-        Communicator({"topology": "auto", "transport": TRANSPORT}, role=role, grid=SOME[0]) for role in ("one", "other")
+        Communicator({"topology": "discover", "transport": TRANSPORT}, role=role, grid=SOME[0])
+        for role in ("one", "other")
     )
     rank, like = dist.get_rank(), torch.empty(300)
     if rank == 0:
@@ -83,7 +84,7 @@ def check_messages_of_other_roles_pass_each_other() -> None:
         got = [group.recv(like, 0, async_op=True) for group in pair]
         assert [chain.wait()[0].item() for chain in got] == [1.0, 2.0]
     without = Communicator(
-        {"topology": "auto", "transport": TRANSPORT}, role="one", grid=SOME[0], uses={"copies", "sums"}
+        {"topology": "discover", "transport": TRANSPORT}, role="one", grid=SOME[0], uses={"copies", "sums"}
     )
     with pytest.raises(ValueError, match="send: dst: found no 'messages' among the uses of this communicator"):
         without.send(like, (rank + 1) % WORLD)
@@ -93,7 +94,7 @@ def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
     if TRANSPORT == "mpi":
         pytest.skip("MPI is refused after an error")
     rank, like = dist.get_rank(), torch.full((8,), float(dist.get_rank()))
-    make = functools.partial(Communicator, {"topology": "auto"}, role="late", grid=SOME[0])
+    make = functools.partial(Communicator, {"topology": "discover"}, role="late", grid=SOME[0])
     group = make(timeout=timedelta(seconds=1))
     if rank == 0:
         with pytest.raises(HopError, match=r"recv of late in float32 \[8\] .* from rank 1 "):

@@ -106,12 +106,12 @@ def test_one_codec_stands_for_all_tiers_and_gather_follows_codecs() -> None:
 
 def test_a_discovered_group_keeps_its_places() -> None:
     with mock.patch.object(resolve, "_discovered", return_value=Grid(2, 2, 2)):
-        assert sub_grid("auto", [0, 2, 4, 6], 8, "here") == Grid(2, 2, 1)
-        assert sub_grid("auto", [4, 5, 6, 7], 8, "here") == Grid(1, 2, 2)
-        assert set(sub_grid("auto", [6, 0, 2, 4], 8, "here").tier_group(0, "gpu")) == {0, 3}
+        assert sub_grid("discover", [0, 2, 4, 6], 8, "here") == Grid(2, 2, 1)
+        assert sub_grid("discover", [4, 5, 6, 7], 8, "here") == Grid(1, 2, 2)
+        assert set(sub_grid("discover", [6, 0, 2, 4], 8, "here").tier_group(0, "gpu")) == {0, 3}
         with pytest.raises(
             ConfigError,
             match=r"ranks 0, 1, 4 fills no part of 2 nodes x 2 GPUs x 2 GCDs evenly: .*3 ranks",
         ):
-            sub_grid("auto", [0, 1, 4], 8, "here")
+            sub_grid("discover", [0, 1, 4], 8, "here")
     assert sub_grid("frontier", list(range(8)), 16, "here") == Grid(1, 4, 2)
