@@ -96,12 +96,11 @@ class WireLog:
     """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does.
 
     Attributes:
-        on_hop: Called with role, tier, codec, wire bytes, label and timer of every hop that has ended; None while no
-            trace is kept.
+        on_hop: Functions called with role, tier, codec, wire bytes, label and timer of every hop that has ended.
     """
 
     def __init__(self) -> None:
-        self.on_hop: Callable[[str, Tier, CodecName, int, str, HopTimer], None] | None = None
+        self.on_hop: list[Callable[[str, Tier, CodecName, int, str, HopTimer], None]] = []
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._lock = threading.RLock()  # hops may end on another thread than the reader's
@@ -120,7 +119,7 @@ class WireLog:
         label: str = "",
     ) -> None:
         """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped, ``label`` names the bucket."""
-        if (on_hop := self.on_hop) is not None:  # a trace may end meanwhile, on another thread
+        for on_hop in tuple(self.on_hop):  # a trace may end meanwhile, on another thread
             on_hop(role, tier, codec, wire_bytes, label, timer)
         with self._lock:
             entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))

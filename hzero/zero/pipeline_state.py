@@ -21,8 +21,9 @@ from hzero.collectives.recorder import world_timeout
 from hzero.config import LOSSLESS, HZeroConfig
 from hzero.sharding.plan import lossy_crossings
 from hzero.validation import ConfigError
+from hzero.zero.comms_logger import LoggedHops
 from hzero.zero.partition import Partition, ranks_of, speaks
-from hzero.zero.state import adopt, optimizer_bytes
+from hzero.zero.state import adopt, optimizer_bytes, undeclared
 from hzero.zero.streams import stage_pipeline
 
 logger = logging.getLogger("hzero")
@@ -38,6 +39,7 @@ class PipelineState:
         config: The block.
         partition: The data-parallel ranks of this stage, over which ZeRO-1 partitions.
         wire_log: Bytes and time of every hop that has ended, those of `hzero.collectives.for_dimension` too; see `settle`.
+        logged_hops: What DeepSpeed's ``comms_logger`` gets of them, at the end of each step and in `settle`.
         gradients: Sums gradients over the data-parallel ranks.
         optimizer: Sends the weights that their owners have updated, over the same ranks.
         pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by stage.
@@ -69,6 +71,7 @@ class PipelineState:
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
         self.wire_log = WireLog()
+        self.logged_hops = LoggedHops(self.wire_log)
         self._communicators = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         for communicator in (self.gradients, self.optimizer, self.pipeline):
             communicator.wire_log = self.wire_log
@@ -82,9 +85,9 @@ class PipelineState:
         if speaks():
             transport = "mpi" if config.transport == "mpi" else dist.get_backend()
             print(
-                f"hzero: codecs of {config.preset} with ZeRO-1 on {world}: pipelines of {len(ranks_of(stages))} stages, data "
-                f"parallel over {len(ranks_of(data))} ranks ({self.partition.grid}); transport {transport}; codecs "
-                f"{backends.choice('cpu' if self._pipeline.streams is None else 'cuda').name}",
+                f"hzero: codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config)}: pipelines of "
+                f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid}); "
+                f"transport {transport}; codecs {backends.choice('cpu' if self._pipeline.streams is None else 'cuda').name}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -93,6 +96,7 @@ class PipelineState:
         """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
         self._pipeline.drain()
         self.verify()
+        self.logged_hops.flush()
 
     def verify(self) -> None:
         """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""

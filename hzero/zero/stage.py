@@ -128,6 +128,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.clear()
         self.hzero.weights.gather_available(self._kept_whole)
         self._settle_on_processors()
+        if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
+            self.hzero.settle()
         recorder = shared_recorder()
         recorder.step, recorder.micro = recorder.step + 1, 0
         self.hzero.end("optimizer")

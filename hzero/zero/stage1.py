@@ -97,6 +97,8 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
         with_names(DeepSpeedZeroOptimizer.step, all_gather_dp_groups=self._gather)(self, closure)
         for feedback in self.hzero.gradients.feedbacks:
             feedback.discard() if self.overflow else feedback.commit()
+        if self.hzero.logged_hops.wanted():
+            self.hzero.settle()
 
     @torch.no_grad()
     def update_lp_params(self) -> None:

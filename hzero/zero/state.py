@@ -34,6 +34,7 @@ from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 from hzero.zero import autotp
 from hzero.zero.audit import Audit
+from hzero.zero.comms_logger import LoggedHops
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
 from hzero.zero.partition import Partition, ranks_of, speaks
@@ -54,6 +55,7 @@ class StageState:
         partition: The ranks that it shards over.
         plan: The shard plan of this rank, in the numbers of the partition.
         wire_log: Bytes and time of every hop that has ended, those of `hzero.collectives.for_dimension` too; see `settle`.
+        logged_hops: What DeepSpeed's ``comms_logger`` gets of them, at the end of each step and in `settle`.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
         saved: What of all this a checkpoint holds.
@@ -87,6 +89,7 @@ class StageState:
         routes = Routes(module, self.plan)
         self._autotp = autotp.take_over(module, config, self.partition.world)
         self.wire_log = WireLog()
+        self.logged_hops = LoggedHops(self.wire_log)
         self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None
         self._pipeline = stage_pipeline(config.transport)
@@ -115,8 +118,10 @@ class StageState:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
         backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
         transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
+        grid, _, sharding = str(self.plan).partition("; ")
         print(
-            f"hzero: {self.config.preset} on {self.plan}{self.partition}; transport {transport}; codecs {backend}",
+            f"hzero: {self.config.preset} on {grid}{undeclared(self.config)}; {sharding}{self.partition}; "
+            f"transport {transport}; codecs {backend}",
             file=sys.stderr,
             flush=True,
         )
@@ -137,6 +142,7 @@ class StageState:
         """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
         self._pipeline.drain()
         self.verify()
+        self.logged_hops.flush()
 
     @property
     def waited_s(self) -> float:
@@ -202,7 +208,8 @@ class StageState:
         if self._pipeline.traced:  # by this engine or another one of the process
             raise RuntimeError("hzero: a trace is being recorded already")
         self._trace = trace = Trace(torch.device(get_accelerator().current_device_name()))
-        self.wire_log.on_hop, self._pipeline.waiting = trace.hop, trace.waiting
+        self.wire_log.on_hop.append(trace.hop)
+        self._pipeline.waiting = trace.waiting
         hooks = (
             self._module.register_forward_pre_hook(lambda *_: trace.begin("forward")),
             self._module.register_forward_hook(lambda *_: trace.end("forward")),
@@ -211,7 +218,8 @@ class StageState:
         try:
             yield trace
         finally:
-            self._trace, self.wire_log.on_hop, self._pipeline.waiting = None, None, contextlib.nullcontext
+            self._trace, self._pipeline.waiting = None, contextlib.nullcontext
+            self.wire_log.on_hop.remove(trace.hop)
             for hook in hooks:
                 hook.remove()
         trace.write(path, dist.get_rank())
@@ -252,6 +260,12 @@ class StageState:
             self.weights.close()
         finally:
             self.gradients.clear()
+
+
+def undeclared(config: HZeroConfig) -> str:
+    """What a start line says after a grid that nobody has declared and no device has shown: each CPU rank counts as a GPU."""
+    on_cpu = get_accelerator().device_name() == "cpu" and config.topology == "discover"
+    return " (CPU ranks, no topology declared)" if on_cpu else ""
 
 
 def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> list[Communicator]:

@@ -98,7 +98,7 @@ def test_on_a_device_spans_are_those_of_its_events(tmp_path: Path) -> None:
     device, log = torch.device("meta"), WireLog()
     with mock.patch("hzero.collectives.wirelog.torch.Event", _Event):
         trace = Trace(device, limit=3)  # its events are at 1 and 2 ms
-        log.on_hop = trace.hop
+        log.on_hop.append(trace.hop)
         first, second, third = (HopTimer(device) for _ in range(3))
         for timer in (first, second, third):
             timer.stop()
