@@ -114,41 +114,75 @@ def _initialize_params(self: Any, param_dict: dict[str, Any]) -> None:
 
 
 def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
-    """``DeepSpeedConfig._initialize_params``, which first installs the stage where the configuration has a block.
+    """``DeepSpeedConfig._initialize_params``, which installs the stage and checks the configuration if it has a block.
 
-    DeepSpeed then sees the block at the top level, where it ignores unknown keys.
+    DeepSpeed sees the block at the top level, where it ignores unknown keys.
+
+    Raises:
+        ConfigError: The block is wrong, or the configuration asks for what the stage does not support.
     """
     from hzero import block
+    from hzero.validation import on_all_ranks
 
-    found = block.find(param_dict)
-    if found is not None:
-        blocks_read.append(True)
-        from hzero import zero
+    with on_all_ranks():
+        found = block.find(param_dict)
+        if found is not None:
+            blocks_read.append(True)
+            from hzero import zero
+            from hzero.zero.refusals import check_block, check_read
 
-        zero.enable()
-        config._param_dict = param_dict = block.lifted(param_dict, found)
-    _stock[0](config, param_dict)
+            zero.enable()
+            parsed = check_block(found)
+            config._param_dict = param_dict = block.lifted(param_dict, found)
+        _stock[0](config, param_dict)
+        if found is not None:
+            check_read(config, parsed)
 
 
-def _watch_accelerate(watched: Any) -> None:
-    stock = watched.__init__
-    if getattr(stock, "watched_by_hzero", False):
+def _watch_constructor(then: Callable[..., None]) -> Callable[[Any], None]:
+    """Gives a function that has ``then(self, arguments)`` called after each construction of a class."""
+
+    def watch(watched: Any) -> None:
+        stock = watched.__init__
+        if getattr(stock, "watched_by_hzero", False):
+            return
+
+        @functools.wraps(stock)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            import inspect
+
+            from hzero.validation import on_all_ranks
+
+            stock(self, *args, **kwargs)
+            with on_all_ranks():
+                then(self, inspect.signature(stock).bind(self, *args, **kwargs).arguments)
+
+        init.watched_by_hzero = True  # type: ignore[attr-defined]
+        watched.__init__ = init
+
+    return watch
+
+
+def _check_as_written(own: Any, _: Mapping[str, Any]) -> None:
+    """Checks the configuration that Trainer and Accelerate read before there is a model, and fill in later."""
+    from hzero import block
+    from hzero.validation import ConfigError
+
+    if block.find(own.config) is None:
+        return
+    from hzero.zero.refusals import check_written
+
+    try:
+        check_written(own.config)
+    except ConfigError:
+        raise
+    except Exception:  # DeepSpeed's own refusals, for what Trainer or Accelerate may still change
         return
 
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        import inspect
 
-        stock(self, *args, **kwargs)
-        given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
-        _refuse_unused_plugin(self, given.get("deepspeed_plugins") or given.get("deepspeed_plugin"))
-
-    init.watched_by_hzero = True  # type: ignore[attr-defined]
-    watched.__init__ = init
-
-
-def _refuse_unused_plugin(accelerator: Any, plugins: Any) -> None:
-    """Refuses an ``Accelerator`` that trains DDP on processors although its DeepSpeed configuration has the block."""
+def _refuse_unused_plugin(accelerator: Any, given: Mapping[str, Any]) -> None:
+    """Refuses an ``Accelerator`` that trains DDP on CPUs although its DeepSpeed configuration has the block."""
+    plugins = given.get("deepspeed_plugins") or given.get("deepspeed_plugin")
     if "DEEPSPEED" in str(accelerator.distributed_type):
         return
     from hzero import block
@@ -170,7 +204,9 @@ def _refuse_unused_plugin(accelerator: Any, plugins: Any) -> None:
 #: Module: the class to watch, and what watches it.
 _WATCHED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", _watch_configurations),
-    "accelerate.accelerator": ("Accelerator", _watch_accelerate),
+    "accelerate.accelerator": ("Accelerator", _watch_constructor(_refuse_unused_plugin)),
+    # Trainer's class is a subclass of it.
+    "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", _watch_constructor(_check_as_written)),
 }
 
 

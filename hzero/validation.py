@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import os
 import re
 import reprlib
+import sys
+import time
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,7 +27,7 @@ class ConfigError(ValueError):
     What input brings of line breaks, and of characters that command a terminal, is written as escapes.
 
     Attributes:
-        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
+        elsewhere: Whether another rank reports the same error, so that this rank need not report it again.
     """
 
     elsewhere = False
@@ -37,6 +41,54 @@ class ConfigError(ValueError):
         error = cls(message)
         error.elsewhere = True
         return error
+
+
+#: How long other ranks wait for rank 0 to report an error of all ranks. Imports on a busy file system may differ by as much.
+WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def on_all_ranks() -> Iterator[None]:
+    """Inside, a `ConfigError` is one of all ranks.
+
+    If nobody catches it, rank 0 prints one line without a traceback, and the other ranks end quietly. All exit with status 1.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(sys.excepthook, _OneLine):
+            sys.excepthook = _OneLine(sys.excepthook)
+        # A node may have another file than rank 0's node. So its first rank reports, if it still lives after the wait.
+        error.elsewhere = _number_of("RANK") > 0 and _number_of("LOCAL_RANK") > 0
+        raise
+
+
+class _OneLine:
+    """``sys.excepthook`` that ends a rank with the one line of a `ConfigError`."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, ConfigError):
+            self._stock(kind, error, traceback)
+            return
+        rank = _number_of("RANK")
+        if rank:
+            # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first.
+            time.sleep(WAIT_S)
+        if not error.elsewhere:
+            where = f"rank {rank}: " if rank else ""
+            print(f"hzero: error: {where}{error}", file=sys.stderr, flush=True)
+
+
+def _number_of(variable: str) -> int:
+    """This process' rank, or its index on the node, as torchrun, Slurm or an MPI numbers it; 0 where nobody does."""
+    slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}[variable]
+    for name in (variable, f"OMPI_COMM_WORLD_{variable}", f"PMI_{variable}", slurm):
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0
 
 
 def printable(text: str) -> str:

@@ -71,7 +71,11 @@ def run_script(script: str, *arguments: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork of torchrun's agent has its handler
     renew_thread_pool()
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Exception:  # torch's own process would show the traceback, and not ask the hook
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.exit(1)
     sys.stdout.flush()
 
 

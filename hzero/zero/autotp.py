@@ -51,7 +51,7 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None
     if written and not coded:
         raise ConfigError(
             f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {config.tensor_parallel_config.autotp_size} ranks "
-            f"cross ({', '.join(tiers)}), and so without effect"
+            f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}), and so without effect"
         )
 
 

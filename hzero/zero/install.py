@@ -18,7 +18,7 @@ from hzero.block import KEY
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, on_all_ranks
 from hzero.zero import autotp
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
@@ -63,6 +63,7 @@ def _checked(stock: Any) -> Any:
     """``DeepSpeedEngine._do_sanity_check`` that also refuses features the stage does not support, before anything is built."""
 
     @functools.wraps(stock)
+    @on_all_ranks()
     def check(self: DeepSpeedEngine) -> None:
         config = read_block(self._config._param_dict)
         if config is not None:
@@ -97,6 +98,7 @@ def _with_weights(stock: Any) -> Any:
     """
 
     @functools.wraps(stock)
+    @on_all_ranks()
     def init(self: DeepSpeedZeRoOffload, *args: Any, **kwargs: Any) -> None:
         ds_config = kwargs.get("ds_config", args[2] if len(args) > 2 else None)
         config = read_block(ds_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -13,7 +14,9 @@ from hzero.block import KEY, PARENT, find, lifted, load
 from hzero.config import TIERS, HZeroConfig
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
 from hzero.sharding.plan import ShardPlan
+from hzero.topology.resolve import declared_grid
 from hzero.validation import ConfigError
+from hzero.zero import autotp
 from hzero.zero.versions import check_features, uses_experts
 
 #: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
@@ -168,8 +171,37 @@ def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
             )
 
 
-def check_file(config: Mapping[str, Any]) -> DeepSpeedConfig:
-    """`check_config` of a configuration as it is written, before there are ranks.
+def check_block(block: Mapping[str, Any]) -> HZeroConfig:
+    """The block, parsed, after a check of all that it names on this machine.
+
+    Raises:
+        ConfigError: As `parse_config`; or its topology is no preset and no file, or its transport is not installed.
+    """
+    config = parse_config(block)
+    if isinstance(config.topology, str):
+        declared_grid(config.topology, f"{KEY}.topology")
+    if config.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(f"{KEY}.transport: found 'mpi', and mpi4py is not installed (hzero[mpi])")
+    return config
+
+
+def check_read(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+    """`check_config` of a configuration that DeepSpeed has just read, before there is a model or a grid.
+
+    Args:
+        config: The configuration.
+        block: The block, parsed.
+
+    Raises:
+        ConfigError: As `check_config`; or the codecs of AutoTP's sums do not go with it on any grid.
+    """
+    check_config(config, config.optimizer_name, pipeline=None)
+    if config.tensor_parallel_config.autotp_size > 1:
+        autotp.check(config, block)
+
+
+def check_written(config: Mapping[str, Any]) -> DeepSpeedConfig:
+    """`check_block` and `check_read` of a configuration as it is written, before there are ranks.
 
     Values "auto" are left out, since a client will fill them in, and ``train_batch_size``, which depends on the number of
     ranks.
@@ -178,20 +210,19 @@ def check_file(config: Mapping[str, Any]) -> DeepSpeedConfig:
         The configuration, as DeepSpeed has read it.
 
     Raises:
-        ConfigError: As `check_config`, or in DeepSpeed's words where DeepSpeed refuses the configuration.
+        ConfigError: As `check_block` and `check_read`.
+        Exception: DeepSpeed refuses the configuration, with errors of many types.
     """
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     block = find(config)
+    parsed = None if block is None else check_block(block)
     without = {**sizes, **_filled_in(config if block is None else lifted(config, block))}
     without.pop("train_batch_size", None)
-    try:
-        read = DeepSpeedConfig(without)
-    except Exception as error:  # of many kinds, by the key
-        raise ConfigError(f"DeepSpeed refuses it: {' '.join(str(error).split())}") from None
-    if block is not None:
-        check_config(read, read.optimizer_name, pipeline=None)
+    read = DeepSpeedConfig(without)
+    if parsed is not None:
+        check_read(read, parsed)
         if read.zero_config.stage == 1:
-            check_pipeline(read, parse_config(block))
+            check_pipeline(read, parsed)
     return read
 
 

@@ -342,7 +342,7 @@ def test_a_configuration_is_shown_as_it_will_be_used(tmp_path: Path, capsys: pyt
         (
             lambda c: c.update(beside_autotp(2, {"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT})),
             UNUSABLE,
-            "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks cross (gcd), and so without effect",
+            "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks can cross (gcd, hive, gpu)",
         ),
         (
             lambda c: c.update(beside_autotp(3, {"topology": EIGHT})),
