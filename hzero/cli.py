@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import pkgutil
 import signal
@@ -37,6 +38,22 @@ COMMANDS = {
     ),
     "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
 }
+#: Packages that only the extras bring.
+EXTRAS = (
+    "rich",
+    "matplotlib",
+    "argcomplete",
+    "hydra",
+    "omegaconf",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "xxhash",
+)
+#: Commands that the extra `tools` is enough for. The others compose the trainer's configuration, which takes `train`.
+_TOOLS = ("doctor", "topology", "bench", "completion")
+#: What a command imports when its work is done, and has to ask for before.
+_AT_THE_END = {"train": ("transformers", "tokenizers", "xxhash", "matplotlib"), "bench": ("matplotlib",)}
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild      another preset
@@ -54,9 +71,12 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status; input that cannot be used is one line on stderr and status 2."""
     if arguments is None and "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
-        from hzero.completion import complete
+        try:
+            from hzero.completion import complete
 
-        complete(COMMANDS)
+            complete(COMMANDS)
+        except ModuleNotFoundError as error:
+            return _missing("completion", error)
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="hzero",
@@ -91,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Checkpoints, logs and tokens are this user's alone. What other commands write is to be shown, and not changed.
         with narrow(0o077 if parsed.command == "train" else 0o022):
             command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
+            for name in _AT_THE_END.get(parsed.command, ()) if not {"-h", "--help"} & set(parsed.rest) else ():
+                if importlib.util.find_spec(name) is None:
+                    raise ModuleNotFoundError(name=name)
             if signalled:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the command has its own handler, and afterwards
             status = int(command(parsed.rest))
@@ -104,16 +127,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"hzero: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "tokenizers", "xxhash"):
-            raise
-        print(f'hzero: error: {error.name} is not installed; pip install "hzero[train]"', file=sys.stderr)
-        return 2
+        return _missing(parsed.command, error)
     except KeyboardInterrupt:
         return 130
     finally:
         # The process ends, which takes a second. A batch system's signal that comes now must not change the status.
         if arguments is None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> int:
+    """Names the extra that a command needs, and returns the exit status."""
+    name = (error.name or "").partition(".")[0]
+    if name not in EXTRAS:
+        raise error
+    extra = "tools" if command in _TOOLS else "train"
+    print(
+        f'hzero: error: {command} needs {name}, which is not installed; pip install "hzero[{extra}]"', file=sys.stderr
+    )
+    return 2
 
 
 if __name__ == "__main__":

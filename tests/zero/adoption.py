@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import sys
@@ -96,6 +98,46 @@ def by_import() -> None:
     import hzero  # noqa: F401
 
     _say(before=before, inside=_stage_of(_config("inside")))
+
+
+def without_extras() -> None:
+    """Training with the block, and every command, where importing a package that only an extra brings fails."""
+    extras = {
+        "hydra",
+        "omegaconf",
+        "rich",
+        "matplotlib",
+        "argcomplete",
+        "transformers",
+        "tokenizers",
+        "accelerate",
+        "xxhash",
+    }
+
+    class Missing:
+        """As if the packages were not installed."""
+
+        names = extras
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name.partition(".")[0] in self.names:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Missing())
+    stage = _stage_of(_config("inside"))
+
+    from hzero import cli
+
+    def ran(*arguments: str) -> list[Any]:
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            return [cli.main(arguments), errors.getvalue()]
+
+    arguments = {"topology": ["show", "frontier"], "bench": ["links"], "completion": ["bash"], "slurm": ["status"]}
+    said = {command: ran(command, *arguments.get(command, [])) for command in cli.COMMANDS.keys() - {"run"}}
+    # It draws pictures when it has worked, and says at its start that it cannot.
+    Missing.names = {"matplotlib"}
+    said["bench without matplotlib"] = ran("bench", "links")
+    _say(stage=stage, said=said)
 
 
 def untouched() -> None:

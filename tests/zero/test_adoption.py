@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -73,6 +74,17 @@ def test_without_autoload_the_block_is_never_ignored_in_silence(installed: Path)
 def test_an_import_of_hzero_suffices(installed: Path) -> None:
     found, _ = _run("-m", "tests.zero.adoption", "by_import", site=str(installed), HZERO_AUTOLOAD="0")
     assert found == {"before": False, "inside": STAGE}
+
+
+def test_the_stage_needs_no_extra_and_commands_name_theirs(installed: Path) -> None:
+    found, errors = _run("-m", "tests.zero.adoption", "without_extras", site=str(installed))
+    assert found["stage"] == STAGE and "hzero: topo on" in errors
+    for command, (status, said) in found["said"].items():
+        name = command.split()[0]
+        extra = "tools" if name in ("doctor", "topology", "bench", "completion") else "train"
+        expected = rf'hzero: error: {name} needs \w+, which is not installed; pip install "hzero\[{extra}\]"\n'
+        assert status == 2 and re.fullmatch(expected, said), (command, status, said)
+    assert len(found["said"]) == len(cli.COMMANDS) and "matplotlib" in found["said"]["bench without matplotlib"][1]
 
 
 def test_hzero_run_serves_a_script_without_a_change(installed: Path, tmp_path: Path) -> None:
