@@ -75,6 +75,10 @@ DEFAULT_PRESET = "topo"
 DEFAULT_BLOCK_SIZE = 128
 DEFAULT_GUARD = 10
 DEFAULT_FULL_REFRESH = 1000
+#: Groups of nodes are chosen, see `hzero.topology.grid.chosen_group`.
+AUTOMATIC: Literal["automatic"] = "automatic"
+#: Codecs between groups where none is written: few bytes cross groups, so a coarse codec saves little time there.
+_BETWEEN_GROUPS: dict[Any, CodecName] = {"int4": "int8"}
 
 
 #: A codec as it is written: its name, or `codec` with its settings.
@@ -104,7 +108,8 @@ class Preset(NamedTuple):
         """The codec of a role on a tier."""
         sums = self.gradients_codec if tier in NET_TIERS else self.inner_codec or self.gradients_codec
         of = {"weights": self.weights_codec, "gradients": sums, "optimizer": self.optimizer_codec}
-        return of.get(role, self.dimensions_codec)
+        codec = of.get(role, self.dimensions_codec)
+        return _BETWEEN_GROUPS.get(codec, codec) if tier == "group" and isinstance(codec, str) else codec
 
 
 def _zfp(rate: int) -> dict[str, Any]:
@@ -197,8 +202,8 @@ class TierCodecs(Frozen):
 
     Attributes:
         hive: Of tier `hive`, as the key `TIER.codec` and its neighbours; null takes that of `gpu`.
-        group: Of tier `group`; null takes that of `node`.
-        cluster: Of tier `cluster`; null takes that of `group`.
+        group: Of tier `group`; null takes the codec of `node`; for weights and gradients `int8` where that is `int4`.
+        cluster: Of tier `cluster`; null takes the codec that is written for `group`, or else that of `node`.
     """
 
     gcd: CodecConfig
@@ -209,8 +214,14 @@ class TierCodecs(Frozen):
     cluster: CodecConfig | None = None
 
     def __getitem__(self, tier: Tier) -> CodecConfig:
+        codec = self._written(tier)
+        if tier == "group" and self.group is None:
+            return codec.model_copy(update={"codec": _BETWEEN_GROUPS.get(codec.codec, codec.codec)})
+        return codec
+
+    def _written(self, tier: Tier) -> CodecConfig:
         codec: CodecConfig | None = getattr(self, tier)
-        return self[OPTIONAL_TIERS[tier]] if codec is None else codec
+        return self._written(OPTIONAL_TIERS[tier]) if codec is None else codec
 
     @property
     def written(self) -> tuple[Tier, ...]:
@@ -336,20 +347,44 @@ class TopologyConfig(Frozen):
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         gpus_per_hive: Packages of a hive, a part of a node that has faster links than the node; 1 where it has no such part.
+        source: Where ranks are discovered or a preset or file declares them, and only `nodes_per_group` is written beside it.
         nodes_per_group: Nodes of a group, as of one switch or cabinet; null where all are one group. Tier ``group`` then
-            joins the groups, so that rings between nodes become two shorter ones.
+            joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the default, makes
+            groups from 64 nodes on: of as many nodes as the divisor of their number that is nearest to its square root.
+        switch_nodes: Nodes of one switch group of the network; `automatic` prefers one of its divisors.
         clusters: Parts of the world that slow links join; tier ``cluster``. Nodes and groups are divided among them evenly.
         order: How ranks are numbered, slowest first. Tiers that are left out stay with those that they divide: ``hive``
             with ``gpu``, ``group`` and ``cluster`` with ``node``.
     """
 
+    source: str | None = None
     nodes: int | None = Field(None, ge=1)
     gpus_per_node: int = Field(ge=1)
     gcds_per_gpu: int = Field(1, ge=1)
     gpus_per_hive: int = Field(1, ge=1)
-    nodes_per_group: int | None = Field(None, ge=1)
+    nodes_per_group: int | Literal["automatic"] | None = AUTOMATIC
+    switch_nodes: int | None = Field(None, ge=1)
     clusters: int = Field(1, ge=1)
     order: tuple[Tier, ...] = TIERS[::-1]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_or_grid(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or ("source" not in value and set(value) != {"nodes_per_group"}):
+            return value
+        beside = sorted(map(str, set(value) - {"source", "nodes_per_group"}))
+        if beside:
+            raise ValueError(f"{beside[0]}: given together with source, which says where ranks sit")
+        return {"source": "discover", "gpus_per_node": 1, **value}
+
+    @field_validator("nodes_per_group", mode="before")
+    @classmethod
+    def _groups(cls, value: Any) -> Any:
+        if value in (None, AUTOMATIC) or (type(value) is int and value >= 1):
+            return value
+        raise ValueError(
+            f"found {reprlib.repr(value)}, expected a number of nodes, null for no groups, or {AUTOMATIC!r}"
+        )
 
     @field_validator("order", mode="before")
     @classmethod
@@ -378,7 +413,7 @@ class TopologyConfig(Frozen):
                     f"alike; possible: {_divisors(self.nodes)}"
                 )
             own = self.nodes // self.clusters
-            if self.nodes_per_group is not None and own % self.nodes_per_group:
+            if isinstance(self.nodes_per_group, int) and own % self.nodes_per_group:
                 raise ValueError(
                     f"nodes_per_group: found {self.nodes_per_group}, which does not divide the {own} nodes"
                     f"{' of a cluster' if self.clusters > 1 else ''}; possible: {_divisors(own)}"

@@ -157,6 +157,9 @@ def _codecs(start: Preset, written: Any, size: Any) -> Any:
             tiers = dict.fromkeys(BASE_TIERS, tiers)
         optional = [tier for tier in OPTIONAL_TIERS if isinstance(tiers, Mapping) and tier in tiers]
         default: dict[str, Any] = {tier: start.codec_of(role, tier) for tier in (*BASE_TIERS, *optional)}
+        if role in DIMENSIONS and isinstance(tiers, Mapping):  # no small part of activations crosses groups
+            tiers = {"group": tiers.get("node", default["node"]), **tiers}
+            default = {"group": default["node"], **default}
         return _over(default, tiers, lambda tier, one: leaf(one, default[tier]))
 
     return _over({role: {} for role in (*ROLES, *DIMENSIONS, "except")}, written, each)

@@ -41,7 +41,9 @@ def test_presets_are_the_documented_points() -> None:
         assert {config.codecs["weights"][tier].codec for tier in TIERS} == {weight_codec}
         inner = {} if isinstance(gradient_codec, str) else gradient_codec
         outer = gradient_codec if isinstance(gradient_codec, str) else "int4"
-        assert {tier: config.codecs["gradients"][tier].codec for tier in TIERS} == dict.fromkeys(TIERS, outer) | inner
+        codecs = {tier: config.codecs["gradients"][tier].codec for tier in TIERS}
+        between_groups = {"group": "int8"} if outer == "int4" else {}
+        assert codecs == dict.fromkeys(TIERS, outer) | between_groups | inner
         assert config.error_feedback == ()
 
 

@@ -90,7 +90,7 @@ def ranks_to_start(topology: str | TopologyConfig) -> int:
     Raises:
         ConfigError: The topology does not say.
     """
-    declared = declared_grid(topology, "--topology") if isinstance(topology, str) else topology
+    declared = declared_grid(topology, "--topology")
     if declared is not None:
         return (declared.nodes or 1) * declared.gpus_per_node * declared.gcds_per_gpu
     ranks = len(machine_of(str(topology)).devices)

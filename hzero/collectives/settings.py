@@ -110,7 +110,7 @@ def _by_tier(written: Any, block_size: Any) -> Any:
         written = dict.fromkeys(BASE_TIERS, written)
     if not isinstance(written, Mapping):
         return written
-    filled = {**dict.fromkeys(BASE_TIERS, "none"), **written}
+    filled = {**dict.fromkeys(BASE_TIERS, "none"), "group": written.get("node", "none"), **written}
     return {
         tier: {"block_size": block_size, **(leaf if isinstance(leaf, Mapping) else {"codec": leaf})}
         for tier, leaf in filled.items()

@@ -13,7 +13,7 @@ from typing import Any
 
 from hzero import autoload
 from hzero.block import KEY, PARENT, find, read_text
-from hzero.config import HZeroConfig, TopologyConfig
+from hzero.config import HZeroConfig
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
@@ -151,9 +151,11 @@ def examine_configuration(
 def _grid(parsed: HZeroConfig, discovered: Grid | None, world_size: int) -> Grid | None:
     """The grid of the run; None where nothing says how many ranks there will be."""
     topology = parsed.topology
-    declared = topology if isinstance(topology, TopologyConfig) else declared_grid(topology, f"{KEY}.topology")
+    declared = declared_grid(topology, f"{KEY}.topology")
     if declared is None:
-        return discovered
+        if discovered is None or isinstance(topology, str):
+            return discovered
+        return discovered.grouped(topology.nodes_per_group)
     if world_size == 1:
         if declared.nodes is None:
             return None

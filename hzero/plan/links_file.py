@@ -190,6 +190,8 @@ def links_for(path: Path, grid: Grid) -> LinksFile:
         ConfigError: As `read_links`, or a tier of more than one rank of the grid has not been measured.
     """
     links = read_links(path)
+    if "group" not in links.tiers and "node" in links.tiers:  # the same NICs
+        links = links.model_copy(update={"tiers": {**links.tiers, "group": links.tiers["node"]}})
     for tier in grid.tiers:
         if grid.size(tier) > 1 and tier not in links.tiers:
             raise ConfigError(

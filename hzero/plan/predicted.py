@@ -369,6 +369,9 @@ def show_sweep(curves: Sequence[Curve], scenario: Scenario, out: Path, console: 
     memory = size_text(scenario.memory_bytes)
     title = f"predicted model TFLOPS per device, by nodes (-: does not fit into {memory})"
     console.print(table_of(title, head, rows))
+    for count in counts:
+        if (grid := scenario.on(count).grid).nodes_per_group is None and grid.groups_text:
+            _say(console, grid.groups_text)
     _say_error(scenario, console)
     _say(console, f"drawn in {out}")
 

@@ -76,8 +76,8 @@ class Scenario:
     def on(self, nodes: int) -> Scenario:
         """The same with other nodes and equal work per device."""
         batch = self.job.micro_batch * self.job.accumulation * nodes * self.grid.scope_size("node")
-        group = self.grid.nodes_per_group
-        if group is not None and nodes % group:
+        group = self.grid.nodes_per_group  # which an automatic grid chooses again
+        if group is not None and nodes % group and not self.grid.automatic:
             if nodes > group:
                 raise ConfigError(f"nodes: found {nodes:,}, expected a multiple of topology.nodes_per_group, {group}")
             group = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hzero.config import PRESETS
+from hzero.config import DEFAULT_PRESET, PRESETS
 from hzero.files import replacing
 from hzero.model.step import Prediction, predict
 from hzero.parsing import parse_config
@@ -93,7 +93,8 @@ def draw(curves: Sequence[Curve], scenario: Scenario, path: Path) -> None:
         if all(math.isnan(rate) for rate in rates):  # fits nowhere; the table says so
             continue
         style = "-" if curve.ours else "--"
-        [line] = axes.plot(curve.nodes, rates, style, color=f"C{index % 10}", label=curve.name, linewidth=1.4)
+        width = 3.0 if curve.name == f"hzero {DEFAULT_PRESET}" else 1.4
+        [line] = axes.plot(curve.nodes, rates, style, color=f"C{index % 10}", label=curve.name, linewidth=width)
         if error is not None:
             low, high = ([rate / (1 + sign * error) for rate in rates] for sign in (1, -1))
             axes.fill_between(curve.nodes, low, high, color=line.get_color(), alpha=0.07, linewidth=0)

@@ -136,6 +136,7 @@ class TopologyGroup(Frozen):
     gcds_per_gpu: Any = None
     gpus_per_hive: Any = None
     nodes_per_group: Any = None
+    switch_nodes: Any = None
     clusters: Any = None
     order: Any = None
     bandwidth_gb_s: Bandwidth | None = None

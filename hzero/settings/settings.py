@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import Dimension, HZeroConfig, TopologyConfig
+from hzero.config import AUTOMATIC, Dimension, HZeroConfig, TopologyConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
@@ -101,7 +101,7 @@ class Settings:
         _check_deepspeed(config["deepspeed"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
-        if isinstance(declared, str) and world_size is None:
+        if _source_of(declared) is not None and world_size is None:
             self.grid: Grid = foreseen_grid(declared, self.world_size)
         else:
             where = "topology.source" if isinstance(declared, str) else "topology"
@@ -129,15 +129,18 @@ class Settings:
     def _declared(self) -> str | TopologyConfig:
         """The grid that the group ``topology`` declares, or the source to discover it from."""
         keys = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
-        source = keys.pop("source", None)
-        if source is None:
-            return parse_topology("topology", keys)
+        source, groups = keys.pop("source", None), self.config["topology"].get("nodes_per_group", AUTOMATIC)
+        if source is None:  # null, no groups, is no missing key
+            return parse_topology("topology", {**keys, "nodes_per_group": groups})
+        keys.pop("nodes_per_group", None)
         if keys:
             raise ConfigError(
                 f"topology.{next(iter(keys))}: given together with topology.source {source!r}, which says where ranks sit; "
                 "topology=auto sets none of these keys"
             )
-        return str(source)
+        if groups == AUTOMATIC:
+            return str(source)
+        return parse_topology("topology", {"source": str(source), "nodes_per_group": groups})
 
     def _check_windows(self) -> None:
         if self.config["trace"]["steps"] is not None and self.plan is None:
@@ -220,9 +223,7 @@ class Settings:
             if zero:
                 raise ConfigError(f"zero.{next(iter(zero))}: given without zero.preset; choose one, as in zero=topo")
             return None
-        zero["topology"] = declared if isinstance(declared, str) else self.grid.declaration()
-        if zero["topology"] == "auto":  # the source that the block calls "discover"
-            zero["topology"] = "discover"
+        zero["topology"] = self._topology(declared)
         if self.layout.pipeline > 1:
             return zero
         guard = zero.get("guard", {})
@@ -230,14 +231,27 @@ class Settings:
             zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **guard}}
         return zero
 
+    def _topology(self, declared: str | TopologyConfig) -> Any:
+        """The key ``topology`` of the block."""
+        source = _source_of(declared)
+        if source is None:
+            return self.grid.declaration()
+        source = "discover" if source == "auto" else source  # the block's word for it
+        return source if isinstance(declared, str) else {"source": source, "nodes_per_group": declared.nodes_per_group}
+
+
+def _source_of(declared: str | TopologyConfig) -> str | None:
+    return declared if isinstance(declared, str) else declared.source
+
 
 def _ranks_to_start(declared: str | TopologyConfig) -> int:
-    if isinstance(declared, str):
-        if ranks := len(machine_of(declared).devices):
+    if (source := _source_of(declared)) is not None:
+        if ranks := len(machine_of(source).devices):
             return ranks
         raise ConfigError(
             "launcher.world_size: not given, and this machine has no GPUs that would say how many ranks to start"
         )
+    assert isinstance(declared, TopologyConfig)
     if declared.nodes is None:
         raise ConfigError(
             "topology.nodes: not given, and nothing else says how many ranks to start; give topology.nodes=.. or "

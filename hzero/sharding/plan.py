@@ -150,7 +150,10 @@ class ShardPlan:
         Raises:
             ConfigError: The machine has no such scope.
         """
-        adaptations, notes = [], []
+        adaptations: list[str] = []
+        notes: list[str] = []
+        if grid.groups_text:
+            (adaptations if grid.nodes_per_group is None else notes).append(grid.groups_text)
         scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
         for role, scope in scopes.items():
             if scope not in grid.scopes:
@@ -225,7 +228,7 @@ class ShardPlan:
     def of_exception(self, number: int) -> ShardPlan:
         """The plan of the parameters of one of `exceptions`: its codec on every tier, for both roles."""
         codec = self.exceptions[number][1]
-        codecs = TierCodecs(gcd=codec, gpu=codec, node=codec)
+        codecs = TierCodecs(gcd=codec, gpu=codec, node=codec, group=codec)
         return replace(
             self,
             codecs=CodecsConfig(weights=codecs, gradients=codecs),
@@ -238,7 +241,8 @@ class ShardPlan:
         codecs = " / ".join(self._codecs_text(role) for role in ROLES)
         scopes = f"weights over the {self.weights_scope}, gradients over the {self.gradients_scope}"
         excepted = "".join(f"; {codec.codec} for {pattern}" for pattern, codec in self.exceptions)
-        return f"{self.grid}; {scopes}; {codecs}{excepted}"
+        chosen = " (groups chosen)" if self.grid.automatic and self.grid.size("group") > 1 else ""
+        return f"{self.grid}{chosen}; {scopes}; {codecs}{excepted}"
 
     def _codecs_text(self, role: Role) -> str:
         """The codec of a role, or those of its tiers, outermost first, where they differ."""

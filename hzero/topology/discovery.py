@@ -153,7 +153,7 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     if all(report.device is None for report in reports):
         notes.append("no GPUs found: each rank is treated as a package of one device")
     try:
-        grid, refusal = grid_of(places), ""
+        grid, refusal = dataclasses.replace(grid_of(places), automatic=True), ""
         if not grid.regular:
             notes.append(
                 "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "

@@ -8,10 +8,33 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from hzero.config import BASE_TIERS, SCOPES, TIERS, Scope, Tier, complete_order, tiers_inside
+from hzero.config import AUTOMATIC, BASE_TIERS, SCOPES, TIERS, Scope, Tier, complete_order, tiers_inside
 from hzero.validation import ConfigError, some
+
+#: Nodes from which on groups are chosen: fewer exchange as fast without.
+GROUPED_NODES = 64
+
+
+def chosen_group(nodes: int, switch_nodes: int | None = None) -> int | None:
+    """Nodes of a group where the user chooses none: the divisor of ``nodes`` that is nearest to its square root.
+
+    A collective over n nodes pays a latency for each of n - 1 peers; over groups of g nodes for g - 1 and n / g - 1. The
+    nearest divisor is the largest one up to the root: its partner n / g is farther away.
+
+    Args:
+        nodes: Nodes that exchange.
+        switch_nodes: Nodes of one switch group. A divisor of that is preferred, from half the root on.
+
+    Returns:
+        None for less than `GROUPED_NODES` nodes, and without a divisor between a quarter and four times the root.
+    """
+    if nodes < GROUPED_NODES:
+        return None
+    near = [size for size in range(1, math.isqrt(nodes) + 1) if nodes % size == 0 and 16 * size * size >= nodes]
+    preferred = [size for size in near if switch_nodes and switch_nodes % size == 0 and 4 * size * size >= nodes]
+    return max(preferred or near, default=None)
 
 
 class Coordinates(NamedTuple):
@@ -41,6 +64,8 @@ class Grid:
         gpus_per_hive: Packages of a hive.
         nodes_per_group: Nodes of a group; None where all nodes of a cluster are one.
         clusters: Clusters of the world.
+        automatic: Whether `chosen_group` sets ``nodes_per_group``.
+        switch_nodes: Nodes of one switch group, for that choice; None if not known.
     """
 
     nodes: int
@@ -51,9 +76,13 @@ class Grid:
     gpus_per_hive: int = 1
     nodes_per_group: int | None = None
     clusters: int = 1
+    automatic: bool = dataclasses.field(default=False, compare=False)
+    switch_nodes: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", complete_order(self.order))
+        if self.automatic:
+            object.__setattr__(self, "nodes_per_group", chosen_group(self.nodes // self.clusters, self.switch_nodes))
 
     @property
     def world_size(self) -> int:
@@ -84,7 +113,40 @@ class Grid:
 
     def declaration(self) -> dict[str, Any]:
         """The block `hzero.config.TopologyConfig` that declares it, where ranks are numbered in some order."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if key != "ranks"}
+        values = dataclasses.asdict(self)
+        groups = AUTOMATIC if self.automatic else self.nodes_per_group
+        return {key: values[key] for key in values if key not in ("ranks", "automatic")} | {"nodes_per_group": groups}
+
+    def grouped(self, nodes_per_group: int | Literal["automatic"] | None) -> Grid:
+        """The same ranks in other groups of nodes, as `hzero.config.TopologyConfig` declares them.
+
+        Raises:
+            ConfigError: The nodes do not form such groups.
+        """
+        if nodes_per_group == AUTOMATIC:
+            return dataclasses.replace(self, automatic=True)
+        own = self.nodes // self.clusters
+        if nodes_per_group is not None and own % nodes_per_group:
+            raise ConfigError(
+                f"topology.nodes_per_group: found {nodes_per_group}, which does not divide the {own} nodes; possible: "
+                f"{', '.join(str(size) for size in range(1, own + 1) if own % size == 0)}"
+            )
+        return dataclasses.replace(self, automatic=False, nodes_per_group=nodes_per_group)
+
+    @property
+    def groups_text(self) -> str:
+        """How groups were chosen, or why there are none; empty where the user chose, and for few nodes."""
+        own = self.nodes // self.clusters
+        if not self.automatic or own < GROUPED_NODES:
+            return ""
+        if self.nodes_per_group is not None:
+            return f"groups of {self.nodes_per_group} nodes, chosen for {own:,} nodes; topology.nodes_per_group sets others"
+        near = (count for step in itertools.count(1) for count in (own - step, own + step))
+        fitting = next(count for count in near if chosen_group(count, self.switch_nodes))
+        return (
+            f"{own:,} nodes form no groups: no divisor lies between a quarter and four times their square root, so collectives "
+            f"between nodes are slow; {fitting:,} nodes would form groups"
+        )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -165,6 +227,10 @@ class Grid:
         Raises:
             ConfigError: They do not fill a part of every tier evenly.
         """
+        if self.automatic:  # by how many nodes these ranks have
+            alone = dataclasses.replace(self, automatic=False, nodes_per_group=None).of_ranks(ranks)
+            order = complete_order([tier for tier in alone.order if tier != "group"])
+            return dataclasses.replace(alone, order=order, automatic=True, switch_nodes=self.switch_nodes)
         places = {self.coordinates(rank): number for number, rank in enumerate(ranks)}
         used = {tier: sorted({getattr(place, tier) for place in places}) for tier in TIERS}
         sizes = {tier: len(indices) for tier, indices in used.items()}

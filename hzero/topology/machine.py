@@ -125,6 +125,7 @@ class Machine:
             modules and links.
         tier_gb_s: Bandwidth per device by tier that the source declares, GB/s each way.
         remarks: What was missing in the source or left out.
+        switch_nodes: Nodes of one switch group of the network that the source declares.
 
     Raises:
         ConfigError: The parts do not go together.
@@ -137,6 +138,7 @@ class Machine:
     packages: tuple[tuple[int, ...], ...] | None = None
     tier_gb_s: dict[str, float] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    switch_nodes: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.devices) > MAX_DEVICES:

@@ -38,11 +38,14 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
             the factors that would fit. Where it is discovered: the world is no grid, or packages are ambiguous.
     """
     release_store()
-    if isinstance(topology, str):
+    source = topology.source if isinstance(topology, TopologyConfig) else topology
+    if source is not None:
         declared = declared_grid(topology, where)
         if declared is None:
-            return _discovered(topology, world_size)
-        where, topology = topology, declared
+            grid = _discovered(source, world_size)
+            return grid if isinstance(topology, str) else grid.grouped(topology.nodes_per_group)
+        where, topology = source, declared
+    assert isinstance(topology, TopologyConfig)
     inside = topology.gpus_per_node * topology.gcds_per_gpu
     nodes = topology.nodes
     if nodes is None:
@@ -55,9 +58,10 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
             )
         nodes = world_size // inside
         topology = parse_topology(
-            where, {**topology.model_dump(include=set(TopologyConfig.model_fields)), "nodes": nodes}
+            where, {**topology.model_dump(include=set(TopologyConfig.model_fields) - {"source"}), "nodes": nodes}
         )
-    grid = Grid(**{key: value for key, value in topology if key in TopologyConfig.model_fields})
+    kept = set(TopologyConfig.model_fields) - {"source", "nodes_per_group"}
+    grid = Grid(**{key: value for key, value in topology if key in kept}).grouped(topology.nodes_per_group)
     if grid.world_size != world_size:
         factors = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
         others = {name: grid.world_size // value for name, value in factors.items()}
@@ -83,29 +87,40 @@ def sub_grid(topology: str | TopologyConfig, ranks: Sequence[int], world_size: i
     Raises:
         ConfigError: As in `resolve_grid`; or the group's places are no grid.
     """
-    if not isinstance(topology, str) or declared_grid(topology, where) is not None:
+    if declared_grid(topology, where) is not None:
         return resolve_grid(topology, len(ranks), where)
     return resolve_grid(topology, world_size, where).of_ranks(ranks)
 
 
-def foreseen_grid(topology: str, ranks: int) -> Grid:
+def foreseen_grid(topology: str | TopologyConfig, ranks: int) -> Grid:
     """As `resolve_grid`, for ``ranks`` ranks that will be started on this node alone, with ``LOCAL_RANK`` from 0."""
     if declared_grid(topology, "topology.source") is not None:
         return resolve_grid(topology, ranks, "topology.source")
-    return foresee(topology, ranks).required_grid()
+    if isinstance(topology, str):
+        return foresee(topology, ranks).required_grid()
+    return foresee(topology.source or "auto", ranks).required_grid().grouped(topology.nodes_per_group)
 
 
-def declared_grid(topology: str, where: str) -> TopologyConfig | None:
-    """The grid that a preset or a file declares; None where it has to be discovered. Arguments as in `resolve_grid`.
+def declared_grid(topology: str | TopologyConfig, where: str) -> TopologyConfig | None:
+    """The grid that is declared, maybe by a preset or a file; None where it has to be discovered. Arguments as in `resolve_grid`.
 
     Raises:
         ConfigError: The file is missing, or a key is wrong.
     """
+    if isinstance(topology, TopologyConfig):
+        if topology.source is None:
+            return topology
+        declared = declared_grid(topology.source, f"{where}.source")
+        if declared is None or "nodes_per_group" not in topology.model_fields_set:
+            return declared
+        return declared.model_copy(update={"nodes_per_group": topology.nodes_per_group})
     if topology in ("discover", "auto"):  # the block's word, and the source that it means
         return None
     if topology in PRESETS:
-        packages = packages_of(preset(topology))
-        return parse_topology(where, {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])})
+        machine = preset(topology)
+        packages = packages_of(machine)
+        shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
+        return parse_topology(where, {**shape, "switch_nodes": machine.switch_nodes})
     if not os.path.exists(topology):
         raise ConfigError(
             f'{where}: no such file: {topology[:80]!r}; possible: "discover", a file, a preset '

@@ -124,6 +124,22 @@ def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert node_counts("nodes=1..9408")[-2:] == [8192, 9408]
 
 
+@pytest.mark.parametrize("model", ["gpt_neox_10b", "gpt_neox_20b"])
+def test_topo_keeps_its_rate_on_many_nodes(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys = [f"model={model}", "topology=frontier", "train.micro_batch=1", "--out", str(tmp_path / "scaling.png")]
+    curves = _json(capsys, "--sweep", "nodes=16,128,1024,9408", *keys)["curves"]
+    topo = [point["tflops"] for point in curves["hzero topo"]]
+    assert all(point["fits"] for point in curves["hzero topo"]) and min(topo) >= 0.93 * topo[0]
+    for other in ("HSDP, node", "FSDP2", "ZeRO-3"):
+        assert all(own >= point["tflops"] for own, point in zip(topo, curves[other]) if point["fits"]), other
+
+
+def test_sweep_says_which_counts_form_no_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--sweep", "nodes=64,254", *FRONTIER, "--out", str(tmp_path / "scaling.png")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "254 nodes form no groups" in text and "64 nodes form" not in text
+
+
 def test_a_predicted_step_opens_beside_a_measured_one(tmp_path: Path) -> None:
     out = tmp_path / "step.json.gz"
     assert main(["plan", "--trace", str(out), "model=gpt_neox_1m", "train.grad_accumulation=2"]) == 0

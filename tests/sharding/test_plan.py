@@ -106,7 +106,7 @@ def test_tiers_take_the_codec_of_their_neighbour() -> None:
     found = {
         role: [hop.codec.codec for hop in hops] for role, hops in (("w", plan.gather_hops()), ("g", plan.reduce_hops()))
     }
-    assert found == {"w": ["none", "int4", "int4", "none", "none"], "g": ["int8", "int8", "none", "int4", "int4"]}
+    assert found == {"w": ["none", "int8", "int4", "none", "none"], "g": ["int8", "int8", "none", "int4", "int4"]}
     assert plan_of(Grid(4, 2, 2), codecs=codecs).notes == (
         "codecs on tiers of size 1 are unused: int4 of gradients on group",
     )

@@ -16,6 +16,7 @@ not where ``packages`` or ``buses`` give their number; ``null`` stands for a val
     nics:
       - {name: hsn0, kind: cxi, gb_s: 25, bus: "0000:c5:00.0", numa: 3, devices: [0, 1]}
     tier_gb_s: {gcd: 200, gpu: 50, node: 12.5}
+    switch_nodes: 128                  # nodes of one switch group of the network
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class DeclaredMachine(Frozen):
     links: list[DeclaredLinks] = []
     nics: list[DeclaredNic] = []
     tier_gb_s: ByLevel = ByLevel()
+    switch_nodes: Annotated[int, Field(ge=1)] | None = None
 
 
 class DeclaredGrid(TopologyConfig):
@@ -193,7 +195,10 @@ def grid_in(content: Mapping[str, Any], file: str) -> DeclaredGrid | None:
     """
     if not set(content) & (set(DeclaredGrid.model_fields) - set(DeclaredMachine.model_fields)):
         return None
-    return validated(DeclaredGrid, content, f"{file}:")
+    grid = validated(DeclaredGrid, content, f"{file}:")
+    if grid.source is not None:
+        raise ConfigError(f"{file}: gpus_per_node: missing")
+    return grid
 
 
 class _RefusedError(yaml.YAMLError):
@@ -293,4 +298,5 @@ def _machine(content: Mapping[str, Any], file: str, source: str) -> Machine:
         tuple(Nic(nic.name, nic.bus, nic.kind, nic.gb_s, nic.numa) for nic in declared.nics),
         None if declared.packages is None else tuple(map(tuple, declared.packages)),
         tier_gb_s=declared.tier_gb_s.model_dump(exclude_none=True),
+        switch_nodes=declared.switch_nodes,
     )

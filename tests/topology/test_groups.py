@@ -1,0 +1,146 @@
+"""Groups of nodes that nobody has declared: how many nodes each has, who makes them, and how to switch them off."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.parsing import parse_config
+from hzero.settings.conf import compose, plain
+from hzero.settings.settings import Settings
+from hzero.sharding.plan import ShardPlan
+from hzero.topology import Grid, resolve
+from hzero.topology.discovery import assemble
+from hzero.topology.grid import chosen_group
+from hzero.topology.rank_report import RankReport
+from hzero.validation import ConfigError
+
+
+@given(st.integers(64, 20_000))
+def test_a_group_has_the_divisor_nearest_to_the_root(nodes: int) -> None:
+    root = nodes**0.5
+    near = [size for size in range(1, nodes + 1) if nodes % size == 0 and root / 4 <= size <= 4 * root]
+    assert chosen_group(nodes) == min(near, key=lambda size: abs(size - root), default=None)
+
+
+def test_usual_machines() -> None:
+    sizes = {16: None, 48: None, 63: None, 64: 8, 96: 8, 128: 8, 1024: 32, 4608: 64, 9408: 96}
+    assert {nodes: chosen_group(nodes) for nodes in sizes} == sizes
+    assert chosen_group(67) is None, "a prime"
+    assert chosen_group(9408, switch_nodes=128) == 64, "whole groups of one dragonfly group of Frontier"
+    assert chosen_group(1176, switch_nodes=128) == 28, "8, their only common divisor near, is too far from the root"
+
+
+def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
+    """The grid of a block's key, on so many nodes without GPUs if it is discovered."""
+    world = nodes * width
+    reports = [RankReport(rank, world, f"node{rank // width}", None) for rank in range(world)]
+    with patch.object(resolve, "discover", lambda _: assemble(reports)):
+        resolve._discovered.cache_clear()
+        try:
+            block = parse_config({} if topology is None else {"topology": topology})
+            return resolve.resolve_grid(block.topology, world)
+        finally:
+            resolve._discovered.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("topology", "nodes", "groups"),
+    [
+        (None, 72, 9),
+        (None, 60, 1),
+        ({"nodes_per_group": None}, 72, 1),
+        ({"nodes_per_group": 12}, 72, 6),
+        ({"gpus_per_node": 2}, 72, 9),
+        ({"gpus_per_node": 2, "nodes_per_group": None}, 72, 1),
+        ({"gpus_per_node": 2, "nodes_per_group": 36}, 72, 2),
+        ({"gpus_per_node": 2, "clusters": 2}, 144, 9),
+    ],
+)
+def test_groups_are_made_unless_the_block_says_otherwise(topology: Any, nodes: int, groups: int) -> None:
+    grid = _grid(topology, nodes)
+    assert (grid.nodes, grid.size("group")) == (nodes, groups)
+    plan = ShardPlan.from_config(parse_config({}), grid, 0)
+    assert ("group" in [hop.tier for hop in plan.boundary_hops()]) == (groups > 1)
+    chosen = grid.automatic and groups > 1
+    assert [note for note in plan.notes if "chosen" in note] == [grid.groups_text] * chosen
+    assert ("(groups chosen)" in str(plan)) == chosen, "the start line"
+
+
+def test_presets_prefer_a_part_of_a_switch_group() -> None:
+    for topology in ("frontier", {"source": "frontier"}):
+        assert _grid(topology, 9408, width=8).nodes_per_group == 64
+    assert _grid({"source": "frontier", "nodes_per_group": None}, 9408, width=8).nodes_per_group is None
+
+
+def test_what_cannot_be_groups_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"nodes_per_group: found 5, which does not divide the 72 nodes; possible: 1, 2, 3"
+    ):
+        _grid({"nodes_per_group": 5}, 72)
+    with pytest.raises(
+        ConfigError, match="nodes_per_group: found 'many', expected a number of nodes, null for no groups"
+    ):
+        _grid({"gpus_per_node": 2, "nodes_per_group": "many"}, 72)
+    with pytest.raises(ConfigError, match="gcds_per_gpu: given together with source"):
+        _grid({"source": "frontier", "gcds_per_gpu": 2}, 72)
+
+
+def test_a_count_without_a_divisor_is_warned_about_with_the_nearest_that_has_one() -> None:
+    machine = {"gpus_per_node": 2, "gcds_per_gpu": 2}
+    grid = _grid(machine, 67, width=4)
+    assert grid.nodes_per_group is None
+    [warning] = ShardPlan.from_config(parse_config({}), grid, 0).adaptations
+    assert "67 nodes form no groups" in warning and "66 nodes would" in warning
+    off = _grid({**machine, "nodes_per_group": None}, 67, width=4)
+    assert not ShardPlan.from_config(parse_config({}), off, 0).adaptations
+
+
+@pytest.mark.parametrize("order", [("node", "gpu", "gcd"), ("gcd", "gpu", "node")])
+def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> None:
+    """A pipeline stage has a part of the nodes, which groups of the world would not divide evenly."""
+    whole = Grid(576, 2, 1, order, automatic=True)
+    assert whole.nodes_per_group == 24
+    places = {rank: whole.coordinates(rank) for rank in range(whole.world_size)}
+    number = {rank: place.group * 24 + place.node for rank, place in places.items()}
+    for nodes, group in ((32, None), (72, 8)):
+        ranks = [rank for rank in places if number[rank] < nodes]
+        part = whole.of_ranks(ranks)
+        assert (part.nodes, part.nodes_per_group) == (nodes, group)
+        for rank in (0, 1, len(ranks) - 1):
+            nodes_of_tier = [number[ranks[peer]] for peer in part.tier_group(rank, "node")]
+            size = group or nodes
+            assert (
+                nodes_of_tier == list(range(nodes_of_tier[0], nodes_of_tier[0] + size)) and nodes_of_tier[0] % size == 0
+            )
+
+
+@pytest.mark.parametrize(
+    ("block", "weights", "gradients"),
+    [
+        ({"preset": "topo"}, "int8", "int8"),
+        ({"preset": "zeropp"}, "int8", "int8"),
+        ({"preset": "lossless"}, "none", "none"),
+        ({"preset": "topo", "codecs": {"gradients": {"node": "none"}}}, "int8", "none"),
+        ({"preset": "topo", "codecs": {"gradients": {"group": "int4"}, "weights": {"node": "int4"}}}, "int8", "int4"),
+    ],
+)
+def test_groups_exchange_in_int8_or_better(block: dict[str, Any], weights: str, gradients: str) -> None:
+    plan = ShardPlan.from_config(parse_config(block), Grid(64, 4, 2, automatic=True), 0)
+    found = (
+        {hop.tier: hop.codec.codec for hop in plan.gather_hops()},
+        {h.tier: h.codec.codec for h in plan.reduce_hops()},
+    )
+    assert (found[0]["group"], found[1]["group"]) == (weights, gradients)
+
+
+def test_the_plan_makes_the_groups_of_the_run() -> None:
+    keys = ["topology=frontier", "zero=topo", "topology.nodes=128"]
+    assert Settings(plain(compose(keys))).grid.nodes_per_group == 8
+    off = Settings(plain(compose([*keys, "topology.nodes_per_group=null"])))
+    assert off.grid.nodes_per_group is None
+    assert off.block is not None and parse_config(off.block).topology.nodes_per_group is None  # type: ignore[union-attr]
