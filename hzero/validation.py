@@ -59,7 +59,7 @@ def on_all_ranks() -> Iterator[None]:
         if not isinstance(sys.excepthook, _OneLine):
             sys.excepthook = _OneLine(sys.excepthook)
         # A node may have another file than rank 0's node. So its first rank reports, if it still lives after the wait.
-        error.elsewhere = _number_of("RANK") > 0 and _number_of("LOCAL_RANK") > 0
+        error.elsewhere |= _number_of("RANK") > 0 and _number_of("LOCAL_RANK") > 0
         raise
 
 
