@@ -13,6 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hzero
+from hzero.zero import versions
 from tests.clients.cells import Run, assert_equal, assert_trains, llama, reset, samples, slow
 from tests.clients.config import ACCUMULATION, BATCH, CLIP, LR, STEPS, config_of
 from tests.zero.training import assert_losses, shared_folder
@@ -187,11 +188,12 @@ def check_trainer_trains_lora() -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    # DeepSpeed before 0.19.3 looks for their hooks with hasattr, and peft's wrapper answers for the module that it wraps.
+    whole = ["lm_head"] if versions.installed() >= (0, 19, 3) else None
+
     def adapted() -> Any:
         torch.manual_seed(1)
-        return get_peft_model(
-            llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-        )
+        return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=whole))
 
     lora = {"learning_rate": 0.02, "config": {"optimizer": {"params": {"lr": "auto", "torch_adam": True}}}}
     want = trained(None, model=adapted(), **lora)
@@ -202,7 +204,7 @@ def check_trainer_trains_lora() -> None:
     trainer.train()
     trainer.save_model(str(folder / "adapter"))
     run = Run(logged(trainer, "loss")).end(trainer.model_wrapped)
-    assert_trains(run, want)
+    assert_trains(run, want, fall=0.1 if whole else 0.02)
     dist.barrier()  # rank 0 has written
     loaded = dict(PeftModel.from_pretrained(llama(), folder / "adapter", is_trainable=True).named_parameters())
     assert all("lora" in name or "lm_head" in name for name in run.masters)
