@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import deepspeed
+from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -27,7 +28,7 @@ from hzero.validation import ConfigError
 VERSIONS = ((0, 18, 6), (0, 20))
 SUPPORTED = "hzero supports deepspeed >=0.18.6,<0.20"
 #: What only newer ones of them can do: the first that can.
-NEWER = {"pipeline stages": "0.19.8", "managed_gradient_accumulation false": "0.19.4"}
+NEWER = {"pipeline stages": "0.19.8", "AutoTP": "0.19.8", "managed_gradient_accumulation false": "0.19.4"}
 
 #: Methods that the stage overrides, wraps or calls, with the arguments that it relies on. Taken from DeepSpeed 0.19.8.
 STAGE3: tuple[tuple[type, str, tuple[str, ...]], ...] = (
@@ -148,6 +149,8 @@ def check_features(config: DeepSpeedConfig, *, pipeline: bool | None) -> None:
     missing = lacking()
     if pipeline and "pipeline stages" in missing:
         raise ConfigError(_needs("PipelineModule", "pipeline stages"))
+    if (size := config.tensor_parallel_config.autotp_size) > 1 and "AutoTP" in missing:
+        raise ConfigError(_needs(f"tensor_parallel.autotp_size: found {size}", "AutoTP"))
     unmanaged = config._param_dict.get("managed_gradient_accumulation", True) is False
     if unmanaged and "managed_gradient_accumulation false" in missing:  # such a version ignores the key
         raise ConfigError(_needs("managed_gradient_accumulation: found False", "managed_gradient_accumulation false"))
@@ -158,6 +161,8 @@ def lacking() -> list[str]:
     found = []
     if next(differences_of_pipelines(), None) is not None:
         found.append("pipeline stages")
+    if "is_tp_parallel" not in TensorParallel_Layer.__init__.__code__.co_names:
+        found.append("AutoTP")
     if not hasattr(DeepSpeedZeroOptimizer_Stage3, "finalize_gradient_accumulation_boundary"):
         found.append("managed_gradient_accumulation false")
     return found

@@ -6,9 +6,12 @@ import itertools
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 
 import hzero
+from hzero.validation import ConfigError
+from hzero.zero import versions
 from tests.zero.training import (
     AwkwardNet,
     assert_losses,
@@ -105,3 +108,21 @@ def check_topo_trains() -> None:
         engine.destroy()
     assert_losses(runs[1], runs[0], 0.02)
     assert runs[1][-1] < runs[1][0] and runs[1] != runs[0]
+
+
+def check_what_only_newer_versions_have_is_refused_by_name() -> None:
+    if not (missing := versions.lacking()):
+        pytest.skip("the installed DeepSpeed lacks nothing")
+    block = {"preset": "lossless", "topology": TOPOLOGY}
+    stages = deepspeed.PipelineModule(
+        [torch.nn.Linear(3, 3) for _ in range(2)], num_stages=2, loss_fn=torch.nn.MSELoss()
+    )
+    asked: dict[str, tuple[dict[str, Any], torch.nn.Module]] = {
+        "pipeline stages": ({"zero_optimization": {"stage": 1}}, stages),
+        "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, AwkwardNet()),
+        "managed_gradient_accumulation false": ({"managed_gradient_accumulation": False}, AwkwardNet()),
+    }
+    for feature in missing:
+        changes, model = asked[feature]
+        with pytest.raises(ConfigError, match=f"with deepspeed {deepspeed.__version__}; hzero supports {feature} with"):
+            engine_of(ds_config(block, **changes), model)
