@@ -13,7 +13,7 @@ from hzero.collectives.errors import HopError
 from hzero.collectives.failures import most_failures
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
-from hzero.collectives.pipeline import Chain, Pipeline, Streams, shared_pipeline
+from hzero.collectives.pipeline import Chain, Pipeline, Streams, lasting, shared_pipeline
 from hzero.collectives.process_groups import limit_waits
 from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
@@ -46,6 +46,7 @@ __all__ = [
     "for_dimension",
     "in_buckets",
     "in_use",
+    "lasting",
     "limit_waits",
     "most_failures",
     "shared_pipeline",

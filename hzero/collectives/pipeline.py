@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import os
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -12,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from hzero.collectives.pause import Pause
 from hzero.collectives.transport import Lane, Pending
@@ -27,6 +32,10 @@ Hops: TypeAlias = Generator[Pending | None, None, T]
 _LOOK_S, _POLL_S, _LINGER_S = 0.5, 0.001, 1.0
 #: As many of `_POLL_S` as that thread lets pass at most, one more after each look at which no hop has arrived.
 _MOST_POLLS = 10
+#: How long hops under way may take to end after an exception, whose peers may never come, in seconds.
+_AFTER_ERROR_S = 3.0
+#: Time after which a process that waits for them says so, in seconds.
+_TOLD_S = 10.0
 
 
 class Streams(Protocol):
@@ -212,14 +221,14 @@ class Pipeline:
                 raise self._broken[lane]
         before = streams.event()
         try:
-            with streams.on(chain._steps[0]):
+            with streams.on(chain._steps[0]), lasting():
                 for other in chain._after:
                     streams.wait(other._finished)
                 streams.wait(before)
                 chain._prepare()
                 chain._read = streams.event()
             for step in chain._steps:
-                with streams.on(step):
+                with streams.on(step), lasting():
                     chain._resume()
                     chain._finished = streams.event()
         except BaseException as error:  # peers may have started the hops that are missing here
@@ -275,7 +284,7 @@ class Pipeline:
                 if chain._prepared and chain._steps[0] in self._broken:
                     raise self._broken[chain._steps[0]]
                 chain._busy = True  # what it does next may submit, and so pump
-                with self._around():
+                with self._around(), lasting():
                     chain._resume() if chain._prepared else chain._prepare()
             except BaseException as error:
                 self._fail(chain, error)
@@ -379,6 +388,38 @@ class Pipeline:
                 return
             first.wait()
 
+    def end(self, within_s: float) -> bool:
+        """On processors: moves chains on until none is under way; errors concern nobody any more.
+
+        Args:
+            within_s: Gives up after this time.
+
+        Returns:
+            Whether all have ended.
+        """
+        pause, began, told = Pause(), time.monotonic(), False
+        while self._running:
+            self.pump()
+            waited_s = time.monotonic() - began
+            if waited_s > within_s:
+                return False
+            if waited_s > _TOLD_S and not told:
+                told = True
+                print(f"hzero: warning: {self._under_way()}: waits to end for its peers", file=sys.stderr, flush=True)
+            pause()
+        return True
+
+    def _under_way(self) -> str:
+        with self._lock:
+            return next((str(chain._pending) for chain in self._running if chain._pending is not None), "a hop")
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Inside, tensors are made that outlive an evaluation under `torch.inference_mode`: backward can save them later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
 
 _of_world: tuple[Any, Pipeline] | None = None
 
@@ -396,6 +437,7 @@ def shared_pipeline(
         ConfigError: On a GPU: the pipeline is there, and has streams where these hops may have none, or the other way round.
     """
     global _of_world  # as the tier groups: for as long as the world lives
+    _end_with_process()
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
         _of_world = dist.group.WORLD, Pipeline(streams, around)
     found, plain = _of_world[1], contextlib.nullcontext
@@ -404,6 +446,45 @@ def shared_pipeline(
             "transport: found 'torch' and 'mpi' in one process on a GPU, where all hops need the same one"
         )
     return found
+
+
+@functools.cache
+def _end_with_process() -> None:
+    """From now on no hop outlives its process group or the interpreter.
+
+    A thread of gloo that reports a hop's end while the interpreter ends aborts the process. A script may end inside an
+    accumulation window, and an exception anywhere.
+    """
+    stock, hook, failed = dist.destroy_process_group, sys.excepthook, False
+
+    @functools.wraps(stock)
+    def destroy(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            _end_hops(after_error=sys.exc_info()[0] is not None)
+        stock(group)
+
+    def told(*error: Any) -> None:
+        nonlocal failed
+        failed = True
+        hook(*error)
+
+    def at_exit() -> None:
+        if not _end_hops(after_error=failed) and failed:
+            # The exception has been printed. Python's own end would wait for threads, and one of gloo may abort it.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    dist.destroy_process_group = c10d.destroy_process_group = destroy
+    sys.excepthook = told
+    atexit.register(at_exit)
+
+
+def _end_hops(after_error: bool) -> bool:
+    """Waits for the hops under way: for as long as hops may take, since peers may be late, or shortly after an error."""
+    if _of_world is None:
+        return True
+    return _of_world[1].end(_AFTER_ERROR_S if after_error else float("inf"))
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:

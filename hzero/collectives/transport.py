@@ -72,6 +72,9 @@ class Pending:
         self._started = time.monotonic()
         self._future: Any = None
 
+    def __str__(self) -> str:
+        return self._what()
+
     def arrived(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         if self._work is None:

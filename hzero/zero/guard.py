@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,12 +56,18 @@ class Guard:
         self._steps += 1
         self._discarded = 0
 
-    def discarded(self, loss_scaler: Any, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> None:
+    def discarded(
+        self,
+        loss_scaler: Any,
+        params: Iterable[ZeroParameter],
+        gradient_of: Callable[[ZeroParameter], torch.Tensor],
+    ) -> None:
         """Notes a step that is about to be discarded. All ranks must call it alike.
 
         Args:
             loss_scaler: DeepSpeed's, before it takes account of the step.
-            gradient_of: Gives this rank's shard of a parameter's gradient.
+            params: The parameters in the optimizer. Others may require gradients too, but have none to look at.
+            gradient_of: Gives this rank's shard of the gradient of one of them.
 
         Raises:
             DivergenceError: Too many in a row, on all ranks. Or loss scaling has reached its minimum, where DeepSpeed would
@@ -85,17 +91,16 @@ class Guard:
         error = DivergenceError(
             f"hzero: the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
-            f"{self._where(gradient_of)}"
+            f"{self._where(params, gradient_of)}"
         )
         error.elsewhere = not speaks()
         raise error
 
     @torch.no_grad()
-    def _where(self, gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> str:
+    def _where(self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> str:
         """Names the parameters with values that are not finite, and gives the signal-to-noise ratio of lossy hops."""
-        named: list[tuple[str, ZeroParameter]] = [
-            (name, param) for name, param in self._module.named_parameters() if param.requires_grad
-        ]
+        names_of = {id(param): name for name, param in self._module.named_parameters()}
+        named = [(names_of.get(id(param), f"parameter {param.ds_id}"), param) for param in params]
         weights = [self._own_weights(param) for _, param in named]
         gradients = [gradient_of(param).detach().flatten() for _, param in named]
         device = torch.device(get_accelerator().current_device_name())  # offloaded gradients are on the host

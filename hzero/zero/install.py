@@ -38,9 +38,10 @@ def enable() -> None:
     `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
     are.
 
-    The call replaces four things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by subclasses),
-    the constructor of its parameter offload (which the stage wraps, to take over gathers), and its sanity check (which the
-    stage extends, to refuse unsupported features before anything is built). It starts no collective, reads no configuration and
+    The call replaces five things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by subclasses),
+    the constructor of its parameter offload (which the stage wraps, to take over gathers), its sanity check (which the
+    stage extends, to refuse unsupported features before anything is built), and the engine's ``zero_grad`` (which also drops
+    a window that an exception has cut short). It starts no collective, reads no configuration and
     allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it
     cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
 
@@ -54,6 +55,7 @@ def enable() -> None:
     import deepspeed.runtime.superoffload.superoffload_stage3
 
     DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
+    DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
     deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
     stage3.DeepSpeedZeroOptimizer_Stage3 = HZeroStage3  # engine._configure_zero_optimizer imports the name late
@@ -89,6 +91,18 @@ def _checked(stock: Any) -> Any:
         return stock(self)
 
     return check
+
+
+def _after_errors(stock: Any) -> Any:
+    """``DeepSpeedEngine.zero_grad`` that also drops a window which an exception has cut short; stock leaves it in its buckets."""
+
+    @functools.wraps(stock)
+    def zero_grad(self: DeepSpeedEngine) -> None:
+        stock(self)
+        if isinstance(self.optimizer, HZeroStage3) and self.optimizer.cut_short:
+            self.optimizer.zero_grad()
+
+    return zero_grad
 
 
 def _with_weights(stock: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, TieredCollectives
+from hzero.collectives import Bucket, Chain, TieredCollectives, lasting
 from hzero.config import PLAIN
 from hzero.sharding.records import record_format
 from hzero.zero.refusals import ZeroParameter
@@ -120,6 +120,18 @@ class ResidentHandle:
             param.data = own.whole[: param.ds_numel].view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._managed = ()
+
+
+class StockHandle:
+    """Handle of a gather by DeepSpeed. An evaluation in inference mode may wait for it, and a backward use what it gave."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, outside of inference mode."""
+        with lasting():
+            self._handle.wait(*args, **kwargs)
 
 
 class Handles:

@@ -139,7 +139,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
         if has_overflow:
-            self.hzero.guard.discarded(self.loss_scaler, self._gradient_of)
+            self.hzero.guard.discarded(
+                self.loss_scaler, itertools.chain.from_iterable(self.fp16_groups), self._gradient_of
+            )
         super()._update_scale(has_overflow)
 
     def _gradient_of(self, param: ZeroParameter) -> torch.Tensor:
@@ -151,14 +153,26 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.hzero.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done."""
+        """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done.
+
+        What a backward has left behind that an exception cut short is dropped too.
+        """
         if not self._stepping:
             self.hzero.gradients.clear()
+            for bucket in self.ipg_buckets.values():
+                bucket.clear_params()
+            while self.cut_short:
+                self.exit_backward()
             if set_to_none and get_accelerator().is_synchronized_device():
                 # Those that an error has left: stock would ask for their stream.
                 for param in itertools.chain.from_iterable(self.fp16_groups):
                     param.grad = None
         super().zero_grad(set_to_none)
+
+    @property
+    def cut_short(self) -> bool:
+        """Between backwards: whether an exception has ended the last one early."""
+        return bool(self._backward_active_depth > 0)
 
     @torch.no_grad()
     def _cross_boundary(self) -> None:
@@ -217,17 +231,21 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.micro_step_id = before
 
     def _silence(self) -> None:
-        """Zeroes the shards of parameters that received no gradient in this window.
+        """Zeroes the shards of parameters that received no gradient in this window, whether they require one now or not.
 
-        Stock leaves the gradients of the previous step there, and would apply them again.
+        Stock leaves the gradients of the previous step there, and would apply them again. And it drops the gradient of a
+        parameter that was frozen later in the window, which torch's optimizers apply.
         """
-        for group in self.fp16_groups:
+        shards = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for number, group in enumerate(self.fp16_groups):
             for param in group:
-                if param.requires_grad and not self.hzero.gradients.arrived(param):
-                    self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id].zero_()
+                if not self.hzero.gradients.arrived(param):
+                    shards[param.ds_id].zero_()
                     if self.offload_optimizer:
                         self.norm_for_param_grads.pop(self.get_param_id(param), None)  # of an abandoned window
                         super()._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0].zero_()
+            if not self.offload_optimizer:
+                self.averaged_gradients[number] = [shards[param.ds_id] for param in group]
 
     def _get_fp32_grad_state_partition(self, param: ZeroParameter, release_swap_buffers: bool) -> Any:
         self._before_reading([param])

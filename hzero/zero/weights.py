@@ -18,11 +18,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, Payload, TieredCollectives, in_buckets
+from hzero.collectives import Bucket, Chain, Payload, TieredCollectives, in_buckets, lasting
 from hzero.config import PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.plan import plain
-from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle
+from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle, StockHandle
 from hzero.zero.primary import PrimaryShards
 from hzero.zero.refusals import ZeroParameter, check_types
 from hzero.zero.routes import Routes
@@ -128,7 +128,8 @@ class Weights:
                 continue
             if own.decoded or own.whole is not None:
                 param.partition()
-        gathered = managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
+        with lasting():
+            gathered = managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
         for param in [managed.param] if param_list is None else param_list:
             if param.ds_id in self._managed and param.ds_status == ZeroParamStatus.AVAILABLE:
                 self._managed[param.ds_id].decoded &= bool(param.ds_active_sub_modules)
@@ -149,14 +150,18 @@ class Weights:
             and not has_been_updated
             and managed.param.ds_status == ZeroParamStatus.AVAILABLE
         ):
-            free_param(managed.param)  # all that stock does here, without the texts that it makes and does not print
+            with lasting():
+                free_param(
+                    managed.param
+                )  # all that stock does here, without the texts that it makes and does not print
             managed.decoded = False
             return
         if has_been_updated:
             self.before_change()
-        managed.stock["partition"](
-            param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
-        )
+        with lasting():
+            managed.stock["partition"](
+                param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
+            )
         for param in [managed.param] if param_list is None else param_list:
             own = self._managed.get(param.ds_id)
             if own is not None:
@@ -260,7 +265,10 @@ class Weights:
         if self._exact or self._evaluating or self._plan.grid.world_size == 1:
             self._primary.await_change()
             managed = self._managed[params[0].ds_id]
-            return managed.stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)
+            with lasting():
+                return StockHandle(
+                    managed.stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)
+                )
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather a parameter that is not partitioned: {param.ds_summary()}")
@@ -306,7 +314,6 @@ class Weights:
         after = [one for one in refreshes if one is not None]
         return collectives.gather(route.fetch, bucket, payload, decode, rows=rows, seed=self.version, after=after)
 
-    @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _payloads(self, params: Sequence[ZeroParameter]) -> Payload:
         """One message of resident payloads, as they lie in memory; they are laid together where they do not yet."""
         managed, codec = [self._managed[param.ds_id] for param in params], self._routes.of(params[0]).resident_codec
@@ -457,7 +464,6 @@ class Weights:
         base = [copy[: weights.numel()] for copy, weights in zip(copies, shards)]
         return codec.encode_difference(shards, base, bucket.chunks, seed=seed), codec
 
-    @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _add_difference(
         self, managed: Sequence[Managed], bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:
@@ -473,7 +479,6 @@ class Weights:
             if tensor.data_ptr() != copy.data_ptr():
                 copy.copy_(tensor)
 
-    @torch.inference_mode(False)  # what is kept outlives an evaluation that has started this
     def _keep(
         self, managed: Sequence[Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
     ) -> None:

@@ -15,12 +15,12 @@ from hzero.zero.guard import DivergenceError, Guard
 
 def guard_of(limit: int) -> Guard:
     guard = Guard(torch.nn.Module(), mock.Mock(rank=0), limit)
-    guard._where = lambda gradient_of: ""  # type: ignore[method-assign,assignment]
+    guard._where = lambda params, gradient_of: ""  # type: ignore[method-assign,assignment]
     return guard
 
 
 def discard(guard: Guard, scaler: Any) -> None:
-    guard.discarded(scaler, mock.Mock())
+    guard.discarded(scaler, [], mock.Mock())
     scaler.update_scale(True)
 
 
@@ -56,8 +56,8 @@ def test_only_steps_in_a_row_count(caplog: pytest.LogCaptureFixture) -> None:
     scaler, guard = LossScaler(1), guard_of(3)
     for _ in range(5):
         with caplog.at_level(logging.WARNING, "hzero"):
-            guard.discarded(scaler, mock.Mock())
-            guard.discarded(scaler, mock.Mock())
+            guard.discarded(scaler, [], mock.Mock())
+            guard.discarded(scaler, [], mock.Mock())
         guard.stepped()
     assert "step 2 is discarded: the norm of the gradients is not finite (guard: 2 of 3 in a row)" in caplog.text
 
