@@ -455,7 +455,7 @@ def _end_with_process() -> None:
     A thread of gloo that reports a hop's end while the interpreter ends aborts the process. A script may end inside an
     accumulation window, and an exception anywhere.
     """
-    stock, hook, failed = dist.destroy_process_group, sys.excepthook, False
+    stock = dist.destroy_process_group
 
     @functools.wraps(stock)
     def destroy(group: Any = None) -> None:
@@ -463,20 +463,14 @@ def _end_with_process() -> None:
             _end_hops(after_error=sys.exc_info()[0] is not None)
         stock(group)
 
-    def told(*error: Any) -> None:
-        nonlocal failed
-        failed = True
-        hook(*error)
-
     def at_exit() -> None:
+        failed = hasattr(sys, "last_type")  # Python has printed an exception that nobody has caught
         if not _end_hops(after_error=failed) and failed:
-            # The exception has been printed. Python's own end would wait for threads, and one of gloo may abort it.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     dist.destroy_process_group = c10d.destroy_process_group = destroy
-    sys.excepthook = told
     atexit.register(at_exit)
 
 

@@ -23,7 +23,7 @@ from hzero.zero import autotp
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
 from hzero.zero.pipeline_state import PipelineState
-from hzero.zero.refusals import check_config, check_pipeline, read_block, sets_persistence_threshold
+from hzero.zero.refusals import check_config, check_pipeline, read_block
 from hzero.zero.stage import HZeroStage3
 from hzero.zero.state import StageState
 from hzero.zero.versions import check_deepspeed
@@ -121,9 +121,6 @@ def _with_weights(stock: Any) -> Any:
         autotp.give_back(module)
         if config is None:
             return stock(self, *args, **kwargs)
-        if not sets_persistence_threshold(ds_config):
-            # DeepSpeed's 1e5 elements would keep every matrix of a small model out of the codecs.
-            kwargs["param_persistence_threshold"] = 0
         stock(self, *args, **kwargs)
         persistent = {param.ds_id for param in self.persistent_parameters}
         for param in self.module.parameters():

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from hzero.block import KEY, PARENT, find, lifted, load
+from hzero.block import KEY, find, lifted
 from hzero.config import TIERS, HZeroConfig
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
 from hzero.sharding.plan import ShardPlan
@@ -27,17 +27,6 @@ def read_block(ds_config: Any) -> HZeroConfig | None:
     """The block of a DeepSpeed configuration, parsed; None where it has none. Raises as `hzero.block.find` and `parse_config`."""
     block = find(ds_config)
     return None if block is None else parse_config(block)
-
-
-def sets_persistence_threshold(ds_config: Any) -> bool:
-    """Whether the configuration sets a persistence threshold; hzero's default is 0.
-
-    Trainer and Accelerate replace ``"auto"`` by ten times the hidden size before they build an engine. Where nobody did,
-    DeepSpeed takes its own default, so this is as if the key were missing.
-    """
-    zero = (load(ds_config) or {}).get(PARENT, {})
-    keys = ("stage3_param_persistence_threshold", "param_persistence_threshold")
-    return any(zero.get(key, "auto") != "auto" for key in keys)
 
 
 def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool | None = False) -> None:

@@ -127,7 +127,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.hzero.guard.stepped()
         self.hzero.gradients.clear()
         self.hzero.weights.gather_available(self._kept_whole)
-        self._settle_on_processors()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
         recorder = shared_recorder()

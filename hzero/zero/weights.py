@@ -411,10 +411,12 @@ class Weights:
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
             return
-        alike: dict[tuple[str, bool, int], list[Managed]] = {}
+        alike: dict[tuple[str, bool, int, bool], list[Managed]] = {}
         ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
         for managed in (self._managed[key] for key in sorted(ready)):
-            kind = str(managed.param.ds_tensor.dtype), self._differs(managed), self._routes.of(managed.param).number
+            dtype, number = str(managed.param.ds_tensor.dtype), self._routes.of(managed.param).number
+            # Those kept whole are needed at once, after every step: they must not wait for the others.
+            kind = dtype, self._differs(managed), number, not managed.param.ds_persist
             alike.setdefault(kind, []).append(managed)
         buckets: list[list[Managed]] = []
         for _, same in sorted(alike.items()):

@@ -76,7 +76,7 @@ def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **chan
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LR, "betas": [0.9, 0.99], "weight_decay": 0.01, "torch_adam": True},
