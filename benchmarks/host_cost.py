@@ -145,6 +145,7 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
+            "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": layer,
             "reduce_bucket_size": layer,
             "stage3_max_reuse_distance": 0,
