@@ -146,7 +146,7 @@ def _messages() -> list[str]:
     """Texts in hzero's code; what an f-string fills in is ``…``, but for constants of a module such as ``KEY``."""
     constants: dict[str, str] = {}
     texts = []
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "hzero").rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "hzero_autoload.py", *(ROOT / "hzero").rglob("*.py"))]
     for tree in trees:
         for node in tree.body:
             if (
