@@ -121,10 +121,9 @@ def test_exceptions_take_the_defaults_of_the_block() -> None:
     assert found.codecs.exceptions["e*"] == CodecConfig(codec="int8", block_size=64, scale="fp32")
     plan = ShardPlan.from_config(found, Grid(2, 2, 2), 0)
     assert [plan.exception_of(name) for name in ("h.norm.weight", "embed", "enorm", "head")] == [0, 1, 0, None]
-    assert {hop.codec.codec for hop in (*plan.of_exception(0).gather_hops(), *plan.of_exception(0).reduce_hops())} == {
-        "none"
-    }
-    assert str(plan).endswith("none for *norm*; int8 for e*") and not plan.of_exception(1).exceptions
+    own = plan.with_codec(found.codecs.exceptions["*norm*"])
+    assert {hop.codec.codec for hop in (*own.gather_hops(), *own.reduce_hops())} == {"none"}
+    assert str(plan).endswith("none for *norm*; int8 for e*") and not own.exceptions
 
 
 BAD: list[tuple[Any, str]] = [

@@ -183,7 +183,8 @@ class Codec:
 
         Args:
             source: Contiguous floating tensors of one dtype and device, each of at most ``rows * chunk`` elements, shards in
-                order; missing elements are encoded as zero. float32, bfloat16 or float16; codec ``exp``: bfloat16. Codec
+                order; missing elements are encoded as zero. float32, bfloat16 or float16; codec ``exp``: bfloat16; codec
+                ``none``: also uint8, bytes of any type. Codec
                 ``mpc`` encodes 16-bit numbers as float32, which holds them exactly.
             chunks: Elements of one shard of each tensor.
             sizes: Axes of the rows; their product is the number of rows. None takes as few rows as hold the sources

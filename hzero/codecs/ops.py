@@ -120,8 +120,8 @@ def _check_axes(sizes: Sequence[int], strides: Sequence[int]) -> None:
         reached *= size
 
 
-def _check_dtype(dtype: torch.dtype, name: str) -> None:
-    if dtype not in FLOATS:
+def _check_dtype(dtype: torch.dtype, name: str, bytes_too: bool = False) -> None:
+    if dtype not in FLOATS and not (bytes_too and dtype == torch.uint8):
         raise TypeError(f"{name}: found {dtype}, expected float32, bfloat16 or float16")
 
 
@@ -133,7 +133,7 @@ def _check_storage(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
 
 
-def _check_source(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat) -> None:
+def _check_source(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, bytes_too: bool = False) -> None:
     if len(source) != len(rows.chunks):
         raise ValueError(f"source: found {len(source)} tensors for {len(rows.chunks)} chunks")
     dtype, device, total = source[0].dtype, source[0].device, rows.total
@@ -142,7 +142,7 @@ def _check_source(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat)
             f"source[0]: found {dtype}, expected {str(only).removeprefix('torch.')}: codec {fmt.codec} encodes no other type"
         )
     for index, (tensor, chunk) in enumerate(zip(source, rows.chunks)):
-        _check_dtype(tensor.dtype, f"source[{index}]")
+        _check_dtype(tensor.dtype, f"source[{index}]", bytes_too=bytes_too)
         if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
                 f"source[{index}]: found {tensor.dtype} on {tensor.device}, but source[0] is {dtype} on {device}"
@@ -187,9 +187,14 @@ def _check_like(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, 
 
 
 def _check_payload(
-    payload: torch.Tensor, fmt: RecordFormat, chunks: Sequence[int], rows: int, dtype: torch.dtype
+    payload: torch.Tensor,
+    fmt: RecordFormat,
+    chunks: Sequence[int],
+    rows: int,
+    dtype: torch.dtype,
+    bytes_too: bool = False,
 ) -> None:
-    _check_dtype(dtype, "dtype")
+    _check_dtype(dtype, "dtype", bytes_too=bytes_too)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
     if not payload.is_contiguous():
@@ -213,7 +218,7 @@ class _Checks:
 
     @staticmethod
     def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, *_: Any) -> None:
-        _check_source(source, rows, fmt)
+        _check_source(source, rows, fmt, bytes_too=fmt.codec == "none")
 
     @staticmethod
     def encode_feedback(
@@ -246,7 +251,7 @@ class _Checks:
 
     @staticmethod
     def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> None:
-        _check_payload(payload, fmt, rows.chunks, rows.total, dtype)
+        _check_payload(payload, fmt, rows.chunks, rows.total, dtype, bytes_too=fmt.codec == "none")
 
     @staticmethod
     def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype) -> None:

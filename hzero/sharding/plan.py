@@ -225,9 +225,8 @@ class ShardPlan:
         matching = (at for at, (pattern, _) in enumerate(self.exceptions) if fnmatch.fnmatchcase(name, pattern))
         return next(matching, None)
 
-    def of_exception(self, number: int) -> ShardPlan:
-        """The plan of the parameters of one of `exceptions`: its codec on every tier, for both roles."""
-        codec = self.exceptions[number][1]
+    def with_codec(self, codec: CodecConfig) -> ShardPlan:
+        """The plan of parameters with a codec of their own: it takes every tier, for both roles."""
         codecs = TierCodecs(gcd=codec, gpu=codec, node=codec, group=codec)
         return replace(
             self,

@@ -13,8 +13,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init
 
-from hzero.block import KEY
+from hzero.block import KEY, find
 from hzero.sharding.memory import BUCKET_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
@@ -23,8 +24,14 @@ from hzero.zero import autotp
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
 from hzero.zero.pipeline_state import PipelineState
-from hzero.zero.refusals import check_config, check_pipeline, read_block
-from hzero.zero.stage import HZeroStage3
+from hzero.zero.refusals import (
+    check_config,
+    check_kinds,
+    check_pipeline,
+    read_block,
+    unsendable,
+)
+from hzero.zero.stage import HZeroStage3, StockStage3
 from hzero.zero.state import StageState
 from hzero.zero.versions import check_deepspeed
 from hzero.zero.weights import Weights
@@ -38,12 +45,15 @@ def enable() -> None:
     `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
     are.
 
-    The call replaces five things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by subclasses),
-    the constructor of its parameter offload (which the stage wraps, to take over gathers), its sanity check (which the
-    stage extends, to refuse unsupported features before anything is built), and the engine's ``zero_grad`` (which also drops
-    a window that an exception has cut short). It starts no collective, reads no configuration and
-    allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again does nothing, and it
-    cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken over.
+    The call replaces nine things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by
+    subclasses), the constructor of its parameter offload (which the stage wraps, to take over gathers), its gathers and
+    partitions of lists of parameters (which may belong to several engines), the end of its steps (which may change
+    parameters of another engine), its broadcast of a model (whose errors then name the parameter), its sanity check
+    (which the stage extends, to refuse unsupported features before anything is built), and the engine's ``zero_grad`` (which
+    also drops a window that an exception has cut short). It starts no collective, reads
+    no configuration and allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again
+    does nothing, and it cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken
+    over.
 
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
@@ -56,7 +66,15 @@ def enable() -> None:
 
     DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
     DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
+    DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
+    Init._all_gather, Init._partition = (
+        Weights.gathers_exactly(Init._all_gather),
+        Weights.notes_changes(Init._partition),
+    )
+    StockStage3._reassign_or_swap_out_partitioned_parameters = Weights.notes_steps(
+        StockStage3._reassign_or_swap_out_partitioned_parameters
+    )
     deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
     stage3.DeepSpeedZeroOptimizer_Stage3 = HZeroStage3  # engine._configure_zero_optimizer imports the name late
 
@@ -105,6 +123,22 @@ def _after_errors(stock: Any) -> Any:
     return zero_grad
 
 
+def _naming(stock: Any) -> Any:
+    """``DeepSpeedEngine._broadcast_model`` whose error names the parameter where the configuration has the block."""
+
+    @functools.wraps(stock)
+    @on_all_ranks()
+    def broadcast(self: DeepSpeedEngine) -> None:
+        try:
+            stock(self)
+        except Exception:
+            if find(self._config._param_dict) is not None and (found := unsendable(self.module, None)) is not None:
+                raise found from None
+            raise
+
+    return broadcast
+
+
 def _with_weights(stock: Any) -> Any:
     """``DeepSpeedZeRoOffload.__init__`` that takes over the gathers of its module where the configuration has the block.
 
@@ -121,7 +155,12 @@ def _with_weights(stock: Any) -> Any:
         autotp.give_back(module)
         if config is None:
             return stock(self, *args, **kwargs)
-        stock(self, *args, **kwargs)
+        try:
+            stock(self, *args, **kwargs)
+        except Exception:
+            if (found := unsendable(module, None)) is not None:
+                raise found from None
+            raise
         persistent = {param.ds_id for param in self.persistent_parameters}
         for param in self.module.parameters():
             param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
@@ -130,6 +169,7 @@ def _with_weights(stock: Any) -> Any:
         group = self.dp_process_group
         if group is None:  # of an engine without an optimizer
             group = next(self.module.parameters()).ds_process_group
+        check_kinds(self.module, group)
         try:
             self.hzero = StageState(self.module, config, bucket_numel, group)
         except BaseException:

@@ -27,7 +27,7 @@ class Managed:
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
         unfit: Whether it is in codec ``none``, since it does not fit codec ``exp``.
         whole: Resident weights ``[world * chunk]``, decoded, in place of a payload; None likewise.
-        chunk: Elements of each of its records.
+        chunk: Elements of each of its records; bytes of codes.
         refresh: The chain that builds the payload.
         decoded: Whether ``param.data``, while it is available, came through a codec.
         age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
@@ -83,6 +83,11 @@ class Managed:
         return self.payload.view(dtype).view(rows, record)[:, : self.chunk]
 
 
+def _shaped(flat: torch.Tensor, param: ZeroParameter) -> torch.Tensor:
+    """The whole parameter, from ``[world * chunk]`` elements of its type, or the bytes of them."""
+    return flat.view(param.ds_tensor.dtype)[: param.ds_numel].view(param.ds_shape)
+
+
 class GatherHandle:
     """Handle of one gather, as DeepSpeed's coordinator waits on it."""
 
@@ -99,7 +104,7 @@ class GatherHandle:
         if self._chain is None:
             return
         for param, flat in zip(self._params, self._chain.wait()):
-            param.data = flat[: param.ds_numel].view(param.ds_shape)
+            param.data = _shaped(flat, param)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._chain = None  # it holds the tensors of all parameters
 
@@ -117,7 +122,7 @@ class ResidentHandle:
             own.refresh.wait()
             assert own.whole is not None, "the refresh has made it"
             param = own.param
-            param.data = own.whole[: param.ds_numel].view(param.ds_shape)
+            param.data = _shaped(own.whole, param)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._managed = ()
 

@@ -12,6 +12,7 @@ from hzero.codecs import Codec
 from hzero.collectives import Bucket, Chain, Payload, TieredCollectives
 from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.refusals import ZeroParameter
+from hzero.zero.routes import Routes
 
 
 class PrimaryShards:
@@ -19,10 +20,11 @@ class PrimaryShards:
 
     Args:
         collectives: The stage's tiered collectives.
+        routes: How each parameter travels.
     """
 
-    def __init__(self, collectives: TieredCollectives) -> None:
-        self._collectives, self._plan = collectives, collectives.plan
+    def __init__(self, collectives: TieredCollectives, routes: Routes) -> None:
+        self._collectives, self._plan, self._routes = collectives, collectives.plan, routes
         self._changed: Any = None
         self._reader: Chain[Any] | None = None
 
@@ -46,12 +48,28 @@ class PrimaryShards:
         if self._reader is not None:
             self._reader.wait_read()
 
+    def dtype(self, param: ZeroParameter) -> torch.dtype:
+        """The type in which a parameter travels: its own, or uint8 for the bytes of codes."""
+        dtype: torch.dtype = param.ds_tensor.dtype
+        return torch.uint8 if self._routes.of(param).codes else dtype
+
+    def numel(self, param: ZeroParameter) -> int:
+        """Elements of `dtype` of a parameter."""
+        return int(param.ds_numel * self._size(param))
+
+    def chunk(self, param: ZeroParameter) -> int:
+        """Elements of `dtype` of each of its shards."""
+        return chunk_numel(param.ds_numel, self._plan.grid.world_size) * self._size(param)
+
+    def _size(self, param: ZeroParameter) -> int:
+        return param.ds_tensor.dtype.itemsize if self._routes.of(param).codes else 1
+
     def bucket(self, params: Sequence[ZeroParameter]) -> Bucket:
-        """Parameters of one type as the tensors of one message."""
+        """Parameters that travel in one type as the tensors of one message."""
         return Bucket(
             keys=tuple(param.ds_id for param in params),
-            chunks=tuple(chunk_numel(param.ds_numel, self._plan.grid.world_size) for param in params),
-            dtype=params[0].ds_tensor.dtype,
+            chunks=tuple(map(self.chunk, params)),
+            dtype=self.dtype(params[0]),
             role="weights",
         )
 
@@ -60,8 +78,9 @@ class PrimaryShards:
         self.await_change()
         shards = []
         for param, chunk in zip(params, bucket.chunks):
-            owned = owned_numel(param.ds_numel, chunk, self._plan.rank)
-            shards.append(param.ds_tensor.detach().view(-1)[:owned].to(params[0].device))
+            owned = owned_numel(self.numel(param), chunk, self._plan.rank)
+            shard = param.ds_tensor.detach().view(-1).view(bucket.dtype)
+            shards.append(shard[:owned].to(params[0].device))
         return shards
 
     def encode(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> Payload:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from hzero.block import KEY, find, lifted
+from hzero.codecs.ops import FLOATS
 from hzero.config import TIERS, HZeroConfig
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
 from hzero.sharding.plan import ShardPlan
@@ -245,3 +249,66 @@ def check_types(module: torch.nn.Module, plan_of: Callable[[ZeroParameter], Shar
                 f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "
                 "possible with bf16.enabled, or codec none"
             )
+
+
+def check_kinds(module: torch.nn.Module, group: Any) -> None:
+    """Refuses parameters that DeepSpeed itself cannot gather in a forward. Collective.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed.
+        group: The ranks over which they are; None is the world.
+
+    Raises:
+        ConfigError: Naming the parameter: the backend cannot send its type, or nothing would make DeepSpeed gather it.
+    """
+    if (found := unsendable(module, group)) is not None:
+        raise found
+    for path, one in module.named_modules():
+        own = dict(one.named_parameters(recurse=False))
+        runs = type(one).forward is not torch.nn.Module.forward
+        in_leaf = any(hasattr(param, "ds_z3_leaf_module") for param in own.values())
+        if own and runs and not in_leaf and not any(param.ds_numel for param in own.values()):  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"parameter {path}{'.' if path else ''}{next(iter(own))}: found no elements; DeepSpeed gathers nothing for a "
+                "module whose parameters are all empty, and its forward would fail; remove the parameter or make it a buffer"
+            )
+
+
+def unsendable(module: torch.nn.Module, group: Any) -> ConfigError | None:
+    """The error for the first parameter that DeepSpeed cannot send over ``group``; None if it can send all. Collective."""
+    world, sent = dist.get_world_size(group), set(FLOATS)
+    for name, param in module.named_parameters():
+        shard = getattr(param, "ds_tensor", None)
+        dtype = param.dtype if shard is None else shard.dtype
+        try:
+            if shard is None:
+                param.data.view(torch.uint8)  # as DeepSpeed broadcasts it
+            if dtype not in sent and world > 1:  # a backend refuses a type before it sends anything, on all ranks
+                part = torch.zeros(1, device=get_accelerator().current_device_name()).to(dtype)
+                dist.all_gather_into_tensor(part.new_empty(world), part, group=group)
+        except (RuntimeError, TypeError, ValueError) as error:
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            return ConfigError(
+                f"parameter {name}: found a {type(param).__name__} of {dtype} and shape {shape}, which DeepSpeed cannot "
+                f"send over {dist.get_backend(group)}: {' '.join(str(error).split())}; make it a buffer, or change its type"
+            )
+        sent.add(dtype)
+    return None
+
+
+def mixed_types(trained: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> ConfigError | None:
+    """The error for trained parameters of several types; None if they have one.
+
+    Args:
+        trained: The parameters.
+        names: Of the parameters.
+    """
+    types = Counter(param.dtype for param in trained)
+    if len(types) < 2:
+        return None
+    usual = types.most_common(1)[0][0]
+    other = next(param for param in trained if param.dtype != usual)
+    return ConfigError(
+        f"parameter {names.get(other)}: found {other.dtype}, but {usual} of other trained parameters; DeepSpeed's ZeRO-3 "
+        "trains one type: convert the parameter, or freeze it"
+    )

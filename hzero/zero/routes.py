@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from hzero.codecs import Codec
-from hzero.config import LOSSLESS, CodecConfig
+from hzero.codecs.ops import FLOATS
+from hzero.config import LOSSLESS, PLAIN, CodecConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError, some
 from hzero.zero.refusals import ZeroParameter
@@ -17,16 +18,37 @@ from hzero.zero.refusals import ZeroParameter
 _NAMED = 4
 
 
+def holds_codes(param: ZeroParameter, module: torch.nn.Module) -> bool:
+    """Whether a parameter holds codes, or numbers of a type that no codec takes: such a parameter travels by its bytes.
+
+    Quantised weights may have a floating type and hold packed codes (``bnb_4bit_quant_storage``, HQQ's ``view_as_float``).
+    Then their library keeps a state of the quantisation, and a lossy codec would destroy them.
+
+    Args:
+        param: The parameter.
+        module: The module that holds it.
+    """
+    if param.ds_tensor.dtype not in FLOATS:
+        return True
+    if getattr(param, "quant_state", None) is not None:  # bitsandbytes, a Params4bit
+        return True
+    if param is getattr(module, "W_q", None):  # HQQ
+        return "nbits" in (getattr(module, "meta", None) or ())
+    return param is getattr(module, "weight", None) and getattr(module, "quant_state", None) is not None
+
+
 class Route:
     """The hops of a plan and their codecs, found once.
 
     Args:
         plan: The plan of the parameters that take it.
         number: Of the route, by which ranks order them alike.
+        codes: Whether its parameters hold codes and travel by their bytes, see `holds_codes`.
 
     Attributes:
         plan: The plan.
         number: The number.
+        codes: Whether its parameters hold codes.
         refresh: Hops to resident payloads.
         fetch: Hops to whole weights, from resident payloads or, where none are kept, from primary shards.
         micro: Hops of gradients in every micro-step.
@@ -35,8 +57,8 @@ class Route:
         sums_travel: Whether a hop of gradients has codec ``none``, so that sums are made on the wire.
     """
 
-    def __init__(self, plan: ShardPlan, number: int) -> None:
-        self.plan, self.number = plan, number
+    def __init__(self, plan: ShardPlan, number: int, codes: bool = False) -> None:
+        self.plan, self.number, self.codes = plan, number, codes
         self.refresh = plan.refresh_hops()
         self.fetch = plan.fetch_hops() if self.refresh else plan.gather_hops()
         self.micro, self.boundary = plan.micro_hops(), plan.boundary_hops()
@@ -64,6 +86,7 @@ class Routes:
     Attributes:
         usual: The route of those that are no exception.
         all: All routes, by number.
+        codes: Number of parameters that hold codes.
 
     Raises:
         ConfigError: A pattern matches no parameter, or those alone that an earlier one has taken.
@@ -89,11 +112,21 @@ class Routes:
         routes: dict[CodecConfig, Route] = {}
         for number, (_, codec) in enumerate(plan.exceptions):
             if codec not in routes:
-                own = plan.of_exception(number)
+                own = plan.with_codec(codec)
                 same = (own.gather_hops(), own.reduce_hops()) == (plan.gather_hops(), plan.reduce_hops())
                 routes[codec] = self.usual if same else Route(own, len(self.all))
                 self.all += [] if same else [routes[codec]]
             self._of |= {key: routes[codec] for key, found in taken.items() if found == number}
+        codes = {
+            param.ds_id  # type: ignore[attr-defined]
+            for one in module.modules()
+            for param in one.parameters(recurse=False)
+            if holds_codes(param, one)
+        }
+        self.codes = len(codes)
+        if codes:
+            self.all.append(Route(plan.with_codec(PLAIN), len(self.all), codes=True))
+            self._of |= dict.fromkeys(codes, self.all[-1])
 
     def of(self, param: ZeroParameter) -> Route:
         """The route of a parameter."""

@@ -13,9 +13,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import find
 from hzero.collectives import blaming, shared_recorder
+from hzero.validation import on_all_ranks
 from hzero.zero import saved, versions
 from hzero.zero.guard import DivergenceError
-from hzero.zero.refusals import ZeroParameter
+from hzero.zero.refusals import ZeroParameter, mixed_types
 from hzero.zero.state import StageState
 
 StockStage3 = DeepSpeedZeroOptimizer_Stage3
@@ -43,7 +44,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = False
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except AssertionError:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+            if (found := mixed_types(trained, self.param_names)) is not None:
+                with on_all_ranks():
+                    raise found from None
+            raise
         self.hzero = self.parameter_offload.hzero
         # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.

@@ -105,7 +105,7 @@ class StageState:
         self.gradients = Gradients(collectives, routes, bucket_numel)
         self.guard = Guard(module, self.plan, config.guard.discarded_steps)
         if speaks():
-            self._announce()
+            self._announce(routes.codes)
         self._steps = 0
         self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback, config.save_residuals)
         self._audit, self._audit_due = Audit(module, self.weights, collectives), True
@@ -114,13 +114,14 @@ class StageState:
         if config.canary.every_steps:
             self._canary.send()
 
-    def _announce(self) -> None:
+    def _announce(self, codes: int) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
         backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
         transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
         grid, _, sharding = str(self.plan).partition("; ")
+        as_bytes = f"; parameters that hold codes, sent as bytes: {codes:,}" if codes else ""
         print(
-            f"hzero: {self.config.preset} on {grid}{undeclared(self.config)}; {sharding}{self.partition}; "
+            f"hzero: {self.config.preset} on {grid}{undeclared(self.config)}; {sharding}{self.partition}{as_bytes}; "
             f"transport {transport}; codecs {backend}",
             file=sys.stderr,
             flush=True,

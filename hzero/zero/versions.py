@@ -34,9 +34,12 @@ NEWER = {"pipeline stages": "0.19.8", "AutoTP": "0.19.8", "managed_gradient_accu
 STAGE3: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedConfig, "_initialize_params", ("self", "param_dict")),
     (DeepSpeedEngine, "_do_sanity_check", ("self",)),
+    (DeepSpeedEngine, "_broadcast_model", ("self",)),
     (DeepSpeedZeRoOffload, "__init__", ("self", "module", "timers", "ds_config")),
     (DeepSpeedZeRoOffload, "partition_all_parameters", ("self",)),
     (DeepSpeedZeRoOffload, "destroy", ("self",)),
+    (Init, "_all_gather", ("self", "param_list", "async_op", "hierarchy")),
+    (Init, "_partition", ("self", "param_list", "force", "has_been_updated", "free_data")),
     (
         DeepSpeedZeroOptimizer_Stage3,
         "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",

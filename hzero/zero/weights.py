@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Weights:
         self.version = 0
         self._managed: dict[int, Managed] = {}
         self._stale: set[int] = set()
-        self._primary = PrimaryShards(collectives)
+        self._primary = PrimaryShards(collectives, routes)
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no gather has come to, and their last ids
         for param in module.parameters():
             self._manage(param)
@@ -115,25 +115,37 @@ class Weights:
         return owner if isinstance(owner, Weights) else None
 
     def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-        """``param.all_gather``: exact, except for a parameter that a forward reads outside its own module."""
-        if param_list is None:
-            in_forward = getattr(self._module._parameters, "_in_forward", False)
-            if in_forward and managed.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-                return self.gather([managed.param]).wait()
-        for param in [managed.param] if param_list is None else param_list:
-            # Available data may have been decoded. An exact reader, above all one that writes back, must not see it, and
-            # none may write to the resident copy: partition it, and let DeepSpeed gather the primary shards.
-            own = self._managed.get(param.ds_id)
-            if own is None or param.ds_status != ZeroParamStatus.AVAILABLE or param.ds_active_sub_modules:
-                continue
-            if own.decoded or own.whole is not None:
-                param.partition()
-        with lasting():
-            gathered = managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
-        for param in [managed.param] if param_list is None else param_list:
-            if param.ds_id in self._managed and param.ds_status == ZeroParamStatus.AVAILABLE:
-                self._managed[param.ds_id].decoded &= bool(param.ds_active_sub_modules)
-        return gathered
+        """``param.all_gather``: stock, see `gathers_exactly`, unless a forward reads it outside its own module."""
+        param = managed.param
+        in_forward = getattr(self._module._parameters, "_in_forward", False)
+        if param_list is None and in_forward and param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            return self.gather([param]).wait()
+        return managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
+
+    @staticmethod
+    def gathers_exactly(stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``Init._all_gather``, through which ``param.all_gather`` of stock goes, for parameters of any engines.
+
+        DeepSpeed calls ``params[0].all_gather(params)``, and the others may belong to other engines, with the stage or
+        without. Available data may have been decoded. A reader that may write back must not see it, and must not write to
+        the resident copy: such parameters are partitioned first, and DeepSpeed gathers their primary shards.
+        """
+
+        @wraps(stock)
+        def all_gather(init: Any, param_list: list[ZeroParameter], *args: Any, **kwargs: Any) -> Any:
+            owned = _owned(param_list)
+            # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
+            idle = [own for _, own in owned if not own.param.ds_active_sub_modules]
+            for own in idle:
+                if own.param.ds_status == ZeroParamStatus.AVAILABLE and (own.decoded or own.whole is not None):
+                    own.param.partition()
+            with lasting() if owned else contextlib.nullcontext():
+                gathered = stock(init, param_list, *args, **kwargs)
+            for own in idle:
+                own.decoded = False
+            return gathered
+
+        return all_gather
 
     def _partition(
         self,
@@ -143,7 +155,7 @@ class Weights:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """``param.partition``: stock; where the parameter was written, its resident payload becomes stale."""
+        """``param.partition``: stock, see `notes_changes`."""
         if (
             param_list is None
             and free_data
@@ -156,34 +168,69 @@ class Weights:
                 )  # all that stock does here, without the texts that it makes and does not print
             managed.decoded = False
             return
-        if has_been_updated:
-            self.before_change()
-        with lasting():
-            managed.stock["partition"](
-                param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
-            )
-        for param in [managed.param] if param_list is None else param_list:
-            own = self._managed.get(param.ds_id)
-            if own is not None:
+        managed.stock["partition"](
+            param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
+        )
+
+    @staticmethod
+    def notes_changes(stock: Callable[..., Any]) -> Callable[..., Any]:
+        """``Init._partition``, through which ``param.partition`` of stock goes: payloads of written parameters become stale.
+
+        As for `gathers_exactly`, the parameters may belong to other engines than the first of them.
+        """
+
+        @wraps(stock)
+        def partition(
+            init: Any,
+            param_list: list[ZeroParameter],
+            force: bool = False,
+            has_been_updated: bool = False,
+            **kwargs: Any,
+        ) -> None:
+            owned = _owned(param_list)
+            for owner in dict.fromkeys(owner for owner, _ in owned) if has_been_updated else ():
+                owner.before_change()
+            with lasting() if owned else contextlib.nullcontext():
+                stock(init, param_list, force=force, has_been_updated=has_been_updated, **kwargs)
+            for owner, own in owned:
                 own.decoded = False
                 if has_been_updated:
-                    self._mark(own)
-                    self._primary.note_change()
+                    owner._mark(own)
+                    owner._primary.note_change()
+
+        return partition
+
+    @staticmethod
+    def notes_steps(stock: Callable[..., None]) -> Callable[..., None]:
+        """The end of a step of DeepSpeed's optimizer, whose parameters a later engine with the stage may gather."""
+
+        @wraps(stock)
+        def reassign(optimizer: Any, sub_group_id: int) -> None:
+            owned = [] if hasattr(optimizer, "hzero") else _owned(optimizer.fp16_groups[sub_group_id])
+            for owner in dict.fromkeys(owner for owner, _ in owned):
+                owner.before_change()
+            stock(optimizer, sub_group_id)
+            if owned:
+                owned[0][0].mark_stale([own.param for _, own in owned])
+
+        return reassign
 
     # ---- staleness --------------------------------------------------------------------------------------------------
 
     def mark_stale(self, params: Iterable[ZeroParameter] | None = None) -> None:
         """Marks the payloads of ``params``, which a step has changed, or of all, to be rebuilt before their next use.
 
-        All ranks must call it alike: rebuilding is a collective.
+        A later engine may have taken over some of ``params``; then it keeps their payloads. All ranks must call this alike,
+        since rebuilding is a collective.
         """
-        self.version += 1
-        marked = list(self._managed.values()) if params is None else [self._managed[param.ds_id] for param in params]
-        replaced = {managed.refresh for managed in marked}
-        self._ahead = [one for one in self._ahead if one[0] not in replaced]
-        for managed in marked:
-            self._mark(managed, stepped=params is not None)
-        self._primary.note_change()
+        marked = [(self, own) for own in self._managed.values()] if params is None else _owned(params)
+        replaced = {own.refresh for _, own in marked}
+        for owner in dict.fromkeys([self, *(owner for owner, _ in marked)]):
+            owner.version += 1
+            owner._ahead = [one for one in owner._ahead if one[0] not in replaced]
+            owner._primary.note_change()
+        for owner, own in marked:
+            owner._mark(own, stepped=params is not None)
 
     def _mark(self, managed: Managed, stepped: bool = False) -> None:
         self._stale.add(managed.param.ds_id)
@@ -247,7 +294,7 @@ class Weights:
         """Starts the gather of whole parameters for forward or backward (``param.all_gather_coalesced``).
 
         Args:
-            params: Parameters that are not available, the same on all ranks in any order.
+            params: Parameters that are not available, the same on all ranks in any order; of any engines.
             safe_mode: DeepSpeed's; only the exact path uses it.
             quantize: DeepSpeed's own weight quantisation; always False, since the stage refuses it at start.
 
@@ -258,8 +305,14 @@ class Weights:
             RuntimeError: A parameter is already available or under way.
         """
         params = sorted(params, key=lambda param: param.ds_id)
+        others: dict[Weights | None, list[ZeroParameter]] = {}
         for param in params:
-            self._manage(param)
+            if (owner := Weights.of(param)) is not self:
+                others.setdefault(owner, []).append(param)
+        if others:  # their functions are those of their engine, or DeepSpeed's
+            params = [param for param in params if Weights.of(param) is self]
+            handles = [same[0].all_gather_coalesced(same, safe_mode=safe_mode) for same in others.values()]
+            return Handles([self.gather(params, safe_mode=safe_mode), *handles])
         if not params:
             return Handles([])
         if self._exact or self._evaluating or self._plan.grid.world_size == 1:
@@ -273,7 +326,7 @@ class Weights:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"hzero: cannot gather a parameter that is not partitioned: {param.ds_summary()}")
             # The shard may have changed its size: users can resize a parameter inside GatheredParameters.
-            if self._managed[param.ds_id].chunk != param.ds_tensor.ds_numel:
+            if self._managed[param.ds_id].chunk != self._primary.chunk(param):
                 self._mark(self._managed[param.ds_id])
         used = {self._managed[param.ds_id].refresh for param in params}
         passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
@@ -288,7 +341,7 @@ class Weights:
             return ResidentHandle([self._managed[param.ds_id] for param in params])
         alike: dict[tuple[str, int], list[ZeroParameter]] = {}
         for param in params:
-            alike.setdefault((str(param.ds_tensor.dtype), self._routes.of(param).number), []).append(param)
+            alike.setdefault((str(self._primary.dtype(param)), self._routes.of(param).number), []).append(param)
         return Handles([self._start_gather(same) for _, same in sorted(alike.items())])
 
     def gather_available(self, params: Iterable[ZeroParameter]) -> None:
@@ -414,15 +467,15 @@ class Weights:
         alike: dict[tuple[str, bool, int, bool], list[Managed]] = {}
         ready = self._stale if among is None else self._stale.intersection(param.ds_id for param in among)
         for managed in (self._managed[key] for key in sorted(ready)):
-            dtype, number = str(managed.param.ds_tensor.dtype), self._routes.of(managed.param).number
+            dtype, number = str(self._primary.dtype(managed.param)), self._routes.of(managed.param).number
             # Those kept whole are needed at once, after every step: they must not wait for the others.
             kind = dtype, self._differs(managed), number, not managed.param.ds_persist
             alike.setdefault(kind, []).append(managed)
         buckets: list[list[Managed]] = []
         for _, same in sorted(alike.items()):
-            itemsize = same[0].param.ds_tensor.dtype.itemsize
+            itemsize = self._primary.dtype(same[0].param).itemsize
             numel = self._routes.of(same[0].param).plan.refresh_numel(self._bucket_numel, itemsize)
-            buckets += in_buckets(((managed, managed.param.ds_numel) for managed in same), numel)
+            buckets += in_buckets(((managed, self._primary.numel(managed.param)) for managed in same), numel)
         now = [any(managed.param.ds_id in missing for managed in bucket) for bucket in buckets]
         for bucket, is_needed in sorted(zip(buckets, now), key=lambda item: not item[1]):
             if not is_needed and len(self._ahead) >= IN_FLIGHT:
@@ -505,3 +558,9 @@ class Weights:
             own.payload, own.unfit = payload, unfit
             if unfit and len(managed) > 1:  # this one may fit
                 self._keep([own], self._primary.bucket([own.param]), seed, payload, codec, outer)
+
+
+def _owned(params: Iterable[ZeroParameter]) -> list[tuple[Weights, Managed]]:
+    """The parameters that engines with the stage gather, each with the weights of its own engine."""
+    owners = [(param, Weights.of(param)) for param in params]
+    return [(owner, owner._managed[param.ds_id]) for param, owner in owners if owner is not None]
