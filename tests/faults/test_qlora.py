@@ -1,0 +1,33 @@
+"""QLoRA: the recipe of docs/recipes/qlora.md on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import run
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("bitsandbytes", "peft", "trl"))),
+    reason="bitsandbytes, peft or trl is not installed; the extra `clients` has them",
+)
+
+
+def test_losses_are_those_of_stock(tmp_path: Path) -> None:
+    """With both storages of the codes, in Trainer and in TRL."""
+    lines = run("qlora.py", str(tmp_path), folder=tmp_path).splitlines()
+    found = {
+        tuple(key): (losses, codecs)
+        for *key, losses, codecs in map(json.loads, filter(lambda x: x.startswith("["), lines))
+    }
+    assert len(found) == 9
+    for (client, storage, preset), (losses, codecs) in found.items():
+        stock, _ = found[client, storage, "stock"]
+        print(client, storage, preset, losses)
+        assert len(losses) == 6 and losses[-1] < losses[0] - 0.02
+        rounding = 1e-6 if client == "Trainer" else 2e-4  # of sums in float32 and bfloat16
+        assert losses == pytest.approx(stock, rel=0.01 if preset == "topo" else rounding)
+        assert codecs == {"stock": [], "lossless": ["none"], "topo": ["int8", "none"]}[preset]
