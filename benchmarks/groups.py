@@ -43,14 +43,13 @@ def _losses(group: int | None, seed: int, steps: int, tokens: torch.Tensor) -> l
     """Mean loss of all ranks at every step."""
     torch.manual_seed(seed)
     topology = {"nodes": 8, "gpus_per_node": 2, "gcds_per_gpu": 1, "nodes_per_group": group}
-    codecs = {"gradients": {"group": "int8"}} if group else {}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01, "torch_adam": True}},
         "steps_per_print": 10**9,
-        "hzero": {"preset": "topo", "topology": topology, "codecs": codecs},
+        "hzero": {"preset": "topo", "topology": topology},
     }
     model = _Net()
     engine = hzero.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
