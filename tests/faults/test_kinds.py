@@ -24,7 +24,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def found(output: str) -> dict[str, Any]:
     """What the script has found, by run."""
-    return dict(json.loads(line) for line in output.splitlines() if line.startswith("["))
+    return dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(
 
 def test_losses_are_those_of_stock(tmp_path: Path) -> None:
     """With both storages of the codes, in Trainer and in TRL."""
-    lines = run("qlora.py", str(tmp_path), folder=tmp_path).splitlines()
+    lines = run("qlora.py", str(tmp_path / "run"), folder=tmp_path).splitlines()
     found = {
         tuple(key): (losses, codecs)
-        for *key, losses, codecs in map(json.loads, filter(lambda x: x.startswith("["), lines))
+        for *key, losses, codecs in map(json.loads, filter(lambda x: x.startswith('["'), lines))
     }
     assert len(found) == 9
     for (client, storage, preset), (losses, codecs) in found.items():

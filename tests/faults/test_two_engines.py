@@ -14,7 +14,7 @@ def test_lists_of_parameters_of_two_engines(tmp_path: Path) -> None:
     lines = [line for line in run("two_engines.py", folder=tmp_path).splitlines() if line.startswith("{")]
     found = [json.loads(line) for line in lines]
     stock, *others = found
-    assert stock["pair"] == ["stock", "stock"] and len(others) == 6
+    assert stock["pair"] == ["stock", "stock"] and len(others) == 4
     for one in others:
         exact = "topo" not in one["pair"]
         for direction, want in stock["copied"].items():

@@ -16,9 +16,7 @@ from torch import nn
 PAIRS = (
     ("stock", "stock"),
     ("stock", "lossless"),
-    ("lossless", "stock"),
     ("lossless", "topo"),
-    ("topo", "lossless"),
     ("topo", "stock"),
     ("stock", "topo"),
 )
