@@ -79,6 +79,8 @@ DEFAULT_FULL_REFRESH = 1000
 AUTOMATIC: Literal["automatic"] = "automatic"
 #: Codecs between groups where none is written: few bytes cross groups, so a coarse codec saves little time there.
 _BETWEEN_GROUPS: dict[Any, CodecName] = {"int4": "int8"}
+#: Max elements of a layer that is gathered as a whole: as many as DeepSpeed keeps live by default.
+DEFAULT_UNIT_NUMEL = 10**9
 
 
 #: A codec as it is written: its name, or `codec` with its settings.
@@ -443,6 +445,8 @@ class Block(Frozen):
     codecs: CodecsConfig
     block_size: int = Field(ge=16, le=4096, multiple_of=16)
     resident: Literal["decoded", "payload"] | None = None
+    unit: Literal["layer", "module"] = "layer"
+    unit_numel: int = Field(DEFAULT_UNIT_NUMEL, ge=0)
     error_feedback: tuple[Tier, ...] = ()
     save_residuals: bool = False
     accumulators: Literal["fp32", "bf16"] = "fp32"
@@ -494,6 +498,12 @@ class HZeroConfig(Block):
             as `payload`, in the codec's bytes, which forward and backward decode at every use. Weights over a wider scope
             are always kept as payload. Forward reads decoded weights where they are kept, so no module may write to its
             weights in forward, as ``torch.nn.Embedding`` with ``max_norm`` does.
+        unit: Parameters that one gather of forward or backward brings: those of a `layer`, or of each `module` of it, such as a
+            linear, as in stock DeepSpeed. Layers are the classes in the model's `_no_split_modules`; without these, modules of
+            one class in a `ModuleList` or `Sequential`. DeepSpeed's hooks and leaf modules stay. All parameters of a layer are
+            gathered even if a forward uses few of them: set `module` for layers with many experts of which few are used.
+        unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It counts
+            for a device's memory. DeepSpeed's `stage3_max_live_parameters` is a limit too.
         error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at
             zero after a resume, but for `save_residuals`.
         save_residuals: Whether checkpoints hold what error feedback keeps: many times the rest. Other ranks or plans start at 0.

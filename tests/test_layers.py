@@ -31,7 +31,7 @@ LAYERS = [
     "benchmarks.hybrid_report",
     "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.memory", "benchmarks.safeguards",
     "benchmarks.saves", "benchmarks.faults", "benchmarks.soak", "benchmarks.step_time",
-    "benchmarks.transports", "benchmarks.groups",
+    "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
     "examples", "tests",
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import groups
+from deepspeed.utils import groups, set_z3_leaf_module, z3_leaf_module
 
 import hzero
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
@@ -27,6 +27,9 @@ class DeepSpeedZero3(Scheme):
 
     def __init__(self, job: Job, hpz: Scope | None = None, block: dict[str, Any] | None = None) -> None:
         built = job.build()
+        if block is not None:  # a user of hzero marks nothing
+            for layer in filter(z3_leaf_module, built.modules()):
+                set_z3_leaf_module(layer, False)
         self.parameters = sum(param.numel() for param in built.parameters())
         self._engine = hzero.initialize(
             model=built, model_parameters=built.parameters(), config=deepspeed_config(job, hpz, block)

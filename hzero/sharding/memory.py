@@ -49,7 +49,8 @@ class Buffers:
         contiguous: ``contiguous_gradients``: whether a buffer of that size is kept for gradients, however small the model.
         reuse: ``stage3_max_reuse_distance``: a parameter stays whole until its next use if that is no further away.
         sub_group: ``sub_group_size``: elements that the optimizer steps together.
-        module: Elements of the largest module that is gathered as a whole; the largest parameter's where that is more.
+        module: Elements of the largest layer that is gathered as a whole, if the plan's `unit_numel` allows; the largest
+            parameter's where that is more.
         accumulation_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
         offload: Whether the optimizer and the gradient shard are on the host.
     """
@@ -114,7 +115,11 @@ def plan_memory(
     if accumulation > 1 and plan.accumulates and plan.accumulator_bytes < 4:
         # Float32 sums, and what rounding makes of one.
         rounded = (4 * bucket + 16 * largest) / plan.grid.scope_size(plan.gradients_scope)
+    unit = min(buffers.module, plan.unit_numel)
+    buffers = dataclasses.replace(buffers, module=unit)
     fetched = _fetched(numels, buffers)
+    # A request ahead brings all of the layer in which it ends.
+    widened = dataclasses.replace(buffers, prefetch=buffers.prefetch + unit if buffers.prefetch else 0)
     decoded_bits = itemsize if plan.decoded or plan.differences else 0
     gathered = sum(1 / hop.size for hop in plan.fetch_hops()[-1:]) + 1
     return [
@@ -129,7 +134,7 @@ def plan_memory(
         _gradient_buffer(total, itemsize, channels, buffers),
         StateMemory("transient parameters", 0, "none: the weights are whole")
         if plan.decoded
-        else _live(numels, itemsize, buffers),
+        else _live(numels, itemsize, widened),
         StateMemory(
             "transient gather",
             0 if plan.decoded else round(fetched * gather_bits * gathered),

@@ -119,6 +119,7 @@ class ShardPlan:
         accumulator_bytes: Bytes of an element of the gradient accumulators: 4 in float32, 2 in bfloat16.
         exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
         transport: What carries the messages.
+        unit_numel: Max elements of a layer that forward and backward gather as a whole; 0: of none.
         adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
         notes: Settings that have no effect here.
     """
@@ -139,6 +140,7 @@ class ShardPlan:
     accumulator_bytes: int = 4
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
     transport: TransportName = "torch"
+    unit_numel: int = 0
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -218,6 +220,7 @@ class ShardPlan:
             2 if config.accumulators == "bf16" else 4,
             tuple(config.codecs.exceptions.items()),
             config.transport,
+            config.unit_numel if config.unit == "layer" else 0,
         )
 
     def exception_of(self, name: str) -> int | None:

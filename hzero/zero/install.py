@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY, find
-from hzero.sharding.memory import BUCKET_NUMEL
+from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
@@ -171,10 +171,12 @@ def _with_weights(stock: Any) -> Any:
             group = next(self.module.parameters()).ds_process_group
         check_kinds(self.module, group)
         try:
-            self.hzero = StageState(self.module, config, bucket_numel, group)
+            live_numel = int(kwargs.get("max_live_parameters", LIVE_NUMEL))
+            self.hzero = StageState(self.module, config, bucket_numel, group, live_numel)
         except BaseException:
             autotp.give_back(self.module)
             raise
+        self.partition_all_parameters = functools.partial(_partition_all, self.partition_all_parameters, self.hzero)
         # An engine without an optimizer announces checkpoints to this object only.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced
@@ -182,6 +184,11 @@ def _with_weights(stock: Any) -> Any:
         return None
 
     return init
+
+
+def _partition_all(stock: Any, own: StageState) -> None:
+    stock()
+    own.weights.drop_units()
 
 
 def _destroy(stock: Any, own: StageState) -> None:

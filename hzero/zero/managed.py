@@ -1,10 +1,11 @@
-"""A parameter that the stage gathers, and the handles of its gathers, on which DeepSpeed's coordinator waits."""
+"""Parameters that the stage gathers, the units that it gathers together, and the handles on which DeepSpeed waits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -31,6 +32,8 @@ class Managed:
         refresh: The chain that builds the payload.
         decoded: Whether ``param.data``, while it is available, came through a codec.
         age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
+        unit: The layer that it is gathered with; None: it is gathered when it is requested.
+        part: What a gather brings of it, until a handle or the unit's end takes it.
     """
 
     param: ZeroParameter
@@ -43,6 +46,8 @@ class Managed:
     refresh: Chain[None] | None = None
     decoded: bool = False
     age: int | None = None
+    unit: Unit | None = None
+    part: Part | None = None
 
     @property
     def kept(self) -> torch.Tensor | None:
@@ -62,6 +67,7 @@ class Managed:
     def release(self) -> None:
         """Gives the parameter DeepSpeed's functions back; what a failed gather has left under way is not there."""
         self.put_away(decoded=True)
+        self.part = None
         if self.param.ds_status == ZeroParamStatus.INFLIGHT:
             self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
         for name, function in self.own.items():
@@ -88,12 +94,145 @@ def _shaped(flat: torch.Tensor, param: ZeroParameter) -> torch.Tensor:
     return flat.view(param.ds_tensor.dtype)[: param.ds_numel].view(param.ds_shape)
 
 
-class GatherHandle:
-    """Handle of one gather, as DeepSpeed's coordinator waits on it."""
+class Unit:
+    """A layer, while it is gathered: DeepSpeed has some of its parameters, and the others wait here to be requested.
 
-    def __init__(self, params: Sequence[ZeroParameter], chain: Chain[list[torch.Tensor]]) -> None:
-        self._params = params
-        self._chain: Chain[list[torch.Tensor]] | None = chain
+    So DeepSpeed never holds a parameter that it has not requested, whichever modules of the layer a forward skips. What it
+    gives back is kept too, until the layer's turn is over: backward uses what activation checkpointing has just computed
+    from.
+
+    Args:
+        members: The parameters.
+    """
+
+    def __init__(self, members: list[Managed]) -> None:
+        self.members = members
+        self._waiting: set[int] = set()
+        self._out: set[int] = set()
+        self.used = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parameters have been used and given back."""
+        return self.used and not self._waiting and not self._out
+
+    def bring(self, managed: Managed) -> None:
+        """Notes that a gather brings a parameter."""
+        self._waiting.add(managed.param.ds_id)
+
+    def give(self, managed: Managed) -> None:
+        """Notes that DeepSpeed has a parameter."""
+        self.used = True
+        self._waiting.discard(managed.param.ds_id)
+        self._out.add(managed.param.ds_id)
+
+    def take_back(self, managed: Managed) -> None:
+        """Notes that DeepSpeed has it no more."""
+        self._out.discard(managed.param.ds_id)
+
+    def forget(self, managed: Managed) -> None:
+        """Lets go of a parameter that has changed."""
+        self._waiting.discard(managed.param.ds_id)
+
+    def drop(self) -> None:
+        """Lets go of all. What DeepSpeed has stays until it gives it back."""
+        for managed in self.members:
+            managed.part = None
+        self._waiting.clear()
+        self._out.clear()
+        self.used = False
+
+
+class Units:
+    """The units that are gathered, and when their turn is over: all ranks decide alike, by what DeepSpeed requests."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[Unit, None] = {}
+
+    def widened(self, wanted: Iterable[Managed]) -> list[Managed]:
+        """Parameters to gather for a request: those that are not there yet, with the others of their units, by id."""
+        found = {managed.param.ds_id: managed for managed in wanted if managed.part is None}
+        for unit in {managed.unit for managed in found.values()} - {None}:
+            for other in unit.members:  # type: ignore[union-attr]
+                if other.part is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                    found[other.param.ds_id] = other
+        return [found[key] for key in sorted(found)]
+
+    def bring(self, managed: Managed) -> None:
+        """Notes that a gather brings a parameter."""
+        if managed.unit is not None:
+            self._gathered[managed.unit] = None
+            managed.unit.bring(managed)
+
+    def turn_to(self, requested: Collection[Managed], *, waiting: bool) -> None:
+        """Lets go of units whose turn is over, when parameters are requested, or ``waiting`` when they are used.
+
+        A complete unit goes at the next request for anything else, an incomplete one, of which a module was skipped or is
+        kept by DeepSpeed for its next use, when another one is used. One that was only gathered ahead stays.
+        """
+        now = {managed.unit for managed in requested} - {None}
+        for unit in [unit for unit in self._gathered if unit not in now]:
+            if unit.complete or (waiting and now and unit.used):
+                self._drop(unit)
+
+    def end(self) -> None:
+        """At the end of a forward or backward: lets go of what has been used."""
+        for unit in [unit for unit in self._gathered if unit.used]:
+            self._drop(unit)
+
+    def drop(self) -> None:
+        """Lets go of everything."""
+        for unit in list(self._gathered):
+            self._drop(unit)
+
+    def _drop(self, unit: Unit) -> None:
+        unit.drop()
+        del self._gathered[unit]
+
+
+class Gathering:
+    """One gather of whole parameters, each with a `Part` that alone holds its memory."""
+
+    def __init__(self, chain: Chain[list[torch.Tensor]], on_streams: bool) -> None:
+        self._chain, self._on_streams, self._arrived = chain, on_streams, False
+        self._parts: list[ref[Part]] = []
+
+    def add(self) -> Part:
+        """The part of the next parameter."""
+        part = Part(self)
+        self._parts.append(ref(part))
+        return part
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the parts, as `Chain.wait` does."""
+        if self._arrived and not self._on_streams:
+            return
+        flats = self._chain.wait()
+        for found, flat in zip(self._parts, flats):
+            part = found()
+            if part is not None:
+                part.flat = flat
+        flats.clear()
+        self._arrived = True
+
+
+class Part:
+    """A whole parameter, flat ``[world * chunk]``, once its gather has been waited for."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self.gathering = gathering
+        self.flat: torch.Tensor | None = None
+
+
+class GatherHandle:
+    """Handle of parameters that gathers bring, as DeepSpeed's coordinator waits on it."""
+
+    def __init__(self, managed: Sequence[Managed], units: Units) -> None:
+        self._managed, self._units = managed, units
+        self._parts = [own.part for own in managed]
+        for own in managed:
+            if own.unit is None:
+                own.part = None
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available.
@@ -101,12 +240,18 @@ class GatherHandle:
         ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
         current stream waits for them.
         """
-        if self._chain is None:
+        if not self._parts:
             return
-        for param, flat in zip(self._params, self._chain.wait()):
-            param.data = _shaped(flat, param)
-            param.ds_status = ZeroParamStatus.AVAILABLE
-        self._chain = None  # it holds the tensors of all parameters
+        self._units.turn_to(self._managed, waiting=True)
+        for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
+            gathering.wait()
+        for own, part in zip(self._managed, self._parts):
+            assert part is not None and part.flat is not None, "gather has started it"
+            own.param.data = _shaped(part.flat, own.param)
+            own.param.ds_status = ZeroParamStatus.AVAILABLE
+            if own.unit is not None and own.part is part:
+                own.unit.give(own)
+        self._parts = []  # they hold the tensors
 
 
 class ResidentHandle:

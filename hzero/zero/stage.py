@@ -99,6 +99,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         come of them.
         """
         super().independent_gradient_partition_epilogue()
+        self.hzero.weights.end_backward()
         if versions.at_boundary(self):
             self._cross_boundary()
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -29,7 +30,7 @@ from hzero.collectives import (
 )
 from hzero.collectives.recorder import world_timeout
 from hzero.config import Dimension, HZeroConfig, Tier
-from hzero.sharding.memory import BUCKET_NUMEL
+from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 from hzero.zero import autotp
@@ -37,6 +38,7 @@ from hzero.zero.audit import Audit
 from hzero.zero.comms_logger import LoggedHops
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
+from hzero.zero.layers import layers_of
 from hzero.zero.partition import Partition, ranks_of, speaks
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
@@ -66,6 +68,7 @@ class StageState:
         config: The block.
         bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
             the optimizer sets its own.
+        live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
         group: The ranks over which DeepSpeed partitions; None is the world.
 
     Raises:
@@ -79,6 +82,7 @@ class StageState:
         config: HZeroConfig,
         bucket_numel: int = BUCKET_NUMEL,
         group: Any = None,
+        live_numel: int = LIVE_NUMEL,
     ) -> None:
         self.partition = Partition.of(group, config.topology)
         _check_parameters(module, group)
@@ -99,7 +103,9 @@ class StageState:
         self._pipeline.mend(transport.lanes)
         collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
         self._collectives = collectives
-        self.weights = Weights(module, collectives, routes, bucket_numel)
+        # Weights that are whole on every device need no gather.
+        self._layers = [] if self.plan.decoded else layers_of(module, min(self.plan.unit_numel, live_numel))
+        self.weights = Weights(module, collectives, routes, bucket_numel, self._layers)
         if config.exact_evaluation:
             self.weights.follow_mode()
         self.gradients = Gradients(collectives, routes, bucket_numel)
@@ -121,8 +127,8 @@ class StageState:
         grid, _, sharding = str(self.plan).partition("; ")
         as_bytes = f"; parameters that hold codes, sent as bytes: {codes:,}" if codes else ""
         print(
-            f"hzero: {self.config.preset} on {grid}{undeclared(self.config)}; {sharding}{self.partition}{as_bytes}; "
-            f"transport {transport}; codecs {backend}",
+            f"hzero: {self.config.preset} on {grid}{undeclared(self.config)}; {sharding}{self.partition}{self._gathers()}"
+            f"{as_bytes}; transport {transport}; codecs {backend}",
             file=sys.stderr,
             flush=True,
         )
@@ -130,6 +136,14 @@ class StageState:
             logger.warning("hzero: %s", adaptation)
         for note in self.plan.notes:
             logger.info("hzero: %s", note)
+
+    def _gathers(self) -> str:
+        """How forward gathers weights, for `_announce`."""
+        if self.plan.decoded or not self.plan.gather_hops():
+            return ""
+        layers = Counter(type(layer).__name__ for layer in self._layers)
+        named = ", ".join(f"{name} x {count}" for name, count in layers.items())
+        return f"; gathers by layer ({named})" if named else "; gathers by module"
 
     def replaced(self) -> None:
         """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""

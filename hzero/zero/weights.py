@@ -22,7 +22,8 @@ from hzero.collectives import Bucket, Chain, Payload, TieredCollectives, in_buck
 from hzero.config import PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.plan import plain
-from hzero.zero.managed import GatherHandle, Handles, Managed, ResidentHandle, StockHandle
+from hzero.zero.layers import members_of
+from hzero.zero.managed import GatherHandle, Gathering, Handles, Managed, ResidentHandle, StockHandle, Unit, Units
 from hzero.zero.primary import PrimaryShards
 from hzero.zero.refusals import ZeroParameter, check_types
 from hzero.zero.routes import Routes
@@ -39,13 +40,19 @@ class Weights:
         collectives: The stage's tiered collectives.
         routes: How each parameter travels.
         bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
+        layers: Modules whose parameters are gathered together.
 
     Attributes:
         version: Changes of the weights so far; the seed with which they are rounded stochastically.
     """
 
     def __init__(
-        self, module: torch.nn.Module, collectives: TieredCollectives, routes: Routes, bucket_numel: int
+        self,
+        module: torch.nn.Module,
+        collectives: TieredCollectives,
+        routes: Routes,
+        bucket_numel: int,
+        layers: Sequence[torch.nn.Module] = (),
     ) -> None:
         self.collectives = collectives
         self._module = module
@@ -65,6 +72,16 @@ class Weights:
         for param in module.parameters():
             self._manage(param)
         self._primary.note_change()
+        self._units = Units()
+        for members in members_of(module, layers):
+            unit = Unit([self._managed[param.ds_id] for param in members])
+            for managed in unit.members:
+                managed.unit = unit
+        units = self._units  # functions that hold nothing else, so that a copy of the model copies no engine
+        self._unit_hooks = (
+            module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),
+            module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
+        )
 
     # ---- attaching to DeepSpeed's parameters ------------------------------------------------------------------------
 
@@ -85,8 +102,8 @@ class Weights:
 
     def close(self) -> None:
         """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
-        if self._mode_hook is not None:
-            self._mode_hook.remove()
+        for hook in (*self._unit_hooks, *([self._mode_hook] if self._mode_hook is not None else [])):
+            hook.remove()
         try:
             self.collectives.pipeline.drain()
         finally:
@@ -95,6 +112,8 @@ class Weights:
 
     def _release(self, managed: Managed) -> None:
         managed.release()
+        if managed.unit is not None:
+            managed.unit.members.remove(managed)
         del self._managed[managed.param.ds_id]
         self._stale.discard(managed.param.ds_id)
 
@@ -167,6 +186,8 @@ class Weights:
                     managed.param
                 )  # all that stock does here, without the texts that it makes and does not print
             managed.decoded = False
+            if managed.unit is not None:
+                managed.unit.take_back(managed)
             return
         managed.stock["partition"](
             param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
@@ -194,6 +215,8 @@ class Weights:
                 stock(init, param_list, force=force, has_been_updated=has_been_updated, **kwargs)
             for owner, own in owned:
                 own.decoded = False
+                if own.unit is not None:
+                    own.unit.take_back(own)
                 if has_been_updated:
                     owner._mark(own)
                     owner._primary.note_change()
@@ -227,6 +250,7 @@ class Weights:
         replaced = {own.refresh for _, own in marked}
         for owner in dict.fromkeys([self, *(owner for owner, _ in marked)]):
             owner.version += 1
+            owner._units.drop()
             owner._ahead = [one for one in owner._ahead if one[0] not in replaced]
             owner._primary.note_change()
         for owner, own in marked:
@@ -234,6 +258,9 @@ class Weights:
 
     def _mark(self, managed: Managed, stepped: bool = False) -> None:
         self._stale.add(managed.param.ds_id)
+        managed.part = None
+        if managed.unit is not None:
+            managed.unit.forget(managed)
         if not stepped:
             managed.age = None
 
@@ -260,6 +287,7 @@ class Weights:
     def exact(self) -> Iterator[None]:
         """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
         before, self._exact = self._exact, True
+        self._units.drop()
         for managed in self._managed.values():
             managed.put_away(decoded=True)
         try:
@@ -285,6 +313,7 @@ class Weights:
             self._put_away_all()
 
     def _put_away_all(self) -> None:
+        self._units.drop()
         for managed in self._managed.values():
             managed.put_away()
 
@@ -313,46 +342,65 @@ class Weights:
             params = [param for param in params if Weights.of(param) is self]
             handles = [same[0].all_gather_coalesced(same, safe_mode=safe_mode) for same in others.values()]
             return Handles([self.gather(params, safe_mode=safe_mode), *handles])
-        if not params:
-            return Handles([])
-        if self._exact or self._evaluating or self._plan.grid.world_size == 1:
+        wanted = [self._managed[param.ds_id] for param in params]
+        if wanted and (self._exact or self._evaluating or self._plan.grid.world_size == 1):
             self._primary.await_change()
-            managed = self._managed[params[0].ds_id]
             with lasting():
                 return StockHandle(
-                    managed.stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)
+                    wanted[0].stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)
                 )
-        for param in params:
-            if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(f"hzero: cannot gather a parameter that is not partitioned: {param.ds_summary()}")
+        for managed in wanted:
+            if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(
+                    f"hzero: cannot gather a parameter that is not partitioned: {managed.param.ds_summary()}"
+                )
             # The shard may have changed its size: users can resize a parameter inside GatheredParameters.
-            if self._managed[param.ds_id].chunk != self._primary.chunk(param):
-                self._mark(self._managed[param.ds_id])
-        used = {self._managed[param.ds_id].refresh for param in params}
+            if managed.refresh is not None and managed.chunk != self._primary.chunk(managed.param):
+                self._mark(managed)
+        self._units.turn_to(wanted, waiting=False)
+        missing = self._units.widened(wanted)
+        if missing:
+            self._start(missing)
+        for managed in wanted:
+            managed.param.ds_status = ZeroParamStatus.INFLIGHT
+            managed.decoded = self._routes.of(managed.param).lossy
+        return ResidentHandle(wanted) if self._plan.decoded else GatherHandle(wanted, self._units)
+
+    def _start(self, missing: Sequence[Managed]) -> None:
+        """Starts to gather parameters, after the refreshes that they need."""
+        params = [managed.param for managed in missing]
+        used = {managed.refresh for managed in missing}
         passed = [index for index, (chain, _) in enumerate(self._ahead) if chain in used]
         del self._ahead[: max(passed, default=-1) + 1]  # with those that this forward passes over
         if any(param.ds_id in self._stale for param in params):  # else those of parameters that nobody uses would stay
             self._ahead = [one for one in self._ahead if one[1] > params[0].ds_id]
         self.refresh(params)
-        for param in params:
-            param.ds_status = ZeroParamStatus.INFLIGHT
-            self._managed[param.ds_id].decoded = self._routes.of(param).lossy
         if self._plan.decoded:
-            return ResidentHandle([self._managed[param.ds_id] for param in params])
-        alike: dict[tuple[str, int], list[ZeroParameter]] = {}
-        for param in params:
-            alike.setdefault((str(self._primary.dtype(param)), self._routes.of(param).number), []).append(param)
-        return Handles([self._start_gather(same) for _, same in sorted(alike.items())])
+            return
+        alike: dict[tuple[str, int], list[Managed]] = {}
+        for managed in missing:
+            kind = str(self._primary.dtype(managed.param)), self._routes.of(managed.param).number
+            alike.setdefault(kind, []).append(managed)
+        for _, same in sorted(alike.items()):
+            chain = self._gathered([managed.param for managed in same], self.collectives)
+            if not self._routes.usual.refresh and self.collectives.pipeline.streams is not None:
+                self._primary.read_by(chain)
+            gathering = Gathering(chain, self.collectives.pipeline.streams is not None)
+            for managed in same:
+                managed.part = gathering.add()
+                self._units.bring(managed)
+
+    def end_backward(self) -> None:
+        """Lets go of the layers that backward has gathered."""
+        self._units.end()
+
+    def drop_units(self) -> None:
+        """Lets go of all layers, also of those gathered ahead."""
+        self._units.drop()
 
     def gather_available(self, params: Iterable[ZeroParameter]) -> None:
         """Gathers those of ``params`` that are not available, and waits: whoever reads them asks nobody."""
         self.gather(param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
-
-    def _start_gather(self, params: Sequence[ZeroParameter]) -> GatherHandle:
-        chain = self._gathered(params, self.collectives)
-        if not self._routes.usual.refresh and self.collectives.pipeline.streams is not None:
-            self._primary.read_by(chain)
-        return GatherHandle(params, chain)
 
     def _gathered(self, params: Sequence[ZeroParameter], collectives: TieredCollectives) -> Chain[list[torch.Tensor]]:
         bucket, route = self._primary.bucket(params), self._routes.of(params[0])
@@ -383,6 +431,9 @@ class Weights:
                 or payload.storage_offset() != end
             ):
                 joined = torch.cat([self.collectives.used(payload) for payload in payloads])
+                if len({own.param.requires_grad for own in managed}) > 1:
+                    # A step moves only some of them away again, and the others would keep both places.
+                    return joined, codec
                 for own, part in zip(managed, joined.split([payload.numel() for payload in payloads])):
                     own.payload = part
                 return joined, codec

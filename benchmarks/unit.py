@@ -1,0 +1,100 @@
+"""All-gathers, peak memory, median step and median ratio to HSDP of a GPT of 14M parameters, in which nothing is marked.
+
+Every scheme takes its turn: torchrun --standalone --nproc-per-node=8 benchmarks/unit.py; with slow links
+python -m benchmarks.cluster run -- python benchmarks/unit.py.
+"""
+# ruff: noqa: D101, D102, D103
+
+import itertools
+import os
+import statistics
+import time
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+HSDP, WIDTH, LENGTH, VOCAB, MICRO = "HSDP over the node", 384, 128, 256, 2
+ROUNDS, AHEAD = int(os.environ.get("ROUNDS", "9")), int(os.environ.get("AHEAD", "0"))  # AHEAD: layers to prefetch
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (6, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    blocks = (Block() for _ in range(8))
+    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False))
+
+
+def loss(model: Any) -> torch.Tensor:
+    ids = torch.randint(VOCAB, (1, LENGTH))
+    return nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def zero3(leaf: bool = False, **block: str) -> Any:
+    model, layer = gpt(), sum(param.numel() for param in Block().parameters())
+    if leaf:
+        deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    zero |= {"reduce_bucket_size": layer, "stage3_prefetch_bucket_size": AHEAD * layer}
+    zero |= {"hzero": {**block, "topology": TOPOLOGY}} if block else {}
+    config: dict[str, Any] = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICRO, "bf16": {"enabled": True}}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return lambda: [(engine.backward(loss(engine)), engine.step()) for _ in range(MICRO)]
+
+
+def hsdp() -> Any:
+    model, mesh = gpt(), dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("nodes", "node"))
+    for part in (*model[1:-2], model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for index in range(MICRO):
+            model.set_is_last_backward(index == MICRO - 1)
+            model.set_requires_all_reduce(index == MICRO - 1)
+            (loss(model) / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a build of minutes that ZeRO-3 does not use
+deepspeed.init_distributed("gloo", verbose=False)
+TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": dist.get_world_size() // 4}
+steps = {HSDP: hsdp(), "ZeRO-3": zero3(), "ZeRO-3, leaf modules": zero3(leaf=True)}
+for preset in ("lossless", "topo"):
+    steps |= {f"{preset}, {unit}": zero3(preset=preset, unit=unit) for unit in ("module", "layer")}
+counts, times = {}, {name: list[float]() for name in steps}
+for name, step in steps.items():
+    [step() for _ in range(2)]  # DeepSpeed records the order of its modules
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    peak = max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")) / 1e6
+    counts[name] = sum(event.name().startswith("gloo:") and "gather" in event.name() for event in events), peak
+for number in range(ROUNDS):
+    for name, step in list(steps.items())[:: 1 if number % 2 else -1]:
+        dist.barrier()
+        times[name].append(-time.perf_counter())
+        step()
+        dist.barrier()
+        times[name][-1] += time.perf_counter()
+for name, (gathers, peak) in counts.items() if dist.get_rank() == 0 else ():
+    ratio = statistics.median(own / base for own, base in zip(times[name], times[HSDP], strict=True))
+    print(f"{name:24}{gathers:5} all-gathers{peak:8.1f} MB{statistics.median(times[name]):8.2f} s{ratio:8.2f}")
