@@ -100,6 +100,24 @@ class _Alternating(torch.nn.Module):
         return self.layers[micro](tokens.float() / 37).square().mean()
 
 
+def check_unmanaged_accumulation_gives_stocks_norms() -> None:
+    """A script calls ``step`` once a window."""
+    if "managed_gradient_accumulation false" in versions.lacking():
+        pytest.skip("the installed DeepSpeed has no such key")
+    runs = []
+    for block in (None, {"preset": "lossless", "topology": TOPOLOGY}):
+        engine = engine_of(ds_config(block, 3, managed_gradient_accumulation=False))
+        norms = []
+        for step in range(3):
+            for micro in range(3):
+                engine.backward(engine(batch(step, micro)))
+            engine.step()
+            norms.append(float(engine.get_global_grad_norm()))
+        runs.append(norms)
+        engine.destroy()
+    assert_losses(runs[1], runs[0], TOLERANCE, "norms")
+
+
 def check_topo_trains() -> None:
     runs = []
     for block in (None, {"preset": "topo", "topology": TOPOLOGY}):
