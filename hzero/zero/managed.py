@@ -245,12 +245,13 @@ class GatherHandle:
         self._units.turn_to(self._managed, waiting=True)
         for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
             gathering.wait()
-        for own, part in zip(self._managed, self._parts):
-            assert part is not None and part.flat is not None, "gather has started it"
-            own.param.data = _shaped(part.flat, own.param)
-            own.param.ds_status = ZeroParamStatus.AVAILABLE
-            if own.unit is not None and own.part is part:
-                own.unit.give(own)
+        with lasting():
+            for own, part in zip(self._managed, self._parts):
+                assert part is not None and part.flat is not None, "gather has started it"
+                own.param.data = _shaped(part.flat, own.param)
+                own.param.ds_status = ZeroParamStatus.AVAILABLE
+                if own.unit is not None and own.part is part:
+                    own.unit.give(own)
         self._parts = []  # they hold the tensors
 
 
@@ -262,13 +263,14 @@ class ResidentHandle:
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Makes the parameters available, as `GatherHandle.wait` does."""
-        for own in self._managed:
-            assert own.refresh is not None, "gather has started it"
-            own.refresh.wait()
-            assert own.whole is not None, "the refresh has made it"
-            param = own.param
-            param.data = _shaped(own.whole, param)
-            param.ds_status = ZeroParamStatus.AVAILABLE
+        with lasting():
+            for own in self._managed:
+                assert own.refresh is not None, "gather has started it"
+                own.refresh.wait()
+                assert own.whole is not None, "the refresh has made it"
+                param = own.param
+                param.data = _shaped(own.whole, param)
+                param.ds_status = ZeroParamStatus.AVAILABLE
         self._managed = ()
 
 

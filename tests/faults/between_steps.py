@@ -1,6 +1,7 @@
 """Trains a small model in several ways and prints, as JSON lines of rank 0, figures that do not depend on hzero.
 
-Args: stock, or presets of hzero; one line is printed for each pair of a preset and a function ``trial_*``.
+Args: stock, or presets of hzero; one line is printed for each pair of a preset and a function ``trial_*``. ``PRESET:TRIAL``
+runs one trial only.
 """
 
 from __future__ import annotations
@@ -215,8 +216,9 @@ def trial_inference_mode(preset: str) -> dict[str, Any]:
     return result
 
 
-for one in sys.argv[1:]:
-    for title, trial in [(title, value) for title, value in globals().items() if title.startswith("trial_")]:
+for argument in sys.argv[1:]:
+    one, _, only = argument.partition(":")
+    for title, trial in [(title, value) for title, value in globals().items() if title.startswith(f"trial_{only}")]:
         outcome = trial(one)
         if dist.get_rank() == 0:
             print(json.dumps({"preset": one, "trial": title.removeprefix("trial_"), **outcome}), flush=True)
