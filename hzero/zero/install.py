@@ -169,7 +169,7 @@ def _with_weights(stock: Any) -> Any:
         group = self.dp_process_group
         if group is None:  # of an engine without an optimizer
             group = next(self.module.parameters()).ds_process_group
-        check_kinds(self.module, group)
+        self.forward_hooks += check_kinds(self.module, group)  # stock removes them with its own
         try:
             live_numel = int(kwargs.get("max_live_parameters", LIVE_NUMEL))
             self.hzero = StageState(self.module, config, bucket_numel, group, live_numel)

@@ -6,12 +6,14 @@ import importlib.util
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from torch.utils.hooks import RemovableHandle
 
 from hzero.block import KEY, find, lifted
 from hzero.codecs.ops import FLOATS
@@ -251,27 +253,40 @@ def check_types(module: torch.nn.Module, plan_of: Callable[[ZeroParameter], Shar
             )
 
 
-def check_kinds(module: torch.nn.Module, group: Any) -> None:
+def check_kinds(module: torch.nn.Module, group: Any) -> list[RemovableHandle]:
     """Refuses parameters that DeepSpeed itself cannot gather in a forward. Collective.
+
+    Those that the backend cannot send are refused at once. A module whose parameters are all empty is refused when its
+    forward runs: nothing would make DeepSpeed gather them, and an unused one does no harm.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
         group: The ranks over which they are; None is the world.
 
+    Returns:
+        Hooks of the modules whose parameters are all empty.
+
     Raises:
-        ConfigError: Naming the parameter: the backend cannot send its type, or nothing would make DeepSpeed gather it.
+        ConfigError: Naming the parameter that the backend cannot send.
     """
     if (found := unsendable(module, group)) is not None:
         raise found
+    hooks = []
     for path, one in module.named_modules():
         own = dict(one.named_parameters(recurse=False))
         runs = type(one).forward is not torch.nn.Module.forward
         in_leaf = any(hasattr(param, "ds_z3_leaf_module") for param in own.values())
         if own and runs and not in_leaf and not any(param.ds_numel for param in own.values()):  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"parameter {path}{'.' if path else ''}{next(iter(own))}: found no elements; DeepSpeed gathers nothing for a "
-                "module whose parameters are all empty, and its forward would fail; remove the parameter or make it a buffer"
-            )
+            refuse = partial(_refuse_empty, f"{path}{'.' if path else ''}{next(iter(own))}")
+            hooks.append(one.register_forward_pre_hook(torch.compiler.disable(refuse), prepend=True))
+    return hooks
+
+
+def _refuse_empty(name: str, *_: Any) -> None:
+    raise ConfigError(
+        f"parameter {name}: found no elements; DeepSpeed gathers nothing for a module whose parameters are all empty, and its "
+        "forward would fail; remove the parameter or make it a buffer"
+    )
 
 
 def unsendable(module: torch.nn.Module, group: Any) -> ConfigError | None:

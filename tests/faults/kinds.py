@@ -223,6 +223,20 @@ def trained(block: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
+def unused(block: dict[str, Any] | None) -> list[float]:
+    """Losses of a model with a module whose parameters are all empty and whose forward never runs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 7), nn.Tanh())
+    model[1].spare = nn.Embedding(0, 12)
+    engine, losses = engine_of(model, block), []
+    for _ in range(3):
+        losses.append(engine(torch.ones(2, 9)).square().mean())
+        engine.backward(losses[-1])
+        engine.step()
+    engine.destroy()
+    return [loss.item() for loss in losses]
+
+
 def counted(preset: str) -> dict[str, list[int]]:
     """Bytes that frozen codes take on the wire, by tier: one forward of a model that holds nothing else but a layer."""
     model = nn.Sequential(nn.Linear(8, 8), Kind("int64", 0))
@@ -322,6 +336,7 @@ def main() -> None:
     for preset in ("stock", "lossless", "topo"):
         block = None if preset == "stock" else {"preset": preset}
         runs[f"trained {preset}"] = partial(trained, block)
+        runs[f"unused {preset}"] = partial(unused, block)
         runs[f"refused {preset}"] = partial(refused, block)
     for name, run in runs.items():
         try:

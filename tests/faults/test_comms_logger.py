@@ -14,5 +14,7 @@ def test_the_summary_has_the_bytes_on_the_wire(tmp_path: Path) -> None:
         "1 node x 4 GPUs x 1 GCD (CPU ranks, no topology declared)",
         "2 nodes x 1 GPU x 2 GCDs",
     ]
-    summary = output.partition("Comm. Op")[2]
+    _, summary, _, unfit, stragglers = output.split("Comm. Op")
     assert "\nhzero weights, node, int8\n" in summary and "\nhzero gradients, node, int4\n" in summary
+    # Rank 0, which prints, has not sent this message: it is of ranks 1 and 3.
+    assert "\nhzero weights, node, none\n" in unfit and "\nhzero weights, node, none\n" in stragglers
