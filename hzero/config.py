@@ -5,9 +5,9 @@ from __future__ import annotations
 import reprlib
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from hzero.validation import Frozen
 
@@ -341,15 +341,23 @@ class GuardConfig(Frozen):
     every: int = Field(default=100, ge=0)
 
 
+def _groups(value: Any) -> Any:
+    if value in (None, AUTOMATIC) or (type(value) is int and value >= 1):
+        return value
+    raise ValueError(f"found {reprlib.repr(value)}, expected a number of nodes, null for no groups, or {AUTOMATIC!r}")
+
+
+Groups: TypeAlias = Annotated[int | Literal["automatic"] | None, BeforeValidator(_groups)]
+
+
 class TopologyConfig(Frozen):
-    """A declared machine.
+    """A declared grid.
 
     Attributes:
         nodes: Nodes of the world; null derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
         gpus_per_hive: Packages of a hive, a part of a node that has faster links than the node; 1 where it has no such part.
-        source: Where ranks are discovered or a preset or file declares them, and only `nodes_per_group` is written beside it.
         nodes_per_group: Nodes of a group, as of one switch or cabinet; null where all are one group. Tier ``group`` then
             joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the default, makes
             groups from 64 nodes on: of as many nodes as the divisor of their number that is nearest to its square root.
@@ -359,34 +367,14 @@ class TopologyConfig(Frozen):
             with ``gpu``, ``group`` and ``cluster`` with ``node``.
     """
 
-    source: str | None = None
     nodes: int | None = Field(None, ge=1)
     gpus_per_node: int = Field(ge=1)
     gcds_per_gpu: int = Field(1, ge=1)
     gpus_per_hive: int = Field(1, ge=1)
-    nodes_per_group: int | Literal["automatic"] | None = AUTOMATIC
+    nodes_per_group: Groups = AUTOMATIC
     switch_nodes: int | None = Field(None, ge=1)
     clusters: int = Field(1, ge=1)
     order: tuple[Tier, ...] = TIERS[::-1]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _source_or_grid(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or ("source" not in value and set(value) != {"nodes_per_group"}):
-            return value
-        beside = sorted(map(str, set(value) - {"source", "nodes_per_group"}))
-        if beside:
-            raise ValueError(f"{beside[0]}: given together with source, which says where ranks sit")
-        return {"source": "discover", "gpus_per_node": 1, **value}
-
-    @field_validator("nodes_per_group", mode="before")
-    @classmethod
-    def _groups(cls, value: Any) -> Any:
-        if value in (None, AUTOMATIC) or (type(value) is int and value >= 1):
-            return value
-        raise ValueError(
-            f"found {reprlib.repr(value)}, expected a number of nodes, null for no groups, or {AUTOMATIC!r}"
-        )
 
     @field_validator("order", mode="before")
     @classmethod
@@ -421,6 +409,22 @@ class TopologyConfig(Frozen):
                     f"{' of a cluster' if self.clusters > 1 else ''}; possible: {_divisors(own)}"
                 )
         return self
+
+
+class TopologySource(Frozen):
+    """A source of the grid, with the groups of its nodes.
+
+    Attributes:
+        source: ``discover``, a preset, or a file.
+        nodes_per_group: As in `TopologyConfig`. Written, it overrides the source.
+    """
+
+    source: str = "discover"
+    nodes_per_group: Groups = AUTOMATIC
+
+
+#: What the key ``topology`` holds; a string is a source.
+Topology: TypeAlias = str | TopologyConfig | TopologySource
 
 
 def complete_order(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
@@ -459,7 +463,7 @@ class Block(Frozen):
     transport: TransportName = "torch"
     canary: CanaryConfig = CanaryConfig()
     guard: GuardConfig = GuardConfig()
-    topology: str | TopologyConfig = "discover"
+    topology: Topology = "discover"
 
     _in_order = field_validator("error_feedback", mode="before")(tiers_in_order)
 
@@ -475,10 +479,10 @@ class Block(Frozen):
 
     @field_validator("topology", mode="before")
     @classmethod
-    def _source_or_grid(cls, value: Any) -> Any:
+    def _is_topology(cls, value: Any) -> Any:
         if value == "auto":  # the default's name, had Accelerate and Trainer not taken it for values that they fill in
             raise ValueError('found "auto", expected "discover", which is the default, a file, a preset or a block')
-        if not isinstance(value, (str, TopologyConfig)):
+        if not isinstance(value, Topology):
             raise ValueError(
                 f'found {reprlib.repr(value)}, expected "discover", a file, a preset, or '
                 '{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}'

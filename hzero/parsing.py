@@ -23,6 +23,7 @@ from hzero.config import (
     HZeroConfig,
     Preset,
     TopologyConfig,
+    TopologySource,
     Written,
     tiers_outside,
 )
@@ -165,9 +166,17 @@ def _codecs(start: Preset, written: Any, size: Any) -> Any:
     return _over({role: {} for role in (*ROLES, *DIMENSIONS, "except")}, written, each)
 
 
-def parse_topology(path: str, value: Any) -> TopologyConfig:
-    """Reads a declared machine. Raises `ConfigError` as `parse_config` does."""
-    return validated(TopologyConfig, value, path)
+def parse_topology(path: str, value: Any) -> TopologyConfig | TopologySource:
+    """Reads a declared grid, or a source with groups of its nodes. Raises `ConfigError` as `parse_config` does."""
+    if not isinstance(value, Mapping) or ("source" not in value and set(value) != {"nodes_per_group"}):
+        return validated(TopologyConfig, value, path)
+    of_grid = [key for key in TopologyConfig.model_fields if key in value and key not in TopologySource.model_fields]
+    if of_grid:
+        raise ConfigError(
+            f"{path}.{of_grid[0]}: given together with {path}.source {value.get('source')!r}, which says where ranks sit; "
+            "leave one of them out"
+        )
+    return validated(TopologySource, value, path)
 
 
 def _over(default: dict[str, Any], written: Any, each: Callable[[str, Any], Any] | None = None) -> Any:

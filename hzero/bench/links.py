@@ -21,7 +21,7 @@ from rich.console import Console
 
 from hzero import __version__
 from hzero.bench.settings import LinksSettings, check_output, parse
-from hzero.config import TopologyConfig
+from hzero.config import Topology
 from hzero.launcher import INTERRUPTED, REFUSED, Ranks, end_with_parent, local_ranks, on_rank_0, run_rank
 from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
 from hzero.reasons import PeerError
@@ -81,7 +81,7 @@ def run_links(arguments: Sequence[str]) -> int:
     return status
 
 
-def ranks_to_start(topology: str | TopologyConfig) -> int:
+def ranks_to_start(topology: Topology) -> int:
     """The number of ranks that a topology has on this machine.
 
     Args:

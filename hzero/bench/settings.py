@@ -12,7 +12,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from hzero.arguments import Parser
 from hzero.config import NAMED, NOT_SUMMED, TRANSPORTS, CodecName, TopologyConfig, TransportName
-from hzero.parsing import parse_topology
 from hzero.validation import ConfigError, validated
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -207,4 +206,4 @@ def _topology(text: str) -> str | TopologyConfig:
             raise ConfigError(f"--topology: found {text!r}, expected nodes x GPUs x GCDs, as in 2x2x2")
         return text
     keys = ("nodes", "gpus_per_node", "gcds_per_gpu")
-    return parse_topology("--topology", dict(zip(keys, map(int, factors.groups()))))
+    return validated(TopologyConfig, dict(zip(keys, map(int, factors.groups()))), "--topology")

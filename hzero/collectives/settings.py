@@ -15,7 +15,7 @@ from hzero.config import (
     NodeAllGather,
     Tier,
     TierCodecs,
-    TopologyConfig,
+    Topology,
     TransportName,
     tiers_in_order,
 )
@@ -64,7 +64,7 @@ class CommunicatorConfig(Frozen):
     node_all_gather: NodeAllGather = NodeAllGather()
     checksum: bool = False
     transport: TransportName = "torch"
-    topology: str | TopologyConfig = "discover"
+    topology: Topology = "discover"
 
     @field_validator("error_feedback", mode="before")
     @classmethod
@@ -90,7 +90,7 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
     codecs = _by_tier(block.get("codecs", "none"), size)
     values = {**block, "codecs": codecs, "gather": _by_tier(block["gather"], size) if "gather" in block else codecs}
     topology = block.get("topology", "discover")
-    if topology == "auto" or not isinstance(topology, str | Mapping | TopologyConfig):
+    if topology == "auto" or not isinstance(topology, Mapping | Topology):
         raise ConfigError(f'{where}.topology: found {topology!r}, expected "discover", a preset, a file or a block')
     if isinstance(block.get("topology"), Mapping):  # in a union, an error would name the branch
         values["topology"] = parse_topology(f"{where}.topology", block["topology"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hzero.config import AUTOMATIC, Dimension, HZeroConfig, TopologyConfig
+from hzero.config import AUTOMATIC, Dimension, HZeroConfig, TopologyConfig, TopologySource
 from hzero.parsing import parse_config, parse_topology
 from hzero.settings import architecture
 from hzero.settings.groups import Configuration, HFConfiguration
@@ -101,11 +101,10 @@ class Settings:
         _check_deepspeed(config["deepspeed"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
-        if _source_of(declared) is not None and world_size is None:
+        if isinstance(declared, TopologySource) and world_size is None:
             self.grid: Grid = foreseen_grid(declared, self.world_size)
         else:
-            where = "topology.source" if isinstance(declared, str) else "topology"
-            self.grid = resolve_grid(declared, self.world_size, where=where)
+            self.grid = resolve_grid(declared, self.world_size, where="topology")
         model = self["model"]
         self.layout = TensorGroups(self.grid, model.get("tensor_parallel", 1), model.get("pipeline_parallel", 1))
         self.sequence = TensorGroups(self.grid, model.get("sequence_parallel", 1), key="model.sequence_parallel")
@@ -126,21 +125,15 @@ class Settings:
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
 
-    def _declared(self) -> str | TopologyConfig:
+    def _declared(self) -> TopologyConfig | TopologySource:
         """The grid that the group ``topology`` declares, or the source to discover it from."""
         keys = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
-        source, groups = keys.pop("source", None), self.config["topology"].get("nodes_per_group", AUTOMATIC)
-        if source is None:  # null, no groups, is no missing key
-            return parse_topology("topology", {**keys, "nodes_per_group": groups})
-        keys.pop("nodes_per_group", None)
-        if keys:
-            raise ConfigError(
-                f"topology.{next(iter(keys))}: given together with topology.source {source!r}, which says where ranks sit; "
-                "topology=auto sets none of these keys"
-            )
-        if groups == AUTOMATIC:
-            return str(source)
-        return parse_topology("topology", {"source": str(source), "nodes_per_group": groups})
+        groups = self.config["topology"].get("nodes_per_group", AUTOMATIC)  # null, no groups, is no missing key
+        if "source" in keys and groups == AUTOMATIC:  # the default, which overrides no file
+            keys.pop("nodes_per_group", None)
+        else:
+            keys["nodes_per_group"] = groups
+        return parse_topology("topology", keys)
 
     def _check_windows(self) -> None:
         if self.config["trace"]["steps"] is not None and self.plan is None:
@@ -217,7 +210,7 @@ class Settings:
         """Bytes of one weight."""
         return 4 if self.dtype == "fp32" else 2
 
-    def _block(self, declared: str | TopologyConfig) -> dict[str, Any] | None:
+    def _block(self, declared: TopologyConfig | TopologySource) -> dict[str, Any] | None:
         zero = without_nulls(self.config["zero"])
         if "preset" not in zero:
             if zero:
@@ -231,27 +224,21 @@ class Settings:
             zero = {**zero, "guard": {"discarded_steps": self["train"]["guard"], **guard}}
         return zero
 
-    def _topology(self, declared: str | TopologyConfig) -> Any:
+    def _topology(self, declared: TopologyConfig | TopologySource) -> Any:
         """The key ``topology`` of the block."""
-        source = _source_of(declared)
-        if source is None:
+        if isinstance(declared, TopologyConfig):
             return self.grid.declaration()
-        source = "discover" if source == "auto" else source  # the block's word for it
-        return source if isinstance(declared, str) else {"source": source, "nodes_per_group": declared.nodes_per_group}
+        source = "discover" if declared.source == "auto" else declared.source  # the block's word for it
+        return {**declared.model_dump(exclude_unset=True), "source": source}
 
 
-def _source_of(declared: str | TopologyConfig) -> str | None:
-    return declared if isinstance(declared, str) else declared.source
-
-
-def _ranks_to_start(declared: str | TopologyConfig) -> int:
-    if (source := _source_of(declared)) is not None:
-        if ranks := len(machine_of(source).devices):
+def _ranks_to_start(declared: TopologyConfig | TopologySource) -> int:
+    if isinstance(declared, TopologySource):
+        if ranks := len(machine_of(declared.source).devices):
             return ranks
         raise ConfigError(
             "launcher.world_size: not given, and this machine has no GPUs that would say how many ranks to start"
         )
-    assert isinstance(declared, TopologyConfig)
     if declared.nodes is None:
         raise ConfigError(
             "topology.nodes: not given, and nothing else says how many ranks to start; give topology.nodes=.. or "

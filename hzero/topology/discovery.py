@@ -152,8 +152,10 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
         notes.append(f"nodes are on {len(clusters)} fabrics ({joined}), which tier node joins")
     if all(report.device is None for report in reports):
         notes.append("no GPUs found: each rank is treated as a package of one device")
+    declared = {report.switch_nodes for report in reports}
+    switch_nodes = declared.pop() if len(declared) == 1 else None  # unknown if the sources of the nodes differ
     try:
-        grid, refusal = dataclasses.replace(grid_of(places), automatic=True), ""
+        grid, refusal = dataclasses.replace(grid_of(places), automatic=True, switch_nodes=switch_nodes), ""
         if not grid.regular:
             notes.append(
                 "ranks are numbered in no regular order, so each gather and reduction reorders shards in a pass of its own; "

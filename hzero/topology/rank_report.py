@@ -27,6 +27,7 @@ class RankReport:
             count, GB/s.
         package: Identities of the devices of its package where the source declares packages.
         fabric: Kinds of the node's NICs, such as ``cxi``.
+        switch_nodes: Nodes of one switch group of the network, where the source declares it.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankReport:
     links: tuple[tuple[str, str, int | None, float | None], ...] = ()
     package: tuple[str, ...] = ()
     fabric: str = ""
+    switch_nodes: int | None = None
 
     def encode(self) -> bytes:
         """As compact JSON."""
@@ -66,6 +68,7 @@ def report_of(rank: int, world_size: int, host: str, machine: Machine, device: D
         links=tuple((peer, link.kind, link.count, link.gb_s) for peer, link in zip(peers, links)),
         package=tuple(machine.device(number).identity for number in package),
         fabric="+".join(sorted({nic.kind for nic in machine.nics if nic.kind})),
+        switch_nodes=machine.switch_nodes,
     )
 
 

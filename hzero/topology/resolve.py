@@ -7,20 +7,19 @@ import logging
 import os
 from collections.abc import Sequence
 
-from hzero.config import TopologyConfig
-from hzero.parsing import parse_topology
+from hzero.config import Topology, TopologyConfig, TopologySource
 from hzero.topology.discovery import discover, foresee
 from hzero.topology.grid import Grid
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.readers.declared import grid_in, load
 from hzero.topology.rendezvous import release_store
 from hzero.topology.tiers import packages_of
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, validated
 
 logger = logging.getLogger("hzero")
 
 
-def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "hzero.topology") -> Grid:
+def resolve_grid(topology: Topology, world_size: int, where: str = "hzero.topology") -> Grid:
     """The grid of a run.
 
     Collective where the topology is discovered: every rank of the world calls it. A world is discovered once a process.
@@ -38,17 +37,15 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
             the factors that would fit. Where it is discovered: the world is no grid, or packages are ambiguous.
     """
     release_store()
-    source = topology.source if isinstance(topology, TopologyConfig) else topology
-    if source is not None:
+    if not isinstance(topology, TopologyConfig):
         declared = declared_grid(topology, where)
+        reference = TopologySource(source=topology) if isinstance(topology, str) else topology
         if declared is None:
-            grid = _discovered(source, world_size)
-            return grid if isinstance(topology, str) else grid.grouped(topology.nodes_per_group)
-        where, topology = source, declared
-    assert isinstance(topology, TopologyConfig)
-    inside = topology.gpus_per_node * topology.gcds_per_gpu
-    nodes = topology.nodes
-    if nodes is None:
+            return _discovered(reference.source, world_size).grouped(reference.nodes_per_group)
+        where, topology = reference.source, declared
+    values = topology.model_dump(include=set(TopologyConfig.model_fields))
+    if topology.nodes is None:
+        inside = topology.gpus_per_node * topology.gcds_per_gpu
         if world_size % inside:
             below = world_size // inside * inside
             fitting = " or ".join(str(count) for count in (below, below + inside) if count)
@@ -56,12 +53,8 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
                 f"{where}: gpus_per_node={topology.gpus_per_node} x gcds_per_gpu={topology.gcds_per_gpu} is {inside} ranks a "
                 f"node, but the world has {world_size}; {fitting} ranks would fit"
             )
-        nodes = world_size // inside
-        topology = parse_topology(
-            where, {**topology.model_dump(include=set(TopologyConfig.model_fields) - {"source"}), "nodes": nodes}
-        )
-    kept = set(TopologyConfig.model_fields) - {"source", "nodes_per_group"}
-    grid = Grid(**{key: value for key, value in topology if key in kept}).grouped(topology.nodes_per_group)
+        values = validated(TopologyConfig, {**values, "nodes": world_size // inside}, where).model_dump()
+    grid = Grid(**{**values, "nodes_per_group": None}).grouped(topology.nodes_per_group)
     if grid.world_size != world_size:
         factors = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
         others = {name: grid.world_size // value for name, value in factors.items()}
@@ -72,7 +65,7 @@ def resolve_grid(topology: str | TopologyConfig, world_size: int, where: str = "
     return grid
 
 
-def sub_grid(topology: str | TopologyConfig, ranks: Sequence[int], world_size: int, where: str) -> Grid:
+def sub_grid(topology: Topology, ranks: Sequence[int], world_size: int, where: str) -> Grid:
     """The grid of a group of ranks, in the group's own numbers.
 
     A declared grid is that of the group. Where the topology is discovered, every rank of the world calls this, for its own
@@ -92,24 +85,22 @@ def sub_grid(topology: str | TopologyConfig, ranks: Sequence[int], world_size: i
     return resolve_grid(topology, world_size, where).of_ranks(ranks)
 
 
-def foreseen_grid(topology: str | TopologyConfig, ranks: int) -> Grid:
+def foreseen_grid(topology: TopologySource, ranks: int) -> Grid:
     """As `resolve_grid`, for ``ranks`` ranks that will be started on this node alone, with ``LOCAL_RANK`` from 0."""
-    if declared_grid(topology, "topology.source") is not None:
-        return resolve_grid(topology, ranks, "topology.source")
-    if isinstance(topology, str):
-        return foresee(topology, ranks).required_grid()
-    return foresee(topology.source or "auto", ranks).required_grid().grouped(topology.nodes_per_group)
+    if declared_grid(topology, "topology") is not None:
+        return resolve_grid(topology, ranks, "topology")
+    return foresee(topology.source, ranks).required_grid().grouped(topology.nodes_per_group)
 
 
-def declared_grid(topology: str | TopologyConfig, where: str) -> TopologyConfig | None:
+def declared_grid(topology: Topology, where: str) -> TopologyConfig | None:
     """The grid that is declared, maybe by a preset or a file; None where it has to be discovered. Arguments as in `resolve_grid`.
 
     Raises:
         ConfigError: The file is missing, or a key is wrong.
     """
     if isinstance(topology, TopologyConfig):
-        if topology.source is None:
-            return topology
+        return topology
+    if isinstance(topology, TopologySource):
         declared = declared_grid(topology.source, f"{where}.source")
         if declared is None or "nodes_per_group" not in topology.model_fields_set:
             return declared
@@ -120,7 +111,7 @@ def declared_grid(topology: str | TopologyConfig, where: str) -> TopologyConfig 
         machine = preset(topology)
         packages = packages_of(machine)
         shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
-        return parse_topology(where, {**shape, "switch_nodes": machine.switch_nodes})
+        return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes}, where)
     if not os.path.exists(topology):
         raise ConfigError(
             f'{where}: no such file: {topology[:80]!r}; possible: "discover", a file, a preset '

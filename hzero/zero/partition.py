@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
 from hzero.block import KEY
-from hzero.config import TopologyConfig
+from hzero.config import Topology
 from hzero.topology import Grid, resolve_grid
 from hzero.validation import ConfigError, some
 
@@ -31,7 +31,7 @@ class Partition:
     world: Grid
 
     @classmethod
-    def of(cls, group: Any, topology: str | TopologyConfig) -> Partition:
+    def of(cls, group: Any, topology: Topology) -> Partition:
         """The partition over a process group; None is the world.
 
         Collective over the world where the topology is discovered.
@@ -102,7 +102,7 @@ def group_of(mpu: Any) -> Any:
     return mpu.get_data_parallel_group()
 
 
-def check_mpu(mpu: Any, topology: str | TopologyConfig) -> None:
+def check_mpu(mpu: Any, topology: Topology) -> None:
     """Refuses groups of model parallelism that the stage does not work beside, on all ranks if it does on one. Collective.
 
     Raises:

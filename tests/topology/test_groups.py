@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +16,10 @@ from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid, resolve
-from hzero.topology.discovery import assemble
+from hzero.topology.bootstrap import Bootstrap
+from hzero.topology.discovery import Discovery, assemble, exchanged
 from hzero.topology.grid import chosen_group
+from hzero.topology.local import machine_of, own_report
 from hzero.topology.rank_report import RankReport
 from hzero.validation import ConfigError
 
@@ -77,6 +81,74 @@ def test_presets_prefer_a_part_of_a_switch_group() -> None:
     assert _grid({"source": "frontier", "nodes_per_group": None}, 9408, width=8).nodes_per_group is None
 
 
+def _answer(sources: list[str], width: int) -> Discovery:
+    """The answer that every rank but the first receives, of nodes that are described by one source each."""
+    machines, world = [machine_of(source) for source in sources], len(sources) * width
+    reports = []
+    for rank in range(world):
+        node, local = divmod(rank, width)
+        place = Bootstrap(rank, world, local, local, width, "127.0.0.1", 0, "alone")
+        with patch("hzero.topology.local.host_identity", lambda _, node=node: f"node{node}"):
+            reports.append(own_report(place, machines[node], {}).encode())
+    sent: list[Any] = []
+    first: Any = SimpleNamespace(gather=lambda _: reports, broadcast=sent.append)
+    exchanged(first, lambda: reports[0])
+    other: Any = SimpleNamespace(gather=lambda _: None, broadcast=lambda _: sent[0])
+    return exchanged(other, lambda: reports[1])
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "group"),
+    [
+        ("switch_nodes: 12", "switch_nodes: 12", 6),
+        ("", "", 8),
+        ("switch_nodes: 12", "", 8),
+    ],
+    ids=["all", "none", "contradiction"],
+)
+def test_a_discovered_machine_prefers_a_part_of_its_switch_group(
+    first: str, others: str, group: int, tmp_path: Path
+) -> None:
+    """72 nodes, found through the description of a node, which may declare switch groups."""
+    sources = []
+    for name, keys in (("first", first), ("others", others)):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"devices: 2\npackages: [[0], [1]]\n{keys}\n")
+        sources.append(str(file))
+    answer = _answer([sources[0], *[sources[1]] * 71], width=2)
+    resolve._discovered.cache_clear()
+    with patch.object(resolve, "discover", lambda _: answer):
+        for topology, expected in (
+            (sources[0], group),
+            ({"source": sources[0]}, group),
+            ({"source": sources[0], "nodes_per_group": 12}, 12),
+            ({"source": sources[0], "nodes_per_group": None}, None),
+        ):
+            assert resolve.resolve_grid(parse_config({"topology": topology}).topology, 144).nodes_per_group == expected
+    resolve._discovered.cache_clear()
+
+
+def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text("gpus_per_node: 2\nnodes_per_group: 24\n")
+    source = str(file)
+    assert _grid(source, 72).nodes_per_group == _grid({"source": source}, 72).nodes_per_group == 24
+    assert _grid({"source": source, "nodes_per_group": "automatic"}, 72).nodes_per_group == 8
+    assert _grid({"source": source, "nodes_per_group": None}, 72).nodes_per_group is None
+    keys = ["topology=auto", f"topology.source={source}", "launcher.world_size=144", "zero=topo"]
+    assert Settings(plain(compose(keys))).grid.nodes_per_group == 24
+    assert Settings(plain(compose([*keys, "topology.nodes_per_group=36"]))).grid.nodes_per_group == 36
+    file.write_text("nodes_per_group: 24\n")
+    with pytest.raises(ConfigError, match="gpus_per_node: missing"):
+        _grid(source, 72)
+
+
+@pytest.mark.parametrize("topology", [{"source": None}, {"source": None, "nodes_per_group": 4}, {"source": 3}])
+def test_a_source_that_is_none_is_refused(topology: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"hzero\.topology\.source: found {topology['source']}"):
+        parse_config({"topology": topology})
+
+
 def test_what_cannot_be_groups_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"nodes_per_group: found 5, which does not divide the 72 nodes; possible: 1, 2, 3"
@@ -86,7 +158,7 @@ def test_what_cannot_be_groups_is_refused() -> None:
         ConfigError, match="nodes_per_group: found 'many', expected a number of nodes, null for no groups"
     ):
         _grid({"gpus_per_node": 2, "nodes_per_group": "many"}, 72)
-    with pytest.raises(ConfigError, match="gcds_per_gpu: given together with source"):
+    with pytest.raises(ConfigError, match=r"gcds_per_gpu: given together with .*source 'frontier'"):
         _grid({"source": "frontier", "gcds_per_gpu": 2}, 72)
 
 

@@ -195,10 +195,7 @@ def grid_in(content: Mapping[str, Any], file: str) -> DeclaredGrid | None:
     """
     if not set(content) & (set(DeclaredGrid.model_fields) - set(DeclaredMachine.model_fields)):
         return None
-    grid = validated(DeclaredGrid, content, f"{file}:")
-    if grid.source is not None:
-        raise ConfigError(f"{file}: gpus_per_node: missing")
-    return grid
+    return validated(DeclaredGrid, content, f"{file}:")
 
 
 class _RefusedError(yaml.YAMLError):
@@ -243,6 +240,7 @@ def _node_of(grid: DeclaredGrid, file: str, source: str) -> Machine:
         packages=tuple(tuple(range(first, first + size)) for first in range(0, count, size)),
         tier_gb_s=grid.bandwidth_gb_s.model_dump(exclude_none=True),
         remarks=tuple(remarks),
+        switch_nodes=grid.switch_nodes,
     )
 
 
