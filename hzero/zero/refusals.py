@@ -173,8 +173,7 @@ def check_block(block: Mapping[str, Any]) -> HZeroConfig:
         ConfigError: As `parse_config`; or its topology is no preset and no file, or its transport is not installed.
     """
     config = parse_config(block)
-    if isinstance(config.topology, str):
-        declared_grid(config.topology, f"{KEY}.topology")
+    declared_grid(config.topology, f"{KEY}.topology")
     if config.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise ConfigError(f"{KEY}.transport: found 'mpi', and mpi4py is not installed (hzero[mpi])")
     return config

@@ -22,6 +22,8 @@ from hzero.topology.grid import chosen_group
 from hzero.topology.local import machine_of, own_report
 from hzero.topology.rank_report import RankReport
 from hzero.validation import ConfigError
+from hzero.zero.refusals import check_block
+from hzero.zero.state import undeclared
 
 
 @given(st.integers(64, 20_000))
@@ -147,6 +149,15 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
 def test_a_source_that_is_none_is_refused(topology: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"hzero\.topology\.source: found {topology['source']}"):
         parse_config({"topology": topology})
+
+
+def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
+    with pytest.raises(ConfigError, match=r"hzero\.topology\.source: no such file: 'frontierr'"):
+        check_block({"topology": {"source": "frontierr"}})
+    start_line = undeclared(check_block({"topology": "discover"}))
+    for topology in ({"source": "discover"}, {"nodes_per_group": 4}):
+        assert undeclared(check_block({"topology": topology})) == start_line
+    assert not undeclared(check_block({"topology": {"source": "frontier"}}))
 
 
 def test_what_cannot_be_groups_is_refused() -> None:
