@@ -58,8 +58,7 @@ def on_all_ranks() -> Iterator[None]:
     except ConfigError as error:
         if not isinstance(sys.excepthook, _OneLine):
             sys.excepthook = _OneLine(sys.excepthook)
-        # A node may have another file than rank 0's node. So its first rank reports, if it still lives after the wait.
-        error.elsewhere |= _number_of("RANK") > 0 and _number_of("LOCAL_RANK") > 0
+        error.elsewhere |= _rank() > 0
         raise
 
 
@@ -73,19 +72,22 @@ class _OneLine:
         if not isinstance(error, ConfigError):
             self._stock(kind, error, traceback)
             return
-        rank = _number_of("RANK")
+        rank = _rank()
         if rank:
-            # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first.
+            # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
+            # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job.
             time.sleep(WAIT_S)
-        if not error.elsewhere:
-            where = f"rank {rank}: " if rank else ""
-            print(f"hzero: error: {where}{error}", file=sys.stderr, flush=True)
+        where = f"rank {rank}: " if rank else ""
+        print(f"hzero: error: {where}{error}", file=sys.stderr, flush=True)
 
 
-def _number_of(variable: str) -> int:
-    """This process' rank, or its index on the node, as torchrun, Slurm or an MPI numbers it; 0 where nobody does."""
-    slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}[variable]
-    for name in (variable, f"OMPI_COMM_WORLD_{variable}", f"PMI_{variable}", slurm):
+def _rank() -> int:
+    """This process' rank as torchrun, an MPI or Slurm numbers it; 0 where nobody does.
+
+    Slurm also numbers processes that have nothing to do with each other; those of one world have a master's address.
+    """
+    slurm = ["SLURM_PROCID"] if "MASTER_ADDR" in os.environ else []
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *slurm):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
     return 0

@@ -455,7 +455,7 @@ def _end_with_process() -> None:
     A thread of gloo that reports a hop's end while the interpreter ends aborts the process. A script may end inside an
     accumulation window, and an exception anywhere.
     """
-    stock = dist.destroy_process_group
+    stock, process = dist.destroy_process_group, os.getpid()
 
     @functools.wraps(stock)
     def destroy(group: Any = None) -> None:
@@ -464,6 +464,8 @@ def _end_with_process() -> None:
         stock(group)
 
     def at_exit() -> None:
+        if os.getpid() != process:  # a fork, which has no hops of its own
+            return
         failed = hasattr(sys, "last_type")  # Python has printed an exception that nobody has caught
         if not _end_hops(after_error=failed) and failed:
             sys.stdout.flush()

@@ -14,9 +14,10 @@ from hzero.zero.refusals import ZeroParameter
 def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
     """The layers of a model, whose parameters DeepSpeed has partitioned, from the outside in.
 
-    They are the modules that ``_no_split_modules`` names, as models of transformers do; elsewhere those of a class that
-    repeats in a ``ModuleList`` or ``Sequential``. A layer of more than ``limit`` elements is divided into its children.
-    DeepSpeed's leaf modules are none: it requests their parameters together anyway.
+    They are the innermost modules that ``_no_split_modules`` names, as models of transformers do, since that list may also
+    name a whole encoder; elsewhere those of a class that repeats in a ``ModuleList`` or ``Sequential``. A layer of more
+    than ``limit`` elements is divided into its children. DeepSpeed's leaf modules are none: it requests their parameters
+    together anyway.
     """
     names = {name for one in module.modules() for name in getattr(one, "_no_split_modules", None) or ()}
 
@@ -26,8 +27,8 @@ def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
         for child in parent.children():
             if z3_leaf_module(child):
                 continue
-            named = names.intersection(type(one).__name__ for one in child.modules())
-            if type(child).__name__ in named or (kinds[type(child)] > 1 and not named):
+            has_named = any(type(one).__name__ in names for one in child.modules() if one is not child)
+            if not has_named and (type(child).__name__ in names or kinds[type(child)] > 1):
                 yield from fitting(child)
             else:
                 yield from found(child)

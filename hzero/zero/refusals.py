@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch.utils.hooks import RemovableHandle
 
-from hzero.block import KEY, find, lifted
+from hzero.block import KEY, PARENT, find, lifted
 from hzero.codecs.ops import FLOATS
 from hzero.config import TIERS, HZeroConfig
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
@@ -212,6 +212,8 @@ def check_written(config: Mapping[str, Any]) -> DeepSpeedConfig:
     parsed = None if block is None else check_block(block)
     without = {**sizes, **_filled_in(config if block is None else lifted(config, block))}
     without.pop("train_batch_size", None)
+    if "stage" in (config.get(PARENT) or {}) and "stage" not in without[PARENT]:
+        without[PARENT]["stage"] = 3  # DeepSpeed's default is not the value that the client fills in
     read = DeepSpeedConfig(without)
     if parsed is not None:
         check_read(read, parsed)

@@ -28,7 +28,7 @@ def holds_codes(param: ZeroParameter, module: torch.nn.Module) -> bool:
         param: The parameter.
         module: The module that holds it.
     """
-    if param.ds_tensor.dtype not in FLOATS:
+    if param.dtype not in FLOATS:
         return True
     if getattr(param, "quant_state", None) is not None:  # bitsandbytes, a Params4bit
         return True

@@ -55,7 +55,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero = self.parameter_offload.hzero
         # Stock gathers persistent parameters flat over the world after each step, which takes 30 s on 32 nodes
         # (deepspeedai/Megatron-DeepSpeed#384). Here they go by tier and codec; see `step`.
-        self._kept_whole, self.persistent_parameters = self.persistent_parameters, []
+        self.persistent_parameters = []
         self.hzero.gradients.bucket_numel = self.reduce_bucket_size
         self.hzero.weights.mark_stale()  # stock has moved the primary shards
 
@@ -135,7 +135,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.hzero.gradients.commit()
             self.hzero.guard.stepped()
         self.hzero.gradients.clear()
-        self.hzero.weights.gather_available(self._kept_whole)
+        self.hzero.weights.gather_kept_whole()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
         recorder = shared_recorder()
@@ -308,7 +308,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_epilogue(self) -> None:
         """Parameters kept whole are there again after a save or a load, as in stock."""
-        self.hzero.weights.gather_available(self._kept_whole)
+        self.hzero.weights.gather_kept_whole()
 
     def state_dict(self) -> dict[str, Any]:
         """Stock, and the stage's own state where it has some; see `SavedState`."""

@@ -97,6 +97,7 @@ class Weights:
         }
         for name, function in managed.own.items():
             setattr(param, name, function)
+        param.hzero_weights = self
         self._managed[param.ds_id] = managed
         self._mark(managed)
 
@@ -112,6 +113,7 @@ class Weights:
 
     def _release(self, managed: Managed) -> None:
         managed.release()
+        del managed.param.hzero_weights
         if managed.unit is not None:
             managed.unit.members.remove(managed)
         del self._managed[managed.param.ds_id]
@@ -130,8 +132,7 @@ class Weights:
     @staticmethod
     def of(param: ZeroParameter) -> Weights | None:
         """The weights that a parameter belongs to; None for those of a stock engine."""
-        owner = getattr(getattr(param, "all_gather_coalesced", None), "__self__", None)
-        return owner if isinstance(owner, Weights) else None
+        return getattr(param, "hzero_weights", None)
 
     def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """``param.all_gather``: stock, see `gathers_exactly`, unless a forward reads it outside its own module."""
@@ -182,9 +183,8 @@ class Weights:
             and managed.param.ds_status == ZeroParamStatus.AVAILABLE
         ):
             with lasting():
-                free_param(
-                    managed.param
-                )  # all that stock does here, without the texts that it makes and does not print
+                # All that stock does here, without the texts that it makes and does not print.
+                free_param(managed.param)
             managed.decoded = False
             if managed.unit is not None:
                 managed.unit.take_back(managed)
@@ -295,6 +295,7 @@ class Weights:
         finally:
             self._put_away_all()
             self._exact = before
+        self.gather_kept_whole()
 
     def follow_mode(self) -> None:
         """From now on a forward in evaluation mode, and its backward, read exact weights, as inside `exact`.
@@ -398,9 +399,10 @@ class Weights:
         """Lets go of all layers, also of those gathered ahead."""
         self._units.drop()
 
-    def gather_available(self, params: Iterable[ZeroParameter]) -> None:
-        """Gathers those of ``params`` that are not available, and waits: whoever reads them asks nobody."""
-        self.gather(param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
+    def gather_kept_whole(self) -> None:
+        """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
+        kept = (own.param for own in self._managed.values() if own.param.ds_persist)
+        self.gather(param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
 
     def _gathered(self, params: Sequence[ZeroParameter], collectives: TieredCollectives) -> Chain[list[torch.Tensor]]:
         bucket, route = self._primary.bucket(params), self._routes.of(params[0])

@@ -338,8 +338,13 @@ def test_a_measurement_from_end_to_end(
         trace = next((tmp_path / "results" / "traces").glob(f"*/{row.scheme}.json.gz"))
         assert trace.stat().st_size > 1000
         for tier in ("gcd", "node"):
-            # Of messages this small headers and acknowledgements are a larger share.
-            assert 1 <= row.bytes.measured[tier] / row.bytes.planned[tier] < 1.25, (row.scheme, tier, row.bytes)
+            # Of messages this small headers and acknowledgements are a larger share. hzero's prefetch for backward finds a
+            # part of the last layer still there, and does not gather it again.
+            assert (
+                (0.98 if (row.scheme, tier) == ("topo", "gcd") else 1)
+                <= row.bytes.measured[tier] / row.bytes.planned[tier]
+                < 1.25
+            ), (row.scheme, tier, row.bytes)
     by_scheme = {row.scheme: row for row in rows}
     assert by_scheme["topo"].bytes.measured["node"] < by_scheme["zero3-deepspeed"].bytes.measured["node"] / 4
     report = next((tmp_path / "results" / "report").glob("*-comparison.md"))

@@ -37,7 +37,8 @@ def train(preset: str | None) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0},
+        # Parameters that are kept whole would be refreshed once more, after the last step.
+        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
         "steps_per_print": 10**9,
     }
