@@ -270,6 +270,9 @@ NOT_SEEN = {
     "zero/weights.py _payloads: self.collectives.used(first)": "its memory goes with a refresh after those who read it",
     "zero/stage.py offload_states: self.hzero.weights.before_change()": "the stand-in's states are on the host already",
     "zero/gradients.py _limit_crossings: self._crossing[-self._most - 1][2].wait()": "limits memory; waited for again",
+    "zero/managed.py wait: handle.wait(handle_dependency=handle_dependency)": "of several engines; each scenario has one",
+    "zero/managed.py wait: self._handle.wait(*args, **kwargs)": "of DeepSpeed's own gather, which is no hop of ours",
+    "zero/weights.py reassign: owner.before_change()": "of a stock optimizer over parameters that the stage gathers",
     "zero/gradients.py _drop: chain.wait()": "on processors; on a device all that chains do has been enqueued",
 }
 
