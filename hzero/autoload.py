@@ -119,7 +119,7 @@ def read_configuration(config: Any, param_dict: dict[str, Any]) -> None:
     DeepSpeed sees the block at the top level, where it ignores unknown keys.
 
     Raises:
-        ConfigError: The block is wrong, or the configuration asks for what the stage does not support.
+        ConfigError: The block is wrong, or the configuration uses a feature that the stage does not support.
     """
     from hzero import block
     from hzero.validation import on_all_ranks

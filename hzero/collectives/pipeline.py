@@ -389,7 +389,7 @@ class Pipeline:
             first.wait()
 
     def end(self, within_s: float) -> bool:
-        """On processors: moves chains on until none is under way; errors concern nobody any more.
+        """On CPUs: runs chains until none is under way, and ignores their errors.
 
         Args:
             within_s: Gives up after this time.

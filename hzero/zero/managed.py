@@ -33,7 +33,7 @@ class Managed:
         decoded: Whether ``param.data``, while it is available, came through a codec.
         age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
         unit: The layer that it is gathered with; None: it is gathered when it is requested.
-        part: What a gather brings of it, until a handle or the unit's end takes it.
+        part: The gathered parameter, until a handle takes it or the unit's turn is over.
     """
 
     param: ZeroParameter

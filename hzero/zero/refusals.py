@@ -41,7 +41,7 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
     Args:
         config: The configuration, as DeepSpeed has read it.
         optimizer: Name of the optimizer.
-        pipeline: Whether the model is a ``PipelineModule``; None where nobody knows.
+        pipeline: Whether the model is a ``PipelineModule``; None if that is not known yet.
 
     Raises:
         ConfigError: Naming the key, what was found and what is possible.

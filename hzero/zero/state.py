@@ -278,7 +278,7 @@ class StageState:
 
 
 def undeclared(config: HZeroConfig) -> str:
-    """What a start line says after a grid that nobody has declared and no device has shown: each CPU rank counts as a GPU."""
+    """The start line's remark on a grid that is neither declared nor read from devices: each CPU rank counts as a GPU."""
     source = getattr(config.topology, "source", config.topology)  # a string is a source
     on_cpu = get_accelerator().device_name() == "cpu" and source == "discover"
     return " (CPU ranks, no topology declared)" if on_cpu else ""

@@ -146,7 +146,7 @@ def check_features(config: DeepSpeedConfig, *, pipeline: bool | None) -> None:
 
     Args:
         config: The configuration, as DeepSpeed has read it.
-        pipeline: Whether the model is a ``PipelineModule``; None where nobody knows.
+        pipeline: Whether the model is a ``PipelineModule``; None if that is not known yet.
 
     Raises:
         ConfigError: Naming the feature, and the first version that has it.

@@ -2,9 +2,9 @@
 
 Each parameter keeps DeepSpeed's primary shard over the world, which the optimizer owns and the checkpoint stores. In addition
 this rank holds a resident payload: the shards that it contributes inside the weights' scope. Forward and backward gather from
-resident payloads, over the inner tiers only. A change of primary shards makes payloads stale. On a device those of the
-parameters that an optimizer step has changed are rebuilt at once, behind whatever comes next; otherwise the next gather
-starts to rebuild all. The outer tiers are crossed once, and a gather waits for its own parameters alone.
+resident payloads, over the inner tiers only. A change of primary shards makes payloads stale. On a device, payloads of
+the parameters that a step has updated are rebuilt immediately on a side stream; otherwise the next gather starts to rebuild
+all of them. The outer tiers are crossed once, and a gather waits for its own parameters only.
 """
 
 from __future__ import annotations
