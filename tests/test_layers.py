@@ -23,7 +23,7 @@ LAYERS = [
     "hzero.reasons", "hzero.launcher",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
-    "hzero.model", "hzero.settings", "hzero.plan", "hzero.slurm", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
+    "hzero.model", "hzero.settings", "hzero.commands.experiment", "hzero.plan", "hzero.slurm", "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run", "hzero.commands",
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
     "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report", "benchmarks.paper_region",

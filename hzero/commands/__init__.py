@@ -1,0 +1,1 @@
+"""The commands of ``hzero`` that need more than the engine."""
