@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.files import narrow
-from hzero.validation import ConfigError, one_of
+from hzero.terminal import keep_streams, lost_output
+from hzero.validation import ConfigError, one_of, printable
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complete(COMMANDS)
         except ModuleNotFoundError as error:
             return _missing("completion", error)
+    keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="hzero",
@@ -117,17 +119,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if signalled:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the command has its own handler, and afterwards
             status = int(command(parsed.rest))
-        sys.stdout.flush()
+        if why := lost_output():
+            print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
+            # A run writes its results elsewhere. Of the other commands the output is the result.
+            return status if parsed.command == "train" else status or 1
         return status
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except ConfigError as error:
         if not error.elsewhere:
             print(f"hzero: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         return _missing(parsed.command, error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"hzero: error: {printable(os.fsdecode(error.filename))}: {(error.strerror or '').lower()}", file=sys.stderr
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
     finally:

@@ -1,9 +1,10 @@
-"""Writes files whole or not at all, and says which files of others are not taken."""
+"""Reads files whole, writes them whole or not at all, and says which files of others are not taken."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 import tempfile
@@ -13,6 +14,8 @@ from typing import IO, Any, BinaryIO
 
 from hzero.validation import ConfigError
 
+#: Largest file that is read whole, bytes, where the caller has no limit of its own.
+MAX_BYTES = 1 << 26
 #: Numbers of errors that say that a disk takes no more: full, over quota, read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -77,6 +80,55 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, durable: bool = 
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # errors of a write name no file
         raise
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with a home in place of ``~`` or ``~user``. Raises `ConfigError` for a user that does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{os.fspath(path)}: found no home for {Path(path).parts[0]!r}; expected a user of this machine"
+        ) from None
+
+
+def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
+    """All of a regular file. Never waits for another process, whatever kind of file it is.
+
+    Raises:
+        ConfigError: It is missing, no regular file, not readable, or larger than ``limit`` bytes; the message names it.
+    """
+    try:
+        regular = stat.S_ISREG(os.stat(path).st_mode)  # to open a device may do something to it
+        if regular:
+            # Somebody may put a pipe in its place in the meantime, and opening one waits for its writer.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                content = file.read(limit + 1) or b""
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {(reason or str(error)).lower()}") from None
+    if not regular:
+        raise ConfigError(f"{os.fspath(path)}: is not a regular file")
+    if len(content) > limit:
+        raise ConfigError(f"{os.fspath(path)}: larger than {limit:,} bytes, the limit")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
+    """All of a regular file of UTF-8, without its byte order mark. Raises `ConfigError` as `read_whole` does."""
+    try:
+        return read_whole(path, limit).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{os.fspath(path)}: byte {error.start} is not UTF-8") from None
+
+
+def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
+    """The content of a JSON file. Raises `ConfigError` as `read_text` does, or with the place that is no JSON."""
+    text = read_text(path, limit)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{os.fspath(path)}: is not valid JSON: {' '.join(str(error).split())}") from None
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

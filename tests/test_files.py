@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hzero import cli
-from hzero.files import distrust, narrow, read_small, replacing
+from hzero.files import distrust, expanded, narrow, read_json, read_small, read_text, read_whole, replacing
 from hzero.train import folder
+from hzero.validation import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +94,45 @@ def test_what_is_small_and_regular_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="no regular file"):
         read_small(tmp_path / "pipe")
+
+
+def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "note").write_bytes(b"\xef\xbb\xbf[1]")
+    assert read_whole(tmp_path / "note", 6) == b"\xef\xbb\xbf[1]"
+    assert read_text(tmp_path / "note") == "[1]" and read_json(tmp_path / "note") == [1]
+    (tmp_path / "link").symlink_to("note")
+    assert read_json(str(tmp_path / "link")) == [1]
+
+
+def test_what_cannot_be_read_whole_is_one_line(tmp_path: Path) -> None:
+    """And at once: nobody writes into the pipe, and /dev/zero has no end."""
+    (tmp_path / "noise").write_bytes(b"ab\xff")
+    (tmp_path / "deep").write_bytes(b"[" * 100_000)
+    (tmp_path / "no\x1b[2J\nname").write_bytes(b"12345")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "closed").touch(0)
+    for name, read, says in (
+        ("none", read_whole, "none: cannot be read: no such file or directory"),
+        ("pipe", read_whole, "pipe: is not a regular file"),
+        ("/dev/zero", read_whole, "/dev/zero: is not a regular file"),
+        (".", read_whole, ": is not a regular file"),
+        ("loop", read_whole, "loop: cannot be read: too many levels of symbolic links"),
+        ("n\0", read_whole, "cannot be read: embedded null byte"),
+        ("\ud800", read_whole, "\\ud800: cannot be read"),
+        ("closed", read_whole, "closed: cannot be read: permission denied"),
+        ("no\x1b[2J\nname", lambda path: read_whole(path, 4), "no\\x1b[2J\\nname: larger than 4 bytes, the limit"),
+        ("noise", read_text, "noise: byte 2 is not UTF-8"),
+        ("noise", read_json, "noise: byte 2 is not UTF-8"),
+        ("deep", read_json, "deep: is not valid JSON: maximum recursion depth"),
+        (
+            "~nobody-of-this-name/x",
+            expanded,
+            "found no home for '~nobody-of-this-name'; expected a user of this machine",
+        ),
+    ):
+        if name == "closed" and os.access(tmp_path / name, os.R_OK):
+            continue  # root reads everything
+        with pytest.raises(ConfigError) as error:
+            read(name if name[0] in "~/" else tmp_path / name)  # type: ignore[operator]
+        assert says in str(error.value) and str(error.value).isprintable(), error.value

@@ -19,7 +19,7 @@ from tests.ranks import ROOT
 #: The map of layers, lowest first. A module belongs to the longest name that it starts with, and may import modules of
 #: its own layer and of those before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
-    "hzero.validation", "hzero.arguments", "hzero.block", "hzero.files", "hzero.formatting", "hzero.progress",
+    "hzero.validation", "hzero.arguments", "hzero.block", "hzero.files", "hzero.terminal", "hzero.formatting", "hzero.progress",
     "hzero.reasons", "hzero.launcher",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",

@@ -19,6 +19,7 @@ from hzero.doctor.links import examine_links, examine_peer_access
 from hzero.doctor.mpi import examine_mpi, started_by_mpi
 from hzero.doctor.show import show
 from hzero.doctor.verdict import DEGRADED, GOOD, UNUSABLE, Findings
+from hzero.terminal import console
 from hzero.topology import Grid
 from hzero.topology.bootstrap import bootstrap
 from hzero.topology.discovery import TIMEOUT_S, discover
@@ -26,7 +27,6 @@ from hzero.topology.local import host_identity, machine_of, this_machine
 from hzero.topology.machine import Device, Machine
 from hzero.topology.preset import PRESETS
 from hzero.topology.rank_report import by_host, node_of
-from hzero.topology.show import console
 from hzero.topology.tiers import positions
 from hzero.validation import ConfigError
 

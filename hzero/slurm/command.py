@@ -20,7 +20,7 @@ from hzero.slurm import queue
 from hzero.slurm.job import FOLDER, HISTORY, Job, job_of
 from hzero.slurm.machine import minutes_of, time_text
 from hzero.slurm.submission import chain_length, submit
-from hzero.topology.show import console
+from hzero.terminal import console
 from hzero.validation import ConfigError, nearest, printable
 
 #: Short names of the keys that jobs are mostly about.

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from hzero.arguments import Parser
+from hzero.terminal import console
 from hzero.topology.local import machine_of
 from hzero.topology.machine import Machine
 from hzero.topology.preset import PRESETS
-from hzero.topology.show import console, show_machine, show_tiers
+from hzero.topology.show import show_machine, show_tiers
 from hzero.topology.tiers import tiers_of
 from hzero.validation import one_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import permutations
@@ -11,21 +10,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hzero.terminal import WIDTH
 from hzero.topology.machine import AmbiguousTopologyError, Link, Machine
 from hzero.topology.tiers import Level, packages_of
 
-#: Columns without a terminal.
-_WIDTH = 116
 #: Largest number of devices in a matrix of links.
 _MATRIX = 24
 #: Letters of link kinds in the matrix, where a node has several.
 _LETTERS = {"xgmi": "x", "nvlink": "n", "nvswitch": "s", "pcie": "p"}
-
-
-def console() -> Console:
-    """A console for tables: names that sources give are no markup, and a file or pipe has room for a table."""
-    wide = None if "COLUMNS" in os.environ or Console().is_terminal else _WIDTH
-    return Console(markup=False, emoji=False, highlight=False, width=wide)
 
 
 def show_machine(machine: Machine, console: Console) -> None:
@@ -57,7 +49,7 @@ def show_tiers(tiers: Iterable[Level], console: Console) -> None:
     """Prints one line for each tier of several devices, or with a bandwidth."""
     shown = [tier for tier in tiers if tier.size > 1 or tier.gb_s is not None]
     groups = [" ".join(str(list(group)) for group in tier.groups) if tier.size > 1 else "" for tier in shown]
-    rows = [(tier.name, tier.size, tier.gb_s, text[:_WIDTH]) for tier, text in zip(shown, groups)]
+    rows = [(tier.name, tier.size, tier.gb_s, text[:WIDTH]) for tier, text in zip(shown, groups)]
     show_table(console, ("tier", "size", "GB/s each way", "groups"), rows)
     if not rows:
         console.print("no tiers: no two devices")

@@ -15,7 +15,7 @@ from typing import Any
 from hzero.arguments import Parser
 from hzero.files import read_small
 from hzero.formatting import table_of
-from hzero.topology.show import console
+from hzero.terminal import console
 from hzero.train import folder, status
 from hzero.train.summary import loss_window
 from hzero.validation import ConfigError

@@ -1,0 +1,75 @@
+"""Output that nobody can take ends no command: a full disk, a closed stream, a reader that has gone, another encoding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hzero.terminal import console
+from tests.ranks import ROOT
+
+SHOW = f"{sys.executable} -m hzero topology show"
+#: More than a pipe's buffer of output, to both streams, then a file that shows that the script has reached its end.
+SCRIPT = (
+    "import sys; from hzero.terminal import keep_streams; keep_streams(); "
+    "[print('\\u2026 line', n, file=s) for n in range(20000) for s in (sys.stdout, sys.stderr)]; open('end', 'w').write('end')"
+)
+
+
+def shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "says"),
+    [
+        ("> /dev/full", 1, "hzero: warning: output is lost: no space left on device\n"),
+        (">&-", 0, ""),
+        ("> /dev/full 2>&1", 1, ""),
+        (">&- 2>&-", 0, ""),
+        ("<&- | head -n 1", 0, ""),
+    ],
+)
+def test_a_command_ends_as_it_would(redirection: str, status: int, says: str, tmp_path: Path) -> None:
+    done = shell(f"{SHOW} frontier {redirection}", tmp_path)
+    assert (done.returncode, done.stderr) == (status, says)
+
+
+@pytest.mark.parametrize("redirection", ["> /dev/full 2>&1", ">&- 2>&-", "2>&1 | head -n 1", "2>/dev/full | head -n 1"])
+def test_a_run_reaches_its_end(redirection: str, tmp_path: Path) -> None:
+    done = shell(f'{sys.executable} -c "$SCRIPT" {redirection}', tmp_path, SCRIPT=SCRIPT)
+    assert done.returncode == 0 and (tmp_path / "end").read_text() == "end", done.stderr
+
+
+@pytest.mark.parametrize(
+    "env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_what_an_encoding_lacks_is_written_as_an_escape(env: dict[str, str], tmp_path: Path) -> None:
+    done = shell(f"{SHOW} frontier && {sys.executable} -m hzero topology show nöne.yaml", tmp_path, **env)
+    assert done.returncode == 2 and "MI250X" in done.stdout
+    assert done.stderr.isascii() and done.stderr.count("\n") == 1 and "ne.yaml: cannot be read" in done.stderr
+
+
+def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    table = Table("a\x1b]0;title\x07")
+    table.add_row("b\x1b[2J[red]")
+    console().print(table, "c\x9b31m\rd")
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(shown)
+    assert "a\\x1b]0;title\\x07" in shown and "b\\x1b[2J[red]" in shown and "c\\x9b31m\\rd" in shown
+    done = shell(f"{SHOW} $'./no\\e[2J.yaml'; {SHOW} $'./no\\n.yaml'", tmp_path)
+    assert done.stderr.count("\n") == 2 and "no\\x1b[2J.yaml: cannot be read" in done.stderr
