@@ -5,7 +5,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench soak coverage mutants lint docs sbom
+.PHONY: help setup train test bench lint docs sbom
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -21,17 +21,6 @@ test: setup ## run the tests (ARGS="tests/codecs -x")
 
 bench: setup ## compare hzero with other schemes on an emulated cluster; needs root (ARGS="suite=main", ARGS=--help)
 	@"$(BIN)/python" -m benchmarks.compare $(ARGS)
-
-coverage: setup ## say which branches of the stage, the collectives and the trainer the tests take
-	@mkdir -p build/coverage && rm -f build/coverage/data*
-	@"$(BIN)/python" -m coverage run -m pytest -q tests/collectives tests/zero tests/train $(ARGS)
-	@"$(BIN)/python" -m coverage combine -q && "$(BIN)/python" -m coverage report
-
-mutants: setup ## change the code in one place at a time, and say which changes no test sees (ARGS="hzero/zero/guard.py")
-	@"$(BIN)/python" -m tests.mutate $(ARGS)
-
-soak: setup ## train under faults and compare the losses with an undisturbed run (ARGS="--faults 20")
-	@"$(BIN)/python" -m benchmarks.soak $(ARGS)
 
 docs: setup ## build the documentation as a site, strictly, into build/site (ARGS=serve: show it, and follow changes)
 	@"$(BIN)/python" -m mkdocs $(if $(ARGS),$(ARGS),build --strict)

@@ -12,13 +12,16 @@ from pydantic import AwareDatetime, Field, FiniteFloat
 
 from benchmarks.cluster.shape import Cluster
 from hzero.config import CodecName, Dimension, Role, Tier
-from hzero.settings.groups import Betas, Count, Positive
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
 #: File of a results folder that holds the rows.
 RESULTS = "results.jsonl"
 FORMAT: Literal[2] = 2
 
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+#: Adam's two decay rates.
+Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 Amount: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 Seconds: TypeAlias = Annotated[FiniteFloat, Field(gt=0)]
 #: A loss in nats per token; None where it was not finite.
@@ -35,6 +38,7 @@ class Train(Frozen):
         seed: Of weights and batches.
         lr: Learning rate after warm-up.
         warmup_steps: Steps over which the learning rate rises.
+        decay_steps: Step at which a cosine has lowered the learning rate to a tenth; None: it stays.
         betas: Of AdamW.
         weight_decay: Of AdamW.
     """
@@ -45,6 +49,7 @@ class Train(Frozen):
     seed: Count
     lr: Amount
     warmup_steps: Count
+    decay_steps: Positive | None = None
     betas: Betas
     weight_decay: Amount
 
@@ -53,8 +58,8 @@ class MeasurementConfig(Frozen):
     """Configuration of a measurement.
 
     Attributes:
-        model: The ``model`` group of `hzero train`.
-        data: The ``data`` group of `hzero train`.
+        model: Shape of the model (`benchmarks.training.Model`).
+        data: ``max_bytes`` of the text.
         cluster: Shape of the emulated cluster and rates of its links.
         train: How every scheme trains.
         schemes: Names in the catalog.
@@ -227,33 +232,6 @@ class StepsRow(_Row):
         return bool(wires) and self.processor_s > wires
 
 
-class Evaluation(Frozen):
-    """Losses of an evaluation after a step, with the weights that forward reads and with the exact ones."""
-
-    step: int
-    loss_decoded: Loss
-    loss_exact: Loss
-
-
-class TrainingRow(_Row):
-    """One run of `hzero train`.
-
-    Attributes:
-        config: The trainer's.
-        preset: Of hzero, or ``stock`` for DeepSpeed ZeRO-3.
-        seed: Of weights and batches.
-        losses: Training loss of every optimizer step, the mean over the batch.
-        evaluations: In order; the last one follows the last step.
-    """
-
-    kind: Literal["convergence"] = "convergence"
-    config: dict[str, Any]
-    preset: str
-    seed: int
-    losses: list[Loss] = Field(min_length=1)
-    evaluations: list[Evaluation]
-
-
 class Sent(Frozen):
     """Bytes that all ranks receive in one optimizer step in one role, on one tier.
 
@@ -273,10 +251,10 @@ class Sent(Frozen):
 
 
 class LayoutRow(_Row):
-    """One run of `hzero train` with tensor groups or pipeline stages (`benchmarks.hybrid`).
+    """One run with tensor groups or pipeline stages (`benchmarks.hybrid`).
 
     Attributes:
-        config: The trainer's.
+        config: Of the run.
         layout: How ranks are divided, by name.
         scheme: Which codecs, by name.
         seed: Of weights and batches.
@@ -312,12 +290,8 @@ class LayoutRow(_Row):
         return self.step_s[2:] or self.step_s
 
 
-Row: TypeAlias = "StepsRow | TrainingRow | LayoutRow"
-_KINDS: dict[str, type[StepsRow] | type[TrainingRow] | type[LayoutRow]] = {
-    "steps": StepsRow,
-    "convergence": TrainingRow,
-    "layout": LayoutRow,
-}
+Row: TypeAlias = "StepsRow | LayoutRow"
+_KINDS: dict[str, type[StepsRow] | type[LayoutRow]] = {"steps": StepsRow, "layout": LayoutRow}
 
 
 def line_of(row: Row) -> str:

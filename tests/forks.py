@@ -16,7 +16,6 @@ from unittest import mock
 
 from hzero.launcher import die_with_parent, renew_thread_pool
 from hzero.train.worker import RANK_IMPORTS
-from tests import mutants
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["hzero.cli", "hzero.doctor", "hzero.bench.probe", *RANK_IMPORTS])
@@ -61,8 +60,6 @@ def _enter(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    if mutants.VARIABLE in env:
-        mutants.apply(env[mutants.VARIABLE])
     sys.exit(target(*arguments))
 
 

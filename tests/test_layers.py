@@ -27,13 +27,9 @@ LAYERS = [
     "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
     "hzero.commands",
     "hzero.completion", "hzero.cli", "hzero.__main__",
-    "benchmarks", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.autoload", "benchmarks.calibration", "benchmarks.calibration_report", "benchmarks.paper_region",
-    "benchmarks.tune_report", "benchmarks.ddp_hooks", "benchmarks.paper_codecs", "benchmarks.lost_blocks", "benchmarks.hybrid",
-    "benchmarks.hybrid_report",
-    "benchmarks.discovery", "benchmarks.host_cost", "benchmarks.kernels", "benchmarks.memory", "benchmarks.safeguards",
-    "benchmarks.saves", "benchmarks.faults", "benchmarks.soak", "benchmarks.step_time",
-    "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
+    "benchmarks", "benchmarks.training", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
+    "benchmarks.hybrid", "benchmarks.calibration", "benchmarks.ddp_hooks", "benchmarks.host_cost", "benchmarks.kernels",
+    "benchmarks.memory", "benchmarks.faults", "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
     "examples", "tests",
 ]  # fmt: skip
 

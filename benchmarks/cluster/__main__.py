@@ -16,7 +16,7 @@ from benchmarks.cluster import counters, layout, owner
 from benchmarks.cluster.check import check, print_rows
 from benchmarks.cluster.namespace import occupants
 from benchmarks.cluster.network import Network, check_tools, clear_unowned, ours
-from benchmarks.cluster.ranks import run_ranks
+from benchmarks.cluster.ranks import run_command
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError
@@ -120,7 +120,7 @@ def _run(given: argparse.Namespace, command: list[str] | None) -> int:
     if not command:
         raise ConfigError("run: no COMMAND; expected `run [--shape ...] [--rates ...] -- COMMAND ...`")
     with Network(cluster):
-        return run_ranks(cluster, command)
+        return run_command(cluster, command)
 
 
 def _there() -> owner.Owner | None:

@@ -1,11 +1,4 @@
-"""Namespace: a process or a thread moves into a network namespace, and who is in one.
-
-    python -m benchmarks.cluster.namespace NAME COMMAND...
-
-enters the namespace and becomes COMMAND. NAME ``-`` takes the name from the
-variable HZERO_CLUSTER_NAMESPACE. This file needs the standard library alone, so that it also starts by its path, from any
-folder and in no time.
-"""
+"""Namespaces: a process or a thread moves into a network namespace, and which processes are in one."""
 
 from __future__ import annotations
 
@@ -14,11 +7,12 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+from hzero.validation import ConfigError
 
 #: Where `ip netns` keeps names.
 NAMES = Path("/var/run/netns")
@@ -37,12 +31,20 @@ def enter(name: str) -> None:
     Raises:
         ConfigError: There is no such namespace, or this process may not enter it.
     """
-    why = _entered(name)
-    if why is not None:
-        # Not above: ranks start by this file's path, and pydantic takes a while to import.
-        from hzero.validation import ConfigError
-
-        raise ConfigError(why)
+    try:
+        handle = os.open(NAMES / name, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        known = "`python -m benchmarks.cluster up` sets the cluster up"
+        raise ConfigError(f"network namespace {name!r}: there is none; {known}") from None
+    except OSError as error:
+        raise ConfigError(f"network namespace {name!r}: {error.strerror}") from None
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(handle, _CLONE_NEWNET) != 0:
+            why = os.strerror(ctypes.get_errno())
+            raise ConfigError(f"network namespace {name!r}: cannot be entered: {why} (needs root)")
+    finally:
+        os.close(handle)
 
 
 def inside(name: str, function: Callable[[], T]) -> T:
@@ -109,46 +111,3 @@ def _signal(pid: int, names: list[str], number: int) -> None:
                 signal.pidfd_send_signal(handle, number)
         finally:
             os.close(handle)
-
-
-def _entered(name: str) -> str | None:
-    """Enters a namespace. Returns None, or why it cannot."""
-    try:
-        handle = os.open(NAMES / name, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return f"network namespace {name!r}: there is none; `python -m benchmarks.cluster up` sets the cluster up"
-    except OSError as error:
-        return f"network namespace {name!r}: {error.strerror}"
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(handle, _CLONE_NEWNET) != 0:
-            return f"network namespace {name!r}: cannot be entered: {os.strerror(ctypes.get_errno())} (needs root)"
-        return None
-    finally:
-        os.close(handle)
-
-
-def main(arguments: list[str]) -> int:
-    """Becomes COMMAND in a namespace. Returns only where that fails: 2, or 127 where there is no such command."""
-    if len(arguments) < 2 or arguments[0] in ("-h", "--help"):
-        print("usage: python -m benchmarks.cluster.namespace NAME|- COMMAND [ARGUMENT ...]", file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    name, command = arguments[0], arguments[1:]
-    if name == "-":
-        name = os.environ.get(VARIABLE, "")
-        if not name:
-            print(f"namespace: {VARIABLE} is not set, which - takes the name from", file=sys.stderr)
-            return 2
-    why = _entered(name)
-    if why is not None:
-        print(why, file=sys.stderr)
-        return 2
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return 127
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

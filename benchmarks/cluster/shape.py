@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from hzero.config import BASE_TIERS, Tier
-from hzero.settings.groups import Positive
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Positive = Annotated[int, Field(ge=1)]
 #: Every rank is a namespace and at least one process of this machine.
 MAX_RANKS = 64
 PREFIX = "hzero-"

@@ -3,102 +3,69 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from hydra import main as hydra_main
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from benchmarks.cluster.network import check_tools
-from benchmarks.compare.machine import ROOT
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
-from benchmarks.compare.suite import read
+from benchmarks.compare.suite import CONF, read
 from benchmarks.compare.take import take_measurement
-from benchmarks.compare.training import Training
 from hzero.formatting import clock
-from hzero.launcher import INTERRUPTED
-from hzero.settings.conf import check_options, conf_dir, one_line
 from hzero.validation import ConfigError
 
+INTERRUPTED = 130
+_HELP = """make bench: step time, bytes by tier, memory and loss of hzero and of other schemes on an emulated cluster. Needs root.
 
-def main(overrides: list[str]) -> int:
-    """Runs the application on Hydra's arguments.
+  make bench                                               everything; continues after an interruption
+  make bench ARGS="suite=main"                             one suite
+  make bench ARGS="suite=main,sweep rounds=3"              several, with fewer rounds
+  make bench ARGS="suite=one train.accumulation=16 schemes=[zero3-deepspeed,topo]"    a measurement of your own
+
+Suites: {suites}. All keys, as KEY=VALUE:
+
+{keys}
+The report goes to runs/bench/report; `python -m benchmarks.report` writes it elsewhere."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
 
     Returns:
         Exit status: 0, 1 where a measurement failed, 2 for input that cannot be used, 130 after Ctrl-C.
     """
-    wanted: list[Measurement | Training] = []
-    configs: list[tuple[DictConfig, list[str]]] = []
-
-    def collect(config: DictConfig) -> None:
-        # Measured once Hydra is done, so that a multirun has one list and one estimate.
-        configs.append((config, list(HydraConfig.get().overrides.task)))
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
+    if {"-h", "--help"} & set(arguments):
+        suites = ", ".join(sorted(path.stem for path in (CONF / "suite").glob("*.yaml")))
+        print(_HELP.format(suites=suites, keys=(CONF / "bench.yaml").read_text()))
+        return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(number, _leave)
-    ours = [f"hydra.searchpath=[file://{conf_dir()}]", "hydra/hydra_logging=none", "hydra/job_logging=none"]
-    # Hydra's parser takes overrides in one piece, options before or behind it.
-    first = next((at for at, word in enumerate(overrides) if re.match(r"[+~]|[\w./@]+=", word)), len(overrides))
-    sys.argv = ["make bench", *overrides[:first], *ours, *overrides[first:]]
     try:
-        check_options(overrides, ("model", "data", "cluster", "suite", "catalog"), "--help")
-        hydra_main(config_path=str(ROOT / "benchmarks" / "conf"), config_name="bench", version_base="1.3")(collect)()
-        for config, given in configs:
-            wanted += read(config, given)
-        if not configs:  # --help, --cfg
-            return 0
-        results, again = _same(configs, "results", str), _same(configs, "again", bool)
-        return take(list({item.id: item for item in wanted}.values()), Store(Path(results)), again=again)
-    except (HydraException, OmegaConfBaseException) as error:
-        shown_by, known = (
-            'make bench ARGS="--cfg job"',
-            ("results", "again", "schemes", "rounds", "warmup", "timeout_s"),
-        )
-        print(f"bench: error: {one_line(error, shown_by, known)}", file=sys.stderr)
-        return 2
+        wanted = read(arguments)
+        return take(wanted.measurements, Store(wanted.results), again=wanted.again)
     except ConfigError as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted; the same command continues with the measurements that are missing", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as left:  # Hydra's --help
-        return left.code if isinstance(left.code, int) else 0
-
-
-def _same(configs: Sequence[tuple[DictConfig, list[str]]], key: str, kind: type) -> Any:
-    """A key that is one for all jobs of a multirun."""
-    values = [config.get(key) for config, _ in configs]
-    if any(not isinstance(value, kind) or value == "" or value != values[0] for value in values):
-        expected = "true or false" if kind is bool else "a folder"
-        raise ConfigError(
-            f"{key}: found {', '.join(map(repr, dict.fromkeys(values)))}, expected {expected}, one for all"
-        )
-    return values[0]
 
 
 def _leave(number: int, frame: object) -> None:
-    """SIGTERM and SIGHUP as Ctrl-C: the cluster is torn down, and ranks end."""
+    """Treats SIGTERM and SIGHUP as Ctrl-C: the cluster is torn down, and ranks end."""
     raise KeyboardInterrupt
 
 
-def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool) -> int:
+def take(wanted: Sequence[Measurement], store: Store, *, again: bool) -> int:
     """Takes what is not in the store yet, or all of it again, and writes the report. Returns the exit status."""
     waiting = [item for item in wanted if again or not store.has(item.id, item.rows)]
-    if any(isinstance(item, Measurement) for item in waiting):
+    if waiting:
         check_tools()
     guesses = [item.estimated_s() for item in waiting]
     there = f"; {store.path} has the other {len(wanted) - len(waiting)}" if len(waiting) < len(wanted) else ""
@@ -110,12 +77,7 @@ def take(wanted: Sequence[Measurement | Training], store: Store, *, again: bool)
         left = clock(guesses[index] * factor + after)
         print(f"[{index + 1}/{len(waiting)}] {item.title}; about {left} of all left", flush=True)
         began = time.monotonic()
-        status = item.take(store, again=again) if isinstance(item, Training) else take_measurement(item, store, after)
-        if status == INTERRUPTED:
-            then = "again=true takes all of it once more" if again else "the same command goes on"
-            print(f"interrupted; finished measurements are in {store.path}, and {then}", flush=True)
-            return INTERRUPTED
-        if status:
+        if take_measurement(item, store, after):
             failed.append(item.title)
             continue
         took, guessed = took + time.monotonic() - began, guessed + guesses[index]

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import groups, set_z3_leaf_module, z3_leaf_module
+from deepspeed.utils import groups, set_z3_leaf_modules
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
 
 import hzero
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
+from benchmarks.training import adamw
 from hzero.config import Scope
-from hzero.train.loop import adamw
 from hzero.zero.state import optimizer_bytes
 
 
@@ -27,9 +28,8 @@ class DeepSpeedZero3(Scheme):
 
     def __init__(self, job: Job, hpz: Scope | None = None, block: dict[str, Any] | None = None) -> None:
         built = job.build()
-        if block is not None:  # a user of hzero marks nothing
-            for layer in filter(z3_leaf_module, built.modules()):
-                set_z3_leaf_module(layer, False)
+        if block is None:  # a layer is gathered and released as one; hzero does it unasked
+            set_z3_leaf_modules(built, [GPTNeoXLayer])
         self.parameters = sum(param.numel() for param in built.parameters())
         self._engine = hzero.initialize(
             model=built, model_parameters=built.parameters(), config=deepspeed_config(job, hpz, block)

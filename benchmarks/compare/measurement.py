@@ -12,9 +12,8 @@ from typing import Any
 from benchmarks.compare import schemes
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import MeasurementConfig
+from benchmarks.training import check_model, numels
 from hzero.config import Tier
-from hzero.settings.groups import DataGroup, ModelGroup
-from hzero.settings.settings import model_numels
 from hzero.validation import ConfigError, one_of, validated
 
 #: Blocks and keys of the configuration that define a measurement.
@@ -79,7 +78,7 @@ class Measurement:
             kind: step_bytes(
                 self.catalog[scheme],
                 config.cluster,
-                model_numels(config.model),
+                numels(config.model),
                 itemsize=4 if config.train.dtype == "fp32" else 2,
                 accumulation=config.train.accumulation,
                 reduce_scatter=way,
@@ -121,8 +120,7 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
         ConfigError: Names the key, what was found and what is possible.
     """
     config = {part: whole[part] for part in PARTS}
-    validated(ModelGroup, config["model"], "model")
-    validated(DataGroup, config["data"], "data")
+    config["model"] = check_model(config["model"])
     parsed = validated(MeasurementConfig, config, "")
     names, catalog = parsed.schemes, whole["catalog"]
     for scheme in names:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.training import build
 from hzero.topology import Grid
-from hzero.train import model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Job:
 
     def build(self) -> torch.nn.Module:
         """The float32 model, equal on all ranks. Its weights are rounded to `dtype`, so that all schemes start equal."""
-        built = model.build({**self.model, "zero_init": False}, self.train["seed"], {}, False)
+        built: torch.nn.Module = build(self.model, self.train["seed"])
         with torch.no_grad():
             for param in built.parameters():
                 param.copy_(param.to(self.dtype))

@@ -1,22 +1,20 @@
-"""Takes one measurement: sets the cluster up, runs a rank in each of its namespaces, and stores their rows."""
+"""Takes one measurement: sets the cluster up, forks a rank into each of its namespaces, and stores their rows."""
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.network import Network
-from benchmarks.cluster.ranks import rank_environment_on
-from benchmarks.compare import worker
+from benchmarks.cluster.ranks import environment_on, run_ranks
 from benchmarks.compare.machine import machine, now, versions
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.rows import Bytes, StepsRow
-from hzero.launcher import Ranks
-from hzero.train import data
-from hzero.train.worker import RANK_IMPORTS
+from benchmarks.training import prepare, tokens
 
 
 def take_measurement(measurement: Measurement, store: Store, after_s: float) -> int:
@@ -28,42 +26,27 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
         after_s: Seconds that the measurements after this one will take, for the time left.
 
     Returns:
-        Exit status: 0, 1 if a rank failed, 130 after Ctrl-C.
+        Exit status: 0, or 1 if a rank failed.
 
     Raises:
-        ConfigError: The cluster cannot be set up, or the text cannot be used.
+        ConfigError: The cluster cannot be set up.
     """
+    prepare()
+    from benchmarks.compare import worker
+
     config, cluster = measurement.config, measurement.config.cluster
-    model = config.model
-    sequences = cluster.world_size * config.train.micro_batch
-    tokens = data.prepare(config.data, model["vocab_size"], model["seq_length"], sequences, print)
+    text = tokens(config.model["vocab_size"], config.data["max_bytes"], store.folder)
     logs = store.logs(measurement.folder)
-    # Only the comparison that the claims are about is traced to files: a trace is of a megabyte.
-    traced = measurement.suite in ("main", "one")
-    job = {
-        "config": config.model_dump(),
-        "catalog": measurement.catalog,
-        "tokens": str(data.entry(config.data, tokens.key)),
-        "source": tokens.source,
-        "traces": str(store.folder / "traces" / measurement.folder) if traced else None,
-        "after_s": after_s,
-    }
-    (logs / worker.JOB).write_text(json.dumps(job))
+    # A trace has a megabyte, so only the comparison behind the claims, and measurements of your own, keep one.
+    traces = store.folder / "traces" / measurement.folder if measurement.suite in ("main", "one") else None
+    job = worker.Work(config.model_dump(), measurement.catalog, text, traces, after_s, logs / "result.json")
     measured_with = versions()  # before the ranks read the files, which may change while they run
     with Network(cluster):
-        status = Ranks(
-            [sys.executable, "-m", "benchmarks.compare.worker", str(logs)],
-            [
-                {**rank_environment_on(cluster, rank, threads=config.threads), "PYTHONWARNINGS": "ignore"}
-                for rank in range(cluster.world_size)
-            ],
-            logs,
-            imports=(*RANK_IMPORTS, "benchmarks.compare.scheme"),
-            stopping="results of this measurement are discarded",
-        ).run()
+        everyone = [environment_on(cluster, rank, threads=config.threads) for rank in range(cluster.world_size)]
+        status = run_ranks(functools.partial(worker.measure, job), everyone, logs)
     if status:
         return status
-    results: dict[str, dict[str, Any]] = json.loads((logs / worker.RESULT).read_text())
+    results: dict[str, dict[str, Any]] = json.loads(Path(job.result).read_text())
     date = now()
     store.add([_row(measurement, name, results[name], measured_with, date) for name in config.schemes])
     return 0
@@ -84,6 +67,7 @@ def _row(
     config, entry = measurement.config, measurement.catalog[name]
     sent = result.pop("measured")
     planned = measurement.bytes_of(name, result["fetches"] or 2)
+    sequences = config.cluster.world_size * config.train.accumulation * config.train.micro_batch
     return StepsRow(
         suite=measurement.suite,
         measurement=measurement.name,
@@ -97,10 +81,7 @@ def _row(
         engine=entry["engine"],
         scheme_config=entry,
         world_size=config.cluster.world_size,
-        tokens_per_step=config.cluster.world_size
-        * config.train.accumulation
-        * config.train.micro_batch
-        * config.model["seq_length"],
+        tokens_per_step=sequences * config.model["seq_length"],
         bytes=Bytes(measured=sent, **planned),
         **result,
     )

@@ -1,4 +1,4 @@
-"""One rank of a measurement: ``python -m benchmarks.compare.worker FOLDER``, started by `benchmarks.compare.take`.
+"""One rank of a measurement, forked by `benchmarks.compare.take`.
 
 All schemes live in the same ranks and take turns step by step, so that anything else on the machine affects all of them.
 """
@@ -8,42 +8,56 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import namespace
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.counters import sent
+from benchmarks.compare import meter, reduce_scatter, schemes
+from benchmarks.compare.scheme import Job, Scheme
+from benchmarks.training import batch, layer_numel, learning_rate, start_rank
 from hzero.config import Tier
 from hzero.files import replacing
 from hzero.formatting import clock
-from hzero.launcher import STARTED, run_rank
-from hzero.train.worker import prepare_process
-
-#: Files of a measurement's folder.
-JOB, RESULT = "job.json", "result.json"
+from hzero.topology import Grid
 
 
-def _measure(folder: Path) -> None:
-    job = json.loads((folder / JOB).read_text())
-    prepare_process(job["config"]["threads"])
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class Work:
+    """What a rank measures.
 
-    from benchmarks.compare import reduce_scatter
-    from hzero.train.loop import start_process_group
+    Attributes:
+        config: Of the measurement.
+        catalog: Entries of its schemes.
+        tokens: File of token ids.
+        traces: Folder for traces, or None.
+        after_s: Seconds that other measurements will take afterwards.
+        result: File that rank 0 writes.
+    """
 
-    config = job["config"]
-    start_process_group(config["timeout_s"])
-    reduce_scatter.install(config["reduce_scatter"])
-    turns = _Turns(job)
+    config: dict[str, Any]
+    catalog: dict[str, Any]
+    tokens: Path
+    traces: Path | None
+    after_s: float
+    result: Path
+
+
+def measure(work: Work) -> None:
+    """Measures; rank 0 writes the results of all ranks."""
+    start_rank(work.config["threads"], work.config["timeout_s"])
+    reduce_scatter.install(work.config["reduce_scatter"])
+    turns = _Turns(work)
     turns.build()
-    if dist.get_rank() == 0:
-        (folder / STARTED).touch()
     turns.measure()
     results = turns.results()
     if dist.get_rank() == 0:
-        with replacing(folder / RESULT) as file:
+        with replacing(work.result) as file:
             json.dump(results, file)
     dist.barrier()
 
@@ -51,27 +65,15 @@ def _measure(folder: Path) -> None:
 class _Turns:
     """All schemes of one measurement on this rank."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        import torch.distributed as dist
-
-        from benchmarks.compare.scheme import Job
-        from hzero.settings.settings import model_numels
-        from hzero.topology import Grid
-        from hzero.train import data
-
-        self._config: dict[str, Any] = job["config"]
-        self._catalog: dict[str, Any] = job["catalog"]
-        self._after_s: float = job["after_s"]
-        self._traces = Path(job["traces"]) if job["traces"] else None
+    def __init__(self, work: Work) -> None:
+        self._work, self._config = work, work.config
         self._names: list[str] = self._config["schemes"]
-        cluster = self._config["cluster"]
+        cluster, model = self._config["cluster"], self._config["model"]
         grid = Grid(cluster["nodes"], cluster["gpus_per_node"], cluster["gcds_per_gpu"])
-        model = self._config["model"]
-        layer = sum(model_numels({**model, "num_layers": 1})) - sum(model_numels({**model, "num_layers": 0}))
-        self._job = Job(model, self._config["train"], grid, bucket_numel=layer)
-        self._tokens = data.load(Path(job["tokens"]), self._config["data"]["eval_share"], job["source"])
+        self._job = Job(model, self._config["train"], grid, bucket_numel=layer_numel(model))
+        self._ids = np.load(work.tokens, mmap_mode="r")
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._schemes: dict[str, Any] = {}
+        self._schemes: dict[str, Scheme] = {}
         self._losses: dict[str, list[Any]] = {name: [] for name in self._names}
         self._times: dict[str, list[float]] = {name: [] for name in self._names}
         self._sent: dict[str, dict[str, int]] = {name: {} for name in self._names}
@@ -80,15 +82,13 @@ class _Turns:
 
     def build(self) -> None:
         """Builds every scheme and warms it up; notes its memory and traces one of its steps."""
-        from benchmarks.compare import meter, schemes
-
         for index, name in enumerate(self._names):
             self._say(f"building {name} ({index + 1}/{len(self._names)})")
             before = sum(meter.live_storages().values())
-            self._schemes[name] = schemes.build(self._catalog[name], self._job)
+            self._schemes[name] = schemes.build(self._work.catalog[name], self._job)
             for step in range(self._config["warmup"]):
                 if step == 1 and self._rank == 0:
-                    path = self._traces / f"{name}.json.gz" if self._traces else None
+                    path = self._work.traces / f"{name}.json.gz" if self._work.traces else None
                     self._measured[name] |= meter.traced(functools.partial(self._step, name), path)
                 else:
                     self._step(name)
@@ -106,14 +106,10 @@ class _Turns:
                 self._timed_step(name)
             done = time.monotonic() - begun
             left = done / (index + 1) * (rounds - index - 1)
-            after = f", about {clock(left + self._after_s)} of all" if self._after_s else ""
+            after = f", about {clock(left + self._work.after_s)} of all" if self._work.after_s else ""
             self._say(f"round {index + 1}/{rounds}, {clock(left)} left{after}")
 
     def _timed_step(self, name: str) -> None:
-        import torch.distributed as dist
-
-        from benchmarks.cluster.counters import sent
-
         before = sent()
         dist.barrier()
         started, worked = time.perf_counter(), time.process_time()
@@ -126,31 +122,16 @@ class _Turns:
             total[tier] = total.get(tier, 0) + count - before[tier]
 
     def _step(self, name: str) -> None:
-        import torch
-
-        from hzero.train.loop import learning_rate
-
         train, step = self._config["train"], len(self._losses[name]) + 1
-        batches = [
-            torch.from_numpy(
-                self._tokens.batch(
-                    seed=train["seed"],
-                    step=step,
-                    first=(micro * self._world + self._rank) * train["micro_batch"],
-                    size=train["micro_batch"],
-                    length=self._config["model"]["seq_length"],
-                )
-            )
-            for micro in range(train["accumulation"])
-        ]
-        rate = learning_rate({**train, "steps": math.inf, "min_lr_ratio": 1.0}, step)
-        self._losses[name].append(self._schemes[name].step(batches, rate))
+        size, length = train["micro_batch"], self._config["model"]["seq_length"]
+        batches = []
+        for micro in range(train["accumulation"]):
+            first = (micro * self._world + self._rank) * size
+            batches.append(torch.from_numpy(batch(self._ids, (train["seed"], step), first, size, length)))
+        self._losses[name].append(self._schemes[name].step(batches, learning_rate(train, step)))
 
     def results(self) -> dict[str, Any]:
         """Results of all ranks by scheme, on rank 0."""
-        import torch
-        import torch.distributed as dist
-
         losses = torch.stack([torch.stack(self._losses[name]) for name in self._names])
         dist.all_reduce(losses)
         mine = {
@@ -189,9 +170,3 @@ class _Turns:
     def _say(self, message: str) -> None:
         if self._rank == 0:
             print(f"  {message}", flush=True)
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    namespace.enter(os.environ[namespace.VARIABLE])
-    run_rank(functools.partial(_measure, folder))

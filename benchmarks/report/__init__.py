@@ -71,6 +71,7 @@ def document(comparison: Comparison, stem: str, images: Sequence[str] | dict[str
         images: Names of the figures.
     """
     from benchmarks.report import tables
+    from benchmarks.report.layouts import layouts
 
     detailed = comparison.detailed()
     fields = {
@@ -78,7 +79,6 @@ def document(comparison: Comparison, stem: str, images: Sequence[str] | dict[str
         "stem": stem,
         "machines": tables.machines(comparison),
         "notes": "\n".join(f"- {note}" for note in comparison.notes),
-        "targets": tables.targets(comparison),
         "step_times": "\n\n".join(map(tables.step_times, detailed)),
         "traffic": "\n\n".join(map(tables.traffic, detailed)),
         "memory": "\n\n".join(map(tables.memory, detailed)),
@@ -88,7 +88,7 @@ def document(comparison: Comparison, stem: str, images: Sequence[str] | dict[str
         },
         **{suite: tables.ablation(comparison, suite) for suite in ("codecs", "shards")},
         "losses": tables.losses(comparison),
-        "times_to_loss": tables.times_to_loss(comparison),
+        "layouts": layouts(comparison.layouts),
         "measured": tables.measured(comparison),
         **{f"image:{name[len(stem) + 1 : -len('.png')]}": name for name in images},
     }

@@ -14,10 +14,9 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from benchmarks.report.curves import Reach, by_preset, reach, smoothed
-from benchmarks.report.results import SCHEMES, STOCK_PRESET, Comparison, Result
+from benchmarks.report.results import SCHEMES, Comparison, Result
 from benchmarks.report.series import Series, series_of
-from benchmarks.rows import StepsRow, TrainingRow
+from benchmarks.rows import StepsRow
 
 #: Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = _BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY, _BLACK = (
@@ -100,10 +99,6 @@ def figures(comparison: Comparison) -> dict[str, Any]:
     if "sweep" in series:
         found["sweep"] = _lines([series["sweep"]], [("step time, s (median)", _values(lambda row: row.median_s))])
         _logarithmic(found["sweep"].axes[0])
-    if comparison.trainings:
-        found["convergence"] = convergence(comparison.trainings)
-    if joined := reach(comparison):
-        found["loss-time"] = loss_time(joined)
     return found
 
 
@@ -206,62 +201,6 @@ def _logarithmic(axes: Any) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-
-
-def convergence(rows: Sequence[TrainingRow]) -> Any:
-    """Smoothed training loss by preset, and the same minus stock's: the mean over the seeds, and the band between them."""
-    presets = by_preset(rows)
-    common = sorted(set.intersection(*map(set, presets.values())))
-    stock = presets.get(STOCK_PRESET, {})
-    many = 2 if stock and common else 1
-    figure, panels = plt.subplots(1, many, figsize=(2.2 + 4.4 * many, 4.0), squeeze=False, layout="constrained")
-    for place, (name, runs) in enumerate(presets.items()):
-        known = {seed: smoothed(row) for seed, row in runs.items() if seed in common or not common}
-        colour = _BLACK if name == STOCK_PRESET else _COLOURS.get(name, COLOURS[place % len(COLOURS)])
-        _band(panels[0][0], name, list(known.values()), colour)
-        if many > 1:
-            apart = [[x - y for x, y in zip(curve, smoothed(stock[seed]))] for seed, curve in known.items()]
-            _band(panels[0][1], name, apart, colour)
-    panels[0][0].set_ylabel("training loss, nats per token (smoothed)")
-    for axes, text in zip(panels[0], ("training loss", "difference to stock with the same seed")):
-        axes.set(xlabel="optimizer step")
-        axes.set_title(text, fontsize=10)
-        axes.grid(alpha=0.3)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
-    return figure
-
-
-def _band(axes: Any, name: str, curves: Sequence[Sequence[float]], colour: str) -> None:
-    """The mean of curves, and the band between their minimum and maximum."""
-    at = list(zip(*curves))
-    steps, stock = range(1, len(at) + 1), name == STOCK_PRESET
-    axes.plot(
-        steps,
-        [math.fsum(values) / len(values) for values in at],
-        color=colour,
-        linewidth=1.6,
-        linestyle="--" if stock else "-",
-        zorder=4 if stock else 3,
-        label="stock (DeepSpeed ZeRO-3)" if stock else name,
-    )
-    axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.15, linewidth=0)
-
-
-def loss_time(found: Reach) -> Any:
-    """Smoothed training loss against the time that the steps take on emulated links."""
-    figure, axes = plt.subplots(figsize=(8.0, 4.0), layout="constrained")
-    style = styles(found.rows)
-    for row in found.rows:
-        curve = found.curves[row.scheme]
-        seconds = [step * row.median_s for step in range(1, len(curve) + 1)]
-        axes.plot(seconds, curve, label=row.label, **{**style[row.scheme].line, "marker": ""})
-    for loss in found.losses:
-        axes.axhline(loss, color="#999999", linewidth=0.8, linestyle=":", zorder=1)
-    axes.set(xlabel="steps x median step time, s", ylabel="training loss, nats per token (smoothed)")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
-    return figure
 
 
 def memory(series: Series) -> Any:

@@ -1,18 +1,16 @@
-"""Which rows count: the results of each measurement and the trainings that a report is made of."""
+"""Which rows count: the results of each measurement."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.rows import RESULTS, MeasurementConfig, Row, StepsRow, TrainingRow, read_rows
+from benchmarks.rows import RESULTS, LayoutRow, MeasurementConfig, Row, StepsRow, read_rows
 from hzero.validation import ConfigError
 
-#: DeepSpeed's own ZeRO-3, to which ratios are taken, and the preset of its trainings.
-STOCK, STOCK_PRESET = "zero3-deepspeed", "stock"
+#: DeepSpeed's ZeRO-3, to which ratios are taken.
+STOCK = "zero3-deepspeed"
 #: The scheme of the claims.
 SUBJECT = "topo"
 #: Order of the schemes in tables and plots; others follow.
@@ -20,10 +18,10 @@ SCHEMES = (
     *("ddp", "fsdp2", "fsdp2-node", "hsdp-node", "hsdp-package", STOCK, "hpz-deepspeed"),
     *("zero3", "hpz", "zeropp", "lossless", "mild", SUBJECT),
 )
+#: Suites of long runs, of which the report shows losses.
+LOSSES = ("convergence", "choices")
 #: Suites that a section of their own shows; the measurements of others are shown as those of main.
-SHOWN = ("reduce_scatter", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", "training")
-#: Blocks of a trainer's configuration that define what is trained.
-_TRAINED = ("model", "data", "topology", "train", "deepspeed")
+SHOWN = ("reduce_scatter", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", *LOSSES)
 
 
 @dataclass(frozen=True)
@@ -61,18 +59,18 @@ class Comparison:
 
     Attributes:
         results: In the order of their first rows.
-        trainings: That differ in preset and seed alone.
+        layouts: Rows of `benchmarks.hybrid`.
         notes: About rows that do not count.
     """
 
     results: tuple[Result, ...]
-    trainings: tuple[TrainingRow, ...]
+    layouts: tuple[LayoutRow, ...]
     notes: tuple[str, ...]
 
     @property
     def rows(self) -> list[Row]:
         """All rows that count."""
-        return [*(row for result in self.results for row in result.rows), *self.trainings]
+        return [*(row for result in self.results for row in result.rows), *self.layouts]
 
     def of(self, *suites: str) -> list[Result]:
         """Results of some suites, in the order of the suites."""
@@ -106,8 +104,7 @@ def choose(rows: Sequence[Row], notes: Sequence[str] = ()) -> Comparison:
     """Selects the rows that count.
 
     A measurement that was taken several times counts once: the take with all its schemes first, then the one with more
-    schemes, with more rounds, the newest. Of trainings, those of the same job count that have most steps; of one preset
-    and seed the newest.
+    schemes, with more rounds, the newest.
     """
     said = list(notes)
     takes: dict[tuple[str, str], dict[Hashable, list[StepsRow]]] = {}
@@ -115,8 +112,7 @@ def choose(rows: Sequence[Row], notes: Sequence[str] = ()) -> Comparison:
         if isinstance(row, StepsRow):
             takes.setdefault((row.suite, row.measurement), {}).setdefault((row.id, row.date), []).append(row)
     results = [_result(*key, list(found.values()), said) for key, found in takes.items()]
-    trainings = _trainings([row for row in rows if isinstance(row, TrainingRow)], said)
-    return Comparison(tuple(results), tuple(trainings), tuple(said))
+    return Comparison(tuple(results), tuple(row for row in rows if isinstance(row, LayoutRow)), tuple(said))
 
 
 def _result(suite: str, name: str, takes: Sequence[Sequence[StepsRow]], notes: list[str]) -> Result:
@@ -133,28 +129,5 @@ def _result(suite: str, name: str, takes: Sequence[Sequence[StepsRow]], notes: l
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Sorts schemes and presets: stock first, those of `SCHEMES` in their order, then others."""
-    order = (STOCK_PRESET, *SCHEMES)
-    return order.index(name) if name in order else len(order), name
-
-
-def _trainings(rows: Sequence[TrainingRow], notes: list[str]) -> list[TrainingRow]:
-    jobs: dict[Hashable, dict[tuple[str, int], TrainingRow]] = {}
-    for row in sorted(rows, key=lambda row: row.date):
-        jobs.setdefault((_job(row), len(row.losses)), {})[row.preset, row.seed] = row
-    best = max(jobs.values(), key=lambda job: (len(next(iter(job.values())).losses), len(job)), default={})
-    # A name may stand for other settings than before: those of the newest row count.
-    settings = {row.preset: row.config.get("zero") for row in sorted(best.values(), key=lambda row: row.date)}
-    kept = [row for row in best.values() if row.config.get("zero") == settings[row.preset]]
-    left = [row.measurement for row in rows if row not in kept]
-    if left:
-        notes.append(f"Left out, since others train longer or later, or with newer settings: {', '.join(left)}.")
-    return sorted(kept, key=lambda row: (_place(row.preset), row.seed))
-
-
-def _job(row: TrainingRow) -> str:
-    """What a run trained, without the block, which its preset names, and the seed."""
-    config: dict[str, Any] = {key: row.config.get(key) for key in _TRAINED}
-    if isinstance(config["train"], dict):
-        config["train"] = {name: value for name, value in config["train"].items() if name != "seed"}
-    return json.dumps([config, row.parameters, row.world_size], sort_keys=True)
+    """Sorts schemes: those of `SCHEMES` in their order, then others."""
+    return SCHEMES.index(name) if name in SCHEMES else len(SCHEMES), name

@@ -6,15 +6,16 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from benchmarks.report.curves import by_preset, final_exact, final_training, reach, to_stock
-from benchmarks.report.results import STOCK, STOCK_PRESET, SUBJECT, Comparison, Result
+from benchmarks.report.results import LOSSES, STOCK, SUBJECT, Comparison, Result
 from benchmarks.report.series import series_of
-from benchmarks.report.targets import differences, lines, variants
-from benchmarks.rows import StepsRow, TrainingRow
-from hzero.train.summary import size_text
+from benchmarks.rows import StepsRow
+from hzero.config import Tier
+from hzero.formatting import size_text
 
-#: Stands where nothing was measured.
+#: In place of what was not measured.
 NONE = "–"
+#: Steps at the end whose mean is the final loss.
+WINDOW = 50
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -47,16 +48,6 @@ def setting(result: Result) -> str:
         f"{train.accumulation}, {row.tokens_per_step:,} tokens per step; reduce-scatter {config.reduce_scatter}; "
         f"timed steps per scheme: {len(row.step_s)}."
     )
-
-
-def targets(comparison: Comparison) -> str:
-    """Targets and whether they are met, with one column per reduce-scatter."""
-    results = variants(comparison)
-    if not results:
-        return ""
-    heads = [f"reduce-scatter {one.config.reduce_scatter}" for one in results]
-    rows = lines(results)
-    return table(("quantity", "target", *heads, "source of the target"), rows, left=len(rows[0]))
 
 
 def step_times(result: Result) -> str:
@@ -93,6 +84,16 @@ def _loss_head(result: Result) -> str:
 def _loss(result: Result, row: StepsRow) -> str:
     loss = row.losses[_last_step(result) - 1]
     return "not finite" if loss is None else f"{loss:.4f}"
+
+
+def differences(row: StepsRow) -> dict[Tier, float]:
+    """Measured bytes over planned ones minus 1, by tier; infinite where bytes moved that no plan has."""
+    pairs = {tier: (row.bytes.measured.get(tier, 0.0), row.bytes.planned.get(tier, 0.0)) for tier in row.bytes.measured}
+    return {
+        tier: measured / planned - 1 if planned else math.inf
+        for tier, (measured, planned) in pairs.items()
+        if measured or planned
+    }
 
 
 def traffic(result: Result) -> str:
@@ -169,76 +170,58 @@ def ablation(comparison: Comparison, suite: str) -> str:
     return "\n\n".join(parts)
 
 
+def final_loss(row: StepsRow) -> float:
+    """Mean loss of the last steps; NaN if one was not finite."""
+    return statistics.fmean(math.nan if loss is None else loss for loss in row.losses[-WINDOW:])
+
+
 def losses(comparison: Comparison) -> str:
-    """Final losses by preset: training and evaluation."""
-    presets = by_preset(comparison.trainings)
-    if not presets:
-        return ""
-    stock = presets.get(STOCK_PRESET, {})
-    first = comparison.trainings[0]
-    head = ("preset", "by seed", "mean", "range of the seeds", "to stock, by seed", "to stock, mean")
-
-    def one(metric: Callable[[TrainingRow], float]) -> str:
+    """Final losses of long runs by scheme and seed, and their differences to ZeRO-3's of the same seed."""
+    parts = []
+    for suite in LOSSES:
+        results = comparison.of(suite)
+        by_scheme: dict[str, dict[int, StepsRow]] = {}
+        for result in results:
+            for row in result.rows:
+                by_scheme.setdefault(row.scheme, {})[result.config.train.seed] = row
         rows = []
-        for name, runs in presets.items():
-            values = {seed: metric(row) for seed, row in runs.items()}
-            apart = {} if name == STOCK_PRESET else to_stock(runs, stock, metric)
-            mean = statistics.fmean(values.values())
-            share = ""
-            if apart:
-                difference = statistics.fmean(apart.values())
-                share = (
-                    f"{difference:+.4f} ({difference / statistics.fmean(metric(stock[seed]) for seed in apart):+.2%})"
-                )
-            width = max(values.values()) - min(values.values()) if len(values) > 1 else math.nan
-            rows.append([name, _by_seed(values, ".4f"), *map(_finite, (mean, width)), _by_seed(apart, "+.4f"), share])
-        return table(head, rows)
-
-    train = first.config["train"]
-    said = (
-        f"{first.config['model']['name']}, {first.parameters:,} parameters; {len(first.losses):,} steps of "
-        f"{first.world_size} ranks, micro-batch {train['micro_batch']}, accumulation {train['grad_accumulation']}, learning "
-        f"rate {train['lr']}."
-    )
-    parts = [said, "Training loss, mean of the last 50 steps:", one(final_training)]
-    if all(row.evaluations for row in comparison.trainings):
-        parts += ["Evaluation after the last step, with exact weights:", one(final_exact)]
+        for runs in by_scheme.values():
+            values = {seed: final_loss(row) for seed, row in runs.items()}
+            others = {seed: final_loss(row) for seed, row in by_scheme.get(STOCK, {}).items() if seed in values}
+            apart = {seed: values[seed] - other for seed, other in others.items()}
+            share = NONE
+            if apart and any(apart.values()):
+                mean = statistics.fmean(apart.values())
+                share = f"{mean:+.4f} ({mean / statistics.fmean(others.values()):+.2%})"
+            label = next(iter(runs.values())).label
+            cells = (
+                _by_seed(values, ".4f"),
+                _finite(statistics.fmean(values.values())),
+                _by_seed(apart, "+.4f"),
+                share,
+            )
+            rows.append([label, *cells])
+        if rows:
+            head = ("scheme", "by seed", "mean", "to ZeRO-3, by seed", "to ZeRO-3, mean")
+            steps = len(results[0].rows[0].losses)
+            parts += [
+                f"{setting(results[0])} Losses are the mean of the last {WINDOW} of {steps:,} steps.",
+                table(head, rows),
+            ]
     return "\n\n".join(parts)
 
 
 def _by_seed(values: Mapping[int, float], form: str) -> str:
-    return ", ".join(f"{seed}: {value:{form}}" for seed, value in values.items()) or NONE
+    return ", ".join(f"{seed}: {value:{form}}" for seed, value in sorted(values.items())) or NONE
 
 
 def _finite(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else NONE
 
 
-def times_to_loss(comparison: Comparison) -> str:
-    """Steps and seconds to each loss, by scheme."""
-    found = reach(comparison)
-    if found is None:
-        return ""
-    stock = found.result.row(STOCK)
-    assert stock is not None
-    rows = []
-    for row in found.rows:
-        cells = [row.label, f"{row.median_s:.3f}"]
-        for loss in found.losses:
-            steps, base = found.steps_to(row.scheme, loss), found.steps_to(STOCK, loss)
-            if steps is None or base is None:
-                cells.append("not reached")
-            else:
-                time = steps * row.median_s
-                cells.append(f"{steps:,} steps, {time:,.0f} s ({time / (base * stock.median_s):.3f})")
-        rows.append(cells)
-    head = ("scheme", "step, s (median)", *(f"loss {loss:.2f}" for loss in found.losses))
-    return f"{setting(found.result)}\n\n{table(head, rows)}"
-
-
 def measured(comparison: Comparison) -> str:
-    """When and at which commit each measurement and training was taken."""
-    firsts = [*(result.rows[0] for result in comparison.results), *comparison.trainings]
+    """When and at which commit each measurement was taken."""
+    firsts = [result.rows[0] for result in comparison.results]
     rows = [
         (row.title, f"{row.date:%Y-%m-%d %H:%M}", row.versions.get("commit", "not recorded"), row.id) for row in firsts
     ]

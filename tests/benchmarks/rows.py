@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -123,46 +122,14 @@ def main_rows(**more: Any) -> list[Row]:
     return [steps(scheme, **copy.deepcopy(more)) for scheme in SCHEMES]
 
 
-def run(preset: str, seed: int, shift: float = 0.0, number: int = 100) -> Row:
-    """A training run whose loss falls to 4 + shift and stays there for the last 50 steps."""
-    losses = [4 + shift + 2 * math.exp(-step / 8) * (step < number - 50) for step in range(number)]
-    return {
-        "kind": "convergence",
-        "format": 2,
-        "suite": "convergence",
-        "measurement": f"{preset}-seed{seed}",
-        "id": f"c{preset}{seed}-{number}",
-        "date": "2026-11-21T10:00:00+00:00",
-        "machine": MACHINE,
-        "versions": VERSIONS,
-        "config": {
-            "model": {"name": "gpt_neox_1m", **MODEL},
-            "train": {
-                "steps": number,
-                "micro_batch": 1,
-                "grad_accumulation": 2,
-                "lr": 0.003,
-                "seed": seed,
-                "dtype": "auto",
-                "grad_clip": 1.0,
-            },
-            "zero": {"preset": None if preset == "stock" else preset},
-            "run": {"dir": f"runs/{preset}{seed}"},
-        },
-        "preset": preset,
-        "seed": seed,
-        "parameters": 1_000_000,
-        "world_size": 8,
-        "losses": losses,
-        "evaluations": [{"step": number, "loss_decoded": 4.1 + shift, "loss_exact": 4.05 + shift}],
-    }
-
-
-def training(scale: float = 1.0) -> list[Row]:
-    """The job of the training runs on emulated links."""
-    setting = config(schemes=["hsdp-node", "zero3-deepspeed", "lossless", "topo"])
-    setting["train"]["dtype"] = "fp32"
-    return [steps(scheme, "training", "main-job", scale, config=setting) for scheme in setting["schemes"]]
+def long_run(seed: int, finals: dict[str, float], **more: Any) -> list[Row]:
+    """A measurement of 100 steps, whose losses are constant for the last 50."""
+    setting = config(schemes=list(finals))
+    setting["train"]["seed"] = seed
+    return [
+        steps(scheme, "convergence", f"seed-{seed}", config=setting, losses=[6.0] * 50 + [final] * 50, **more)
+        for scheme, final in finals.items()
+    ]
 
 
 def everything() -> list[Row]:
@@ -192,9 +159,8 @@ def everything() -> list[Row]:
         setting = config(schemes=["topo", name])
         rows += [steps("topo", suite, suite, config=setting)]
         rows += [{**steps("topo", suite, suite, scale, config=setting), "scheme": name, "label": f"topo, {name[5:]}"}]
-    rows += training()
-    for preset, shifts in (("stock", (0.0, 0.02)), ("topo", (0.03, 0.07)), ("lossless", (0.0, 0.021))):
-        rows += [run(preset, seed, shift) for seed, shift in enumerate(shifts, 1)]
+    rows += long_run(0, {"zero3-deepspeed": 4.0, "topo": 4.03})
+    rows += long_run(1, {"zero3-deepspeed": 4.02, "topo": 4.07})
     return rows
 
 

@@ -13,11 +13,11 @@ import yaml
 
 from benchmarks.compare import meter, reduce_scatter, schemes
 from benchmarks.compare.scheme import Job, Scheme
-from hzero.settings.settings import model_numels
+from benchmarks.training import numels
 from hzero.topology.grid import Grid
 from tests.ranks import ROOT
 
-CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog" / "all.yaml").read_text())
+CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
 GRID = Grid(2, 1, 2)
 MODEL = {
     "name": "tiny",
@@ -27,7 +27,6 @@ MODEL = {
     "intermediate_size": 72,
     "vocab_size": 263,
     "seq_length": 16,
-    "zero_init": False,
 }
 TRAIN = {
     "accumulation": 2,
@@ -67,7 +66,7 @@ def _one(name: str, dtype: str) -> tuple[Scheme, list[float]]:
 def check_schemes_without_codec_have_the_losses_of_ddp() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
-    parameters = sum(model_numels(MODEL))
+    parameters = sum(numels(MODEL))
     _, expected = _one("ddp", "fp32")
     assert expected[0] > expected[-1]
     shards = {"hsdp-package": 2}
@@ -94,7 +93,7 @@ def check_schemes_in_bfloat16_stay_close_to_ddp() -> None:
     for name in ("hsdp-package", "zero3-deepspeed", "topo", "topo-feedback"):
         scheme, losses = _one(name, "bf16")
         assert all(math.isclose(a, b, rel_tol=1e-2) for a, b in zip(losses, expected)), (name, losses, expected)
-        gradients = scheme.memory()["gradients"] / (4 * sum(model_numels(MODEL)))
+        gradients = scheme.memory()["gradients"] / (4 * sum(numels(MODEL)))
         # Of HSDP over two ranks a half; of ZeRO-3 a quarter in bfloat16; of hzero over the node a half and that.
         assert 0.1 < gradients < (2 if name == "topo-feedback" else 0.9), (name, gradients)  # residuals count
 

@@ -1,48 +1,61 @@
-"""The paper's table: every scheme is a job of the trainer, with the codecs that it stands for; and the report from given rows."""
+"""The paper's table: every scheme has its codecs in both layouts; a run of the smallest job, and its report."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from argparse import Namespace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import hybrid, hybrid_report
-from benchmarks.compare.store import Store
-from benchmarks.hybrid import LAYOUTS, NAIVE, SCHEMES, overrides
-from benchmarks.rows import LayoutRow, Machine, Sent
+from benchmarks.hybrid.__main__ import LAYOUTS, NAIVE, SCHEMES, config_of
+from benchmarks.report.layouts import layouts
+from benchmarks.rows import RESULTS, LayoutRow, Machine, Sent, read_rows
 from hzero.config import TIERS
 from hzero.parsing import parse_config
-from hzero.settings.conf import compose, plain
-from hzero.settings.settings import Settings
-from hzero.validation import ConfigError
+from tests.ranks import ROOT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_schemes_are_jobs(layout: str, scheme: str) -> None:
-    settings = Settings(plain(compose(overrides(layout, scheme, 1, 20, "gpt_neox_1m", ["train.grad_clip=3"]))))
-    assert settings["train"]["grad_clip"] == 3
-    assert (settings.layout.tensor, settings.layout.pipeline) == (2, 2 if "pp2" in layout else 1)
-    assert settings["train"]["seed"] == 1
-    sequences = settings.layout.data * settings["train"]["micro_batch"] * settings["train"]["grad_accumulation"]
-    assert sequences == 16, "both layouts train on as many"
-    codecs = parse_config(settings.block).codecs
-    for role in NAIVE[layout]:
-        found = {(codecs[role][tier].codec, codecs[role][tier].rate) for tier in TIERS}  # type: ignore[index]
-        if scheme in ("baseline", "lossless"):
-            assert found == {("none", None)}
-        if scheme == "naive":
-            assert found == {("zfp", 8)}
-            assert codecs.gradients.node.rate == 8
-        if scheme == "zhybrid":
-            assert found == {("zfp", 16)}
+def test_schemes_have_their_codecs(layout: str) -> None:
+    for scheme in SCHEMES:
+        config = config_of(layout, scheme, 1, Namespace(layers=4, steps=20, sequences=16, eval_batches=8))
+        train, readers = config["train"], 8 // config["tensor"] // config["pipeline"]
+        assert readers * train["micro_batch"] * train["grad_accumulation"] == 16, "both layouts train on as many"
+        codecs = parse_config(config["block"]).codecs
+        for role in NAIVE[layout]:
+            found = {(codecs[role][tier].codec, codecs[role][tier].rate) for tier in TIERS}  # type: ignore[index]
+            if scheme in ("baseline", "lossless"):
+                assert found == {("none", None)}
+            if scheme == "naive":
+                assert found == {("zfp", 8)} and codecs.gradients.node.rate == 8
+            if scheme == "zhybrid":
+                assert found == {("zfp", 16)}
+
+
+def test_a_run_is_stored_once_and_reported(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the train extra is not installed")
+    command = [sys.executable, "-m", "benchmarks.hybrid", "--on", "machine", "--steps", "2", "--layers", "2"]
+    command += ["--sequences", "8", "--seeds", "4", "--schemes", "hybrid", "--layouts", "tp2-pp2-dp2"]
+    command += ["--eval-batches", "2", "--results", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = read_rows(tmp_path / RESULTS)[0]
+    assert isinstance(row, LayoutRow) and row.evaluation is not None and 6 < row.evaluation < 8
+    assert len(row.step_s) == 2 and row.losses[0] is not None and 6 < row.losses[0] < 8
+    assert {"tensor", "pipeline", "gradients", "optimizer"} <= {one.role for one in row.sent}
+    assert "## Codecs by parallel dimension" in next((tmp_path / "report").glob("*-hybrid.md")).read_text()
+    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert again.returncode == 0 and ": there" in again.stdout and len(read_rows(tmp_path / RESULTS)[0]) == 1
 
 
 def _row(scheme: str, seed: int, rates: str | None, step_s: float, loss: float | None, **other: Any) -> LayoutRow:
     name = f"{scheme}-{seed}-{rates}"
-    model = {"name": "gpt_neox_1m"}
     return LayoutRow(
         suite="hybrid",
         measurement=name,
@@ -51,7 +64,7 @@ def _row(scheme: str, seed: int, rates: str | None, step_s: float, loss: float |
         machine=Machine(cores=2, processor="x", memory_bytes=10**9, system="Linux", python="3.11"),
         versions={"hzero": "0.1.0"},
         world_size=8,
-        config={"model": model, "train": {"micro_batch": 4, "grad_accumulation": 1}},
+        config={"model": {"name": "gpt_neox_1m"}, "train": {"micro_batch": 4, "grad_accumulation": 1}},
         scheme=scheme,
         seed=seed,
         rates=rates,
@@ -68,18 +81,14 @@ def _row(scheme: str, seed: int, rates: str | None, step_s: float, loss: float |
     )
 
 
-def test_the_report_compares_with_the_baseline_of_the_same_seed(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.add([_row("hybrid", 0, "200,75,50", 0.5, 3.03), _row("baseline", 0, "200,75,50", 0.75, 3.0)])
-    with open(store.path, "a") as file:
-        file.write('{"format": 2, "kind": "lay')  # an interrupted command
-    store = Store(tmp_path)
+def test_the_tables_compare_with_the_baseline_of_the_same_seed() -> None:
+    rows = [_row("hybrid", 0, "200,75,50", 0.5, 3.03), _row("baseline", 0, "200,75,50", 0.75, 3.0)]
     sent = [Sent(role="pipeline", tier="node", codec="none", wire_bytes=1000, raw_bytes=1000)]
     for seed, loss in ((0, 2.0), (1, 4.0)):
-        store.add([_row("baseline", seed, None, 1.0, loss, layout="tp2-pp2-dp2", sent=sent)])
-        store.add([_row("zhybrid", seed, None, 1.0, loss + 0.5, layout="tp2-pp2-dp2", sent=sent)])
-    store.add([_row("naive", 1, None, 1.0, 5.0, layout="tp2-pp2-dp2"), _row("naive", 0, None, 1.0, None)])
-    text = hybrid_report.report(hybrid_report.rows_of(tmp_path))
+        rows.append(_row("baseline", seed, None, 1.0, loss, layout="tp2-pp2-dp2", sent=sent))
+        rows.append(_row("zhybrid", seed, None, 1.0, loss + 0.5, layout="tp2-pp2-dp2", sent=sent))
+    rows += [_row("naive", 1, None, 1.0, 5.0, layout="tp2-pp2-dp2"), _row("naive", 0, None, 1.0, None)]
+    text = layouts(rows)
     for line in (
         "| baseline | 0.750 | 0.750 to 0.750 | 2,731 | +0.0% | 1 |",
         "| hybrid | 0.500 | 0.500 to 0.500 | 4,096 | +50.0% | 1 |",
@@ -93,37 +102,5 @@ def test_the_report_compares_with_the_baseline_of_the_same_seed(tmp_path: Path) 
     ):
         assert line in text, line
     assert text.count("tokens/s against baseline") == 1, "times without emulated links say nothing"
-    store.add([_row("hybrid", 0, None, 1.0, 2.0, layout="tp2-pp2-dp2", parameters=7)])
-    apart = hybrid_report.report(hybrid_report.rows_of(tmp_path))
-    assert apart.count("\n## ") == text.count("\n## ") + 1, "another size of model is another table"
-    nav = "  - Comparisons:\n      - How they are made: benchmarks.md\n"
-    page = hybrid_report.with_page(nav, "2026-11-23")
-    assert page.endswith("      - 2026-11-23, codecs by parallel dimension: benchmarks/reports/2026-11-23-hybrid.md\n")
-    assert hybrid_report.with_page(page, "2026-11-23") == page
-    with pytest.raises(ConfigError, match="found no row of benchmarks"):
-        hybrid_report.rows_of(Store(tmp_path / "none").folder)
-
-
-def test_a_run_whose_row_is_there_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    class Failed:
-        returncode = 3
-
-    def run(command: list[str], **_: Any) -> Failed:
-        started.append(command)
-        return Failed()
-
-    monkeypatch.setattr(hybrid.subprocess, "run", run)
-    arguments = ["--on", "machine", "--steps", "3", "--seeds", "4", "--schemes", "hybrid", "--results", str(tmp_path)]
-    assert hybrid.main(arguments) == 1
-    assert len(started) == len(LAYOUTS), "one that fails does not keep the others from running"
-    made = [_row("hybrid", 4, None, 1.0, 2.0).model_copy(update={"id": each}) for each in hybrid_ids()]
-    Store(tmp_path).add(made)
-    assert hybrid.main(arguments) == 0
-    assert len(started) == len(LAYOUTS)
-
-
-def hybrid_ids() -> list[str]:
-    """Digests of the runs above."""
-    return [hybrid.identity(overrides(layout, "hybrid", 4, 3, "gpt_neox_1m"), None) for layout in LAYOUTS]
+    apart = layouts([*rows, _row("hybrid", 0, None, 1.0, 2.0, layout="tp2-pp2-dp2", parameters=7)])
+    assert apart.count("### ") == text.count("### ") + 1, "another size of model is another table"

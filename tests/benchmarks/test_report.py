@@ -15,17 +15,15 @@ from hypothesis import strategies as st
 
 from benchmarks.report import document, write_report
 from benchmarks.report.__main__ import main
-from benchmarks.report.curves import reach
 from benchmarks.report.results import Comparison, choose, read
 from benchmarks.report.series import series_of
-from benchmarks.report.targets import TARGETS, lines, variants
 from benchmarks.rows import Row, line_of, parse_row, read_rows
 from hzero.validation import ConfigError
-from tests.benchmarks.rows import config, everything, main_rows, run, steps, training, write
+from tests.benchmarks.rows import config, everything, long_run, main_rows, steps, write
 from tests.ranks import ROOT
 
 STEM = "2026-11-21-comparison"
-COMMITTED = sorted((ROOT / "benchmarks" / "reports").glob("*-comparison.jsonl"))
+COMMITTED = sorted((ROOT / "benchmarks" / "reports").glob("*.jsonl"))
 LATER = {"date": "2026-11-22T08:00:00+00:00"}
 
 
@@ -53,7 +51,7 @@ def _cells(text: str, part: str, start: str) -> list[str]:
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_file_that_was_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataObject) -> None:
-    first, last = json.dumps(steps("topo")), json.dumps(run("topo", 1, number=60))
+    first, last = json.dumps(steps("topo")), json.dumps(steps("lossless"))
     cut = data.draw(st.integers(1, len(last) - 1))
     again = data.draw(st.booleans())  # a run that was taken up goes on below
     file = tmp_path / "results.jsonl"
@@ -123,22 +121,6 @@ def test_of_several_takes_whole_ones_then_more_schemes_more_rounds_newer_ones_co
     assert _comparison(main_rows()[:-1]).notes == ("main has no row of topo.",)
 
 
-def test_trainings_of_another_job_do_not_mix() -> None:
-    other = run("mild", 1)
-    other["config"]["train"]["lr"] = 0.001
-    trials = [{**run(preset, 1, number=60), **LATER} for preset in ("stock", "topo", "mild")]
-    rows = [run("topo", 1), run("stock", 1), {**run("topo", 1, 0.5), **LATER}, other, *trials]
-    chosen = _comparison(rows)
-    assert [(row.preset, row.losses[-1]) for row in chosen.trainings] == [("stock", 4.0), ("topo", 4.5)]
-    assert "Left out" in chosen.notes[0]
-    # A choice whose settings were changed is not averaged with what it was before.
-    changed = {**run("topo", 1, 0.5), **LATER}
-    changed["config"] = {**changed["config"], "zero": {"preset": "topo", "block_size": 64}}
-    chosen = _comparison([run("stock", 1), run("topo", 1), run("topo", 2), changed])
-    assert [(row.preset, row.seed, row.losses[-1]) for row in chosen.trainings] == [("stock", 1, 4.0), ("topo", 1, 4.5)]
-    assert "topo-seed2" in chosen.notes[0]
-
-
 # --- arithmetic ---
 
 
@@ -164,29 +146,9 @@ def test_tables_have_the_figures_of_the_rows() -> None:
     ]
     assert _cells(text, "## Bandwidth", "scheme")[1:] == ["15 Mbit/s", "50 Mbit/s (main)", "150 Mbit/s"]
     assert _cells(text, "## Codecs", "topo, weights-int4")[1:5] == ["1.125", "1.012", "1.350", "0.900"]
-    assert _cells(text, "## Convergence", "topo")[1:] == [
-        *("1: 4.0300, 2: 4.0700", "4.0500", "0.0400", "1: +0.0300, 2: +0.0500", "+0.0400 (+1.00%)")
+    assert _cells(text, "## Losses", "hzero topo")[1:] == [
+        *("0: 4.0300, 1: 4.0700", "4.0500", "0: +0.0300, 1: +0.0500", "+0.0400 (+1.00%)")
     ]
-
-
-def test_targets_are_met_missed_or_not_judged() -> None:
-    def table(contents: list[dict[str, Any]]) -> list[list[str]]:
-        return lines(variants(_comparison(contents)))
-
-    met = table(everything())
-    assert met[0][1:5] == ["≤ 0.417", "0.312, met", "0.312, met", "0.312, met"]
-    assert met[5][1:3] == ["≤ 0.250", "0.250, met"]  # optimizer states over the world, not the package
-    assert met[-2][2].startswith("+2.0% (") and met[-2][2].endswith(", met")
-    assert met[-1][1:3] == ["not judged", met[-1][2]] and met[-1][2].startswith("-10.0% (")
-    rows = main_rows()
-    rows[-1]["step_s"] = [2.0]
-    rows[-1]["bytes"]["planned"]["gcd"] = 0
-    missed = table(rows)
-    assert missed[0][2] == "0.500, **missed**" and missed[-2][2] == "+inf% (hzero topo, gcd), **missed**"
-    elsewhere = table(main_rows(config=config(accumulation=4)))
-    assert elsewhere[0][2] == "0.312"  # the targets are set for accumulation 2
-    assert table([row for row in main_rows() if row["scheme"] != "topo"])[0][2] == "–"
-    assert len(TARGETS) == 6
 
 
 def _points(contents: list[dict[str, Any]], suite: str) -> list[tuple[Any, str]]:
@@ -212,27 +174,10 @@ def test_series_borrow_points_that_differ_along_the_axis_alone() -> None:
     assert [value for value, _ in _points(rows, "sweep")] == [15, 150, math.inf]
 
 
-def test_time_to_a_loss_takes_steps_of_one_and_step_times_of_the_other() -> None:
-    runs = [run(preset, 1) for preset in ("stock", "lossless", "topo")]
-    for row, level in zip(runs, (4.0, 3.0, 4.5)):
-        row["losses"] = [level] * 100
-    found = reach(_comparison(runs + training()))
-    assert found is not None and found.losses == (4.0,)
-    steps_to = {row.scheme: found.steps_to(row.scheme, 4.0) for row in found.rows}
-    assert steps_to == {"hsdp-node": 1, "zero3-deepspeed": 1, "lossless": 1, "topo": None}
-    text = _text(runs + training())
-    assert _cells(text, "## Time to a loss", "hzero lossless")[1:] == ["2.000", "1 steps, 2 s (0.500)"]
-    other = training()
-    for row in other:
-        row["config"]["train"]["micro_batch"] = 4
-    assert reach(_comparison(runs + other)) is None  # another job
-
-
 def test_a_loss_that_was_not_finite_is_not_hidden() -> None:
-    rows = [run("stock", 1), run("topo", 1)]
+    rows = long_run(0, {"zero3-deepspeed": 4.0, "topo": 4.0})
     rows[1]["losses"][-1] = None
-    text = _text(rows)
-    assert _cells(text, "## Convergence", "topo")[1:3] == ["1: nan", "–"]
+    assert _cells(_text(rows), "## Losses", "hzero topo")[1:3] == ["0: nan", "–"]
     row = steps("topo", losses=[None] * 6, label="hzero | <topo>\n[x]")
     assert _cells(_text([row]), "## Step time", "hzero \\| &lt;topo> [x]")[-1] == "not finite"
 
@@ -240,26 +185,20 @@ def test_a_loss_that_was_not_finite_is_not_hidden() -> None:
 # --- the report ---
 
 
-@pytest.mark.parametrize("rows", COMMITTED, ids=lambda path: path.stem)
-def test_committed_reports_are_those_of_the_committed_rows(rows: Path, tmp_path: Path) -> None:
-    date, name = rows.stem[:10], rows.stem[11:]
-    comparison, files = write_report([rows], tmp_path, name=name, date=date)
-    assert comparison.notes == ()
-    for file in files:
-        committed = rows.parent / file.name
-        if file.suffix == ".png":  # its bytes depend on the fonts and on matplotlib
-            assert committed.is_file() and file.read_bytes().startswith(b"\x89PNG\r\n")
-        else:
-            assert file.read_bytes() == committed.read_bytes()
-    assert {file.name for file in files} == {path.name for path in rows.parent.glob(f"{rows.stem}*")}
+def test_committed_rows_are_readable(tmp_path: Path) -> None:
+    """Whoever has a published report can have its tables again."""
+    for rows in COMMITTED:
+        document(read([rows]), STEM, [])
+    smallest = min(COMMITTED, key=lambda path: path.stat().st_size)
+    files = write_report([smallest], tmp_path, name="again")[1]
     text = files[0].read_text()
-    assert "**Not measured on AMD GPUs.**" in text and len(text.splitlines()) < 350
+    assert all(file.is_file() for file in files) and "**Not measured on AMD GPUs.**" in text
     assert set(re.findall(r"\]\(([^)]+)\)", text)) == {file.name for file in files[1:]}
 
 
 def test_what_was_not_measured_is_left_out() -> None:
-    text = _text([run("stock", 1), run("topo", 1)])
-    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Convergence", "Measurements"]
+    text = _text(long_run(0, {"topo": 4.0}))
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Losses", "Measurements"]
     text = _text([steps("topo", "one", "one,train.seed=3", config=config(schemes=["topo"]))])
     assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Step time", "Bytes", "Memory", "Measurements"]
     assert "{{" not in text and "\n- " not in text
@@ -289,7 +228,6 @@ def test_lines_of_figures_have_the_values_of_their_series() -> None:
         values = list(zip(map(float, edge.get_xdata()), map(float, edge.get_ydata())))
         assert places and set(values) <= set(places)
         assert values == sorted(values) and [y for _, y in values] == sorted((y for _, y in values), reverse=True)
-        assert drawn["convergence"].axes[1].lines[0].get_ydata() == pytest.approx([0.0] * 100)
     finally:
         plt.close("all")
 
@@ -298,7 +236,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Path("in"), [run("stock", 1)])
+    write(Path("in"), long_run(0, {"topo": 4.0}))
     Path("empty").mkdir()
     Path("file").write_text("")
     wrong = {
