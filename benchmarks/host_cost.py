@@ -5,7 +5,7 @@ fake process group ends each at once and moves nothing. Layers are small, so wha
 starting and ending hops. A launch is an operator that reads or writes elements; on a device it is one kernel or one
 copy. Codec operators are one launch each, as their kernels are.
 
-    python benchmarks/host_cost.py [--presets lossless,topo] [--against CHECKOUT] [--report benchmarks/reports]
+    python benchmarks/host_cost.py [--presets lossless,topo]
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -211,32 +208,10 @@ def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     return {name: measure(name, arguments, inside) for name in arguments.presets.split(",")}
 
 
-def measured_in(checkout: Path) -> dict[str, dict[str, float]]:
-    """The same by the hzero of another checkout, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, *sys.argv[1:], "--json"],
-        # torch would load this installation's autoload module from a checkout that may have none.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(checkout.resolve()), "PYTHONWARNINGS": "ignore", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        },
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"--against: {checkout} cannot be measured:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def commit(checkout: Path) -> str:
-    """Its abbreviated commit."""
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-
-
-def table(label: str, found: dict[str, dict[str, float]]) -> list[str]:
+def table(found: dict[str, dict[str, float]]) -> list[str]:
     """Rows of the report."""
     return [
-        f"| {label} | {name} | {row['hops']:.0f} | {row['own'] * 1e3:.1f} | {row['own'] / row['hops'] * 1e6:.0f} "
+        f"| {name} | {row['hops']:.0f} | {row['own'] * 1e3:.1f} | {row['own'] / row['hops'] * 1e6:.0f} "
         f"| {(row['whole'] - row['own'] - row['alone']) * 1e3:.1f} | {row['alone'] * 1e3:.1f} | {row['launches']:.1f} |"
         for name, row in found.items()
     ]
@@ -248,9 +223,7 @@ def main() -> int:
     parser.add_argument("--presets", default="lossless,topo", help="presets to measure (default lossless,topo)")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (default 8)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each preset (default 20)")
-    parser.add_argument("--against", type=Path, help="another checkout of hzero, to measure in the same way")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help="folder to write a dated report into")
     arguments = parser.parse_args()
     for name in arguments.presets.split(","):
         if name not in PRESETS:
@@ -258,15 +231,11 @@ def main() -> int:
     for key in ("layers", "steps"):
         if getattr(arguments, key) < 1:
             parser.error(f"--{key}: found {getattr(arguments, key)}, expected at least 1")
-    if arguments.against is not None and not (arguments.against / "hzero").is_dir():
-        parser.error(f"--against: {arguments.against} is no checkout of hzero")
     found = measured(arguments)
     if arguments.json:
         print(json.dumps(found))
         return 0
-    rows = table(commit(Path(__file__).parents[1]), found)
-    if arguments.against is not None:
-        rows = table(commit(arguments.against), measured_in(arguments.against)) + rows
+    rows = table(found)
     report = "\n".join(
         [
             f"# Host cost of a hop, {datetime.date.today().isoformat()}",
@@ -277,22 +246,17 @@ def main() -> int:
             f"and a bucket, bf16, {ACCUMULATION} micro-steps; medians of {arguments.steps} steps. Times are of the thread's "
             "processor. *DeepSpeed* is the rest of a step: its engine, hooks and optimizer.",
             "",
-            "| commit | preset | hops a step | stage, ms a step | us a hop | DeepSpeed, ms a step | model alone, ms a step "
+            "| preset | hops a step | stage, ms a step | us a hop | DeepSpeed, ms a step | model alone, ms a step "
             "| launches a layer and micro-step |",
-            "|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|",
             *rows,
             "",
             f"Repeat with `python benchmarks/host_cost.py --presets {arguments.presets} --layers {arguments.layers} "
-            f"--steps {arguments.steps}`; `--against` names a checkout to measure too.",
+            f"--steps {arguments.steps}`.",
             "",
         ]
     )
     print(report)
-    if arguments.report is not None:
-        arguments.report.mkdir(parents=True, exist_ok=True)
-        path = arguments.report / f"{datetime.date.today().isoformat()}-host-cost.md"
-        path.write_text(report)
-        print(f"written to {path}", file=sys.stderr)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Every kernel, as `kernel` (into outputs that exist), `operator` (torch.ops.hzero: with checks and allocations), `torch
 eager` and `torch.compile` (the reference), and `DeepSpeed` (its quantizer, on a GPU). The copy and all variants take
-turns. Every output is first compared to the reference's, bit by bit. Writes a report, a roofline plot and all times.
+turns. Every output is first compared to the reference's, bit by bit. Writes a report and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
 """
@@ -21,23 +21,18 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import time
 import timeit
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import matplotlib
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 import hzero
 from hzero.codecs import backends, reference
@@ -47,20 +42,12 @@ from hzero.config import CodecConfig, CodecName
 from hzero.sharding.records import BLOCK_CODECS, RecordFormat
 from hzero.validation import ConfigError, validated
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 PEERS = 4
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 VARIANTS = ("kernel", "operator", "torch eager", "torch.compile", "DeepSpeed")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
-#: Bytes of memory for each byte of the tensor: the reference's float32 buffers, and outputs kept for all rounds.
-MEMORY = 16
-#: An element's arithmetic (docs/payload_format.md). Encoding: magnitude, maximum, quotient, rounding, two limits.
-OPERATIONS = {"encode": 6.0, "decode": 1.0, "decode_sum": 2 - 1 / PEERS, "decode_sum_encode": 2 - 1 / PEERS + 6 / PEERS}
-
 Call = Callable[[], Any]
 #: What to time, what it reads and what it writes.
 Made = tuple[Call, list[torch.Tensor], list[torch.Tensor]]
@@ -92,7 +79,6 @@ class KernelTiming:
     variant: str
     note: str = ""
     moved_bytes: int = 0
-    operations: float = 0.0
     call: Any = None
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -143,10 +129,10 @@ class Bucket:
 
 
 class Suite:
-    """Builds, checks and times the variants; ``bar`` shows which."""
+    """Builds, checks and times the variants."""
 
-    def __init__(self, arguments: argparse.Namespace, bar: Progress) -> None:
-        self.arguments, self.bar = arguments, bar
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.chosen = backends.choice(arguments.device)
         self.groups: list[list[KernelTiming]] = []  # by size and type, the copy first
         self.quantizer: Any = None
@@ -163,13 +149,11 @@ class Suite:
         """Measures everything."""
         rounds = self.arguments.repeats
         plan = list(itertools.product(self.arguments.mib, self.arguments.dtypes))
-        self.bar.add_task("", total=len(plan) * (len(KERNELS) + rounds))
         for mib, dtype in plan:
             bucket = Bucket(self.arguments, mib, dtype)
             group = [self._copy(bucket)]
             for kernel in KERNELS:
                 group += self._checked(bucket, kernel) if kernel.codec in bucket.payloads else []
-                self._show(f"{dtype}, {mib} MiB: checked {kernel}", 1)
             self.groups.append(group)
             timed = [one for one in group if one.call]
             # The fast ones stand next to the copy: a slow one in between would let the machine change.
@@ -178,18 +162,10 @@ class Suite:
                 one.calls = min(max(math.ceil(SAMPLE_S / max(self._sample(one), 1e-9)), 1), MAX_CALLS)
             for index in range(rounds):
                 for one in timed if index % 2 == 0 else reversed(timed):
-                    self._show(f"{dtype}, {mib} MiB, round {index + 1}/{rounds}: {one.kernel}, {one.variant}")
                     one.seconds.append(self._sample(one))
-                self._show(f"{dtype}, {mib} MiB: round {index + 1}/{rounds} done", 1)
+                print(f"{dtype}, {mib} MiB: round {index + 1}/{rounds}", file=sys.stderr, flush=True)
             for one in group:
                 del one.call  # and with it the memory of its outputs
-
-    def _show(self, text: str, steps: int = 0) -> None:
-        task = self.bar.tasks[0]
-        self.bar.update(task.id, description=text, advance=steps)
-        if steps and not self.bar.console.is_terminal:
-            left = "?" if task.time_remaining is None else datetime.timedelta(seconds=round(task.time_remaining))
-            self.bar.console.print(f"{task.completed:.0f}/{task.total:.0f}  {text}, {left} left", highlight=False)
 
     def _sample(self, one: KernelTiming) -> float:
         """Seconds of one call."""
@@ -215,7 +191,6 @@ class Suite:
         expected = tensors(getattr(reference, kernel.operation)(*bucket.inputs(kernel)))
         made = []
         for variant in self.arguments.variants:
-            self._show(f"{bucket.dtype}, {bucket.mib} MiB: checking {kernel}, {variant}")
             made.append(one := KernelTiming(bucket.mib, bucket.dtype, str(kernel), variant))
             try:
                 call, read, outputs = self._made(bucket, kernel, variant)
@@ -230,7 +205,6 @@ class Suite:
                     raise SystemExit(f"kernels.py: {where}: not bit-equal to the reference; nothing is written")
                 one.note = "not bit-equal"
             one.call, one.moved_bytes = call, sum(tensor.nbytes for tensor in (*read, *outputs))
-            one.operations = OPERATIONS[kernel.operation] * bucket.numel
         return made
 
     def _made(self, bucket: Bucket, kernel: Kernel, variant: str) -> Made:
@@ -250,7 +224,7 @@ class Suite:
             inputs = tuple(flat(inputs))
             operation = getattr(torch.ops.hzero, kernel.operation)
         elif variant == "torch.compile":
-            operation = compiled(operation, inputs, self.arguments.compile_timeout)
+            operation = compiled(operation, inputs)
         return functools.partial(operation, *inputs), read, tensors(operation(*inputs))
 
     def _deepspeed(self, bucket: Bucket, kernel: Kernel) -> Made:
@@ -287,26 +261,16 @@ def memcpy(source: torch.Tensor, target: torch.Tensor, threads: int) -> Call:
     return copy if threads == 1 else lambda: list(pool.map(copy, range(threads)))
 
 
-def compiled(function: Callable[..., Any], inputs: Sequence[Any], timeout: float) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
     """The function through torch.compile, compiled for these inputs; `NotMeasuredError` says why that cannot be."""
     warnings.filterwarnings("ignore", module="torch._dynamo")
     # Beyond its limit of versions of a function dynamo runs it eagerly, without a word.
     torch._dynamo.config.cache_size_limit = torch._dynamo.config.accumulated_cache_size_limit = 10_000
     made = torch.compile(function, dynamic=False)
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    # Again every second: an alarm that strikes in a destructor has no effect.
-    signal.setitimer(signal.ITIMER_REAL, timeout, 1.0)
-    started = time.monotonic()
     try:
         made(*inputs)
-    except KeyboardInterrupt:
-        if time.monotonic() - started < timeout:
-            raise  # a person's
-        raise NotMeasuredError(f"not compiled after {timeout:g} s (--compile-timeout)") from None
     except Exception as error:  # a compiler's own
         raise NotMeasuredError(f"does not compile: {reason_of(error)}") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     return made
 
 
@@ -322,24 +286,6 @@ def machine() -> dict[str, str]:
     if compiler := shutil.which(os.environ.get("CXX", "c++")):
         found["compiler found"] = subprocess.getoutput(shlex.join([compiler, "--version"])).partition("\n")[0]
     return found
-
-
-def missing(suite: Suite) -> list[str]:
-    """What was not measured and why, as items of a list."""
-    arguments, lines = suite.arguments, list[str]()
-    reasons: dict[tuple[str, str], list[str]] = {}
-    kernels = [one for _, *others in suite.groups for one in others]
-    for one in kernels:
-        if not one.seconds:
-            reasons.setdefault((one.variant, one.note), []).append(f"{one.kernel} ({one.dtype}, {one.mib} MiB)")
-    for (variant, note), names in reasons.items():
-        which = "all" if len(names) == sum(one.variant == variant for one in kernels) else ", ".join(names)
-        lines.append(f"- {variant}, {which}: {note}.")
-    if arguments.device == "cpu":
-        why = "--device cpu" if torch.cuda.is_available() else "there is no GPU that torch can use"
-        lines.append(f"- Kernels of GPUs: not measured on a device ({why}).")
-    lines += [f"- {variant}: not asked for (--variants)." for variant in VARIANTS if variant not in arguments.variants]
-    return lines or ["- Nothing was left out."]
 
 
 def tables(suite: Suite) -> list[str]:
@@ -368,11 +314,10 @@ def render(suite: Suite, stem: str) -> str:
     arguments = suite.arguments
     threads = f"threads: {arguments.threads}; " if arguments.device == "cpu" else ""
     copied = "libc memcpy into a buffer that exists" if arguments.device == "cpu" else "copy_ on the device"
-    command = ["python", "benchmarks/kernels.py", *["--stochastic"] * arguments.stochastic]
-    for name, value in vars(arguments).items():
-        if name not in ("out", "stochastic"):
-            command += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     rounding = "stochastic rounding" if arguments.stochastic else "rounding to nearest"
+    notes = {
+        f"- {one.variant}, {one.kernel}: {one.note}." for group in suite.groups for one in group if not one.seconds
+    }
     lines = "\n".join
     return f"""# Codec kernels on {arguments.device}, {datetime.date.today().isoformat()}
 
@@ -387,43 +332,13 @@ copy is {copied}, of as many bytes as the tensor has; it moves them twice, and i
 Ratios are medians of the ratios of each round. Every output was bit-equal to the reference's, except where the last
 column says otherwise.
 
-![roofline]({stem}.png)
-
 {lines(tables(suite))}
 ## Not measured
 
-{lines(missing(suite))}
+{lines(sorted(notes)) or "Nothing was left out."}
 
-All times: `{stem}.jsonl`. Repeat with `{shlex.join(command)}`.
+All times: `{stem}.jsonl`. Command: `{shlex.join(["python", *sys.argv])}`.
 """
-
-
-def plot(suite: Suite, path: Path) -> None:
-    """Roofline: moved bytes a second over operations a byte, the copy as the roof; one panel a size and type."""
-    columns, height = len(suite.arguments.dtypes), len(suite.arguments.mib)
-    size = (4.2 * columns + 2.6, 3.6 * height + 0.8)
-    figure, panels = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
-    markers = dict(zip(map(str, KERNELS), "osD^v<>PX*hd"))
-    colours = dict(zip(VARIANTS, plt.rcParams["axes.prop_cycle"].by_key()["color"]))
-    for axes, (copy, *others) in zip(panels.flat, suite.groups):
-        axes.axhline(copy.rate(copy.moved_bytes), color="black")
-        slow, fast = (copy.moved_bytes / limit(copy.seconds) / 1e9 for limit in (max, min))
-        axes.axhspan(slow, fast, color="black", alpha=0.1)
-        for one in (one for one in others if one.seconds):
-            place = (one.operations / one.moved_bytes, one.rate(one.moved_bytes))
-            axes.plot(*place, markers[one.kernel], color=colours[one.variant], alpha=0.8)
-        title = f"{copy.mib} MiB of {copy.dtype}"
-        axes.set(title=title, xscale="log", yscale="log", xlabel="operations a byte moved", ylabel="GB/s moved")
-        axes.set_xticks([0.25, 0.5, 1, 2, 4], labels=["1/4", "1/2", "1", "2", "4"])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3, which="both")
-    keys = [plt.Line2D([], [], color="black", label=f"{suite.groups[0][0].variant} (the roof)")]
-    measured = {one.variant for group in suite.groups for one in group[1:] if one.seconds}
-    keys += [plt.Line2D([], [], color=colours[name], lw=6, label=name) for name in VARIANTS if name in measured]
-    keys += [plt.Line2D([], [], color="gray", ls="", marker=sign, label=name) for name, sign in markers.items()]
-    figure.legend(handles=keys, loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def write(suite: Suite) -> None:
@@ -431,27 +346,18 @@ def write(suite: Suite) -> None:
     arguments = suite.arguments
     device = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name()
     stem = f"{datetime.date.today().isoformat()}-kernels-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
-    plot(suite, arguments.out / f"{stem}.png")
     configuration = {name: value for name, value in vars(arguments).items() if name != "out"}
     lines: list[dict[str, Any]] = [{"machine": machine(), "backend": suite.chosen.name, "configuration": configuration}]
     lines += [vars(one) for group in suite.groups for one in group]
     (arguments.out / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (arguments.out / f"{stem}.md").write_text(report := render(suite, stem))
     print(report)
-    print(f"written to {arguments.out / stem}.md, .png and .jsonl", file=sys.stderr)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+    print(f"written to {arguments.out / stem}.md and .jsonl", file=sys.stderr)
 
 
 def parse() -> argparse.Namespace:
     """The command line, checked."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is any GPU (default cpu)")
     parser.add_argument("--mib", type=int, nargs="+", default=[64], help="sizes of the tensor (default 64)")
     parser.add_argument("--threads", type=int, default=1, help="on processors, of the copy too (default 1)")
@@ -461,18 +367,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=128, help="elements of a scale (default 128)")
     parser.add_argument("--rotation", type=int, default=0, help="elements rotated together: 64 or 128 (default none)")
     parser.add_argument("--stochastic", action="store_true", help="round stochastically")
-    parser.add_argument("--compile-timeout", type=float, default=120, help="seconds for one kernel (default 120)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/reports"), help="folder (default %(default)s)")
     arguments = parser.parse_args()
     positive = {"mib": min(arguments.mib), "threads": arguments.threads, "repeats": arguments.repeats}
-    for name, value in (positive | {"compile-timeout": arguments.compile_timeout}).items():
+    for name, value in positive.items():
         if not value > 0:
             parser.error(f"--{name}: found {value:g}, expected more than 0")
-    if (on_gpu := arguments.device == "cuda") and not torch.cuda.is_available():
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: found cuda, but there is no GPU that torch can use")
-    memory = torch.cuda.mem_get_info()[0] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if max(arguments.mib) * MIB * MEMORY > memory:
-        parser.error(f"--mib: found {max(arguments.mib)}, expected at most {memory // MIB // MEMORY} on this machine")
     try:
         validated(CodecConfig, {"codec": "int8"} | {k: vars(arguments)[k] for k in ("block_size", "rotation")}, "")
         backends.choice(arguments.device)
@@ -490,9 +392,8 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(arguments.threads)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with Progress(console=Console(stderr=True, soft_wrap=True), transient=True) as bar:
-        suite = Suite(arguments, bar)
-        suite.run()
+    suite = Suite(arguments)
+    suite.run()
     write(suite)
 
 

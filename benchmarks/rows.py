@@ -131,20 +131,6 @@ class Memory(Frozen):
         return self.weights + self.gradients + self.optimizer
 
 
-class Breakdown(Frozen):
-    """Seconds of one traced step on rank 0.
-
-    Attributes:
-        step: Of the whole step.
-        operators: During which the main thread was in operators of torch or hzero.
-        collectives: During which a collective ran, possibly in parallel with operators.
-    """
-
-    step: Amount
-    operators: Amount
-    collectives: Amount
-
-
 class _Row(Frozen):
     format: Literal[2] = FORMAT
     suite: str = Field(min_length=1)
@@ -184,7 +170,7 @@ class StepsRow(_Row):
         cpu_s: Processor seconds of all ranks per step.
         fetches: Gathers of each weight per micro-step, on average; None if the engine gathers nothing.
         memory: Of a rank.
-        breakdown: Of the traced step.
+        breakdown: Of the traced step, in older rows.
     """
 
     kind: Literal["steps"] = "steps"
@@ -201,7 +187,7 @@ class StepsRow(_Row):
     cpu_s: Amount
     fetches: Amount | None
     memory: Memory
-    breakdown: Breakdown | None
+    breakdown: dict[str, float] | None = None
 
     @property
     def median_s(self) -> float:

@@ -28,7 +28,7 @@ LAYERS = [
     "hzero.commands",
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.training", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
-    "benchmarks.hybrid", "benchmarks.calibration", "benchmarks.ddp_hooks", "benchmarks.host_cost", "benchmarks.kernels",
+    "benchmarks.hybrid", "benchmarks.calibration", "benchmarks.host_cost", "benchmarks.kernels",
     "benchmarks.memory", "benchmarks.faults", "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
     "examples", "tests",
 ]  # fmt: skip

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.cluster import counters
 from benchmarks.cluster.shape import Cluster
@@ -71,57 +67,42 @@ def patterns(cluster: Cluster) -> list[tuple[Tier, str, list[tuple[int, int]]]]:
     return found
 
 
-def check(cluster: Cluster, seconds: float = 2.0, say: Callable[[str], None] = lambda _: None) -> list[Row]:
+def check(cluster: Cluster, seconds: float = 2.0) -> list[Row]:
     """Measures every tier of a cluster that is set up.
 
     Args:
         cluster: As set up.
         seconds: Time of one measurement.
-        say: Takes a line about what is measured now.
 
     Raises:
         ConfigError: Ranks cannot reach each other, or a counter cannot be read.
     """
-    rows = []
-    for tier, what, pairs in patterns(cluster):
-        say(f"tier {tier}: {what}, {seconds:g} s")
-        rows.append(_measure(cluster, tier, what, pairs, seconds))
-    return rows
+    return [_measure(cluster, tier, what, pairs, seconds) for tier, what, pairs in patterns(cluster)]
 
 
-def print_rows(cluster: Cluster, rows: Sequence[Row], console: Console | None = None) -> None:
+def print_rows(cluster: Cluster, rows: Sequence[Row]) -> None:
     """Prints measurements as a table, and below it any deviations."""
-    console = console or Console(soft_wrap=True)
-    table = Table(title=f"emulated cluster: {cluster.grid}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("tier", "streams", "set", "measured", "of it", "payload", "headers", "acks", "trunk", "stray"):
-        table.add_column(name, justify="left" if name in ("tier", "streams") else "right")
+    print(f"emulated cluster: {cluster}")
+    form = "{:5} {:20} {:>10} {:>10} {:>10} {:>9} {:>9} {:>9} {:>9}".format
+    print(form("tier", "streams", "set", "measured", "payload", "headers", "acks", "trunk", "stray"))
     for row in rows:
-        nominal = row.nominal_mbit
-        table.add_row(
-            row.tier,
-            row.what,
-            "none" if nominal is None else f"{nominal:g}",
-            f"{row.mbit:,.1f}",
-            "" if nominal is None else f"{row.mbit / nominal:.1%}",
-            size_text(row.payload),
+        trunk = "" if row.trunk is None else f"{row.trunk / row.payload - 1:+.2%}"
+        shares = (
             f"{row.senders / row.payload - 1:+.2%}",
             f"{row.receivers / row.payload:+.2%}",
-            "" if row.trunk is None else f"{row.trunk / row.payload - 1:+.2%}",
+            trunk,
             f"{row.stray:,} B",
         )
-    console.print(table)
-    console.print(
-        "set, measured: Mbit/s, headers included and without; headers, acks: what counters of senders and of receivers\n"
-        "show beyond the payload, in % of it; trunk: the same of the trunks, both together; stray: bytes in other tiers",
-        highlight=False,
+        rate = "none" if row.nominal_mbit is None else f"{row.nominal_mbit:g}"
+        print(form(row.tier, row.what, rate, f"{row.mbit:,.1f}", size_text(row.payload), *shares))
+    print(
+        "set, measured: Mbit/s with and without headers; headers, acks, trunk: bytes beyond the payload; stray: in other tiers"
     )
     for row in rows:
         if not row.held:
             slow = row.mbit < (row.nominal_mbit or 0)
-            why = "the processors of this machine are too busy or too slow for it" if slow else "the link is not shaped"
-            console.print(
-                f"tier {row.tier}: {row.mbit:,.1f} Mbit/s instead of {row.nominal_mbit:g}: {why}", highlight=False
-            )
+            why = "the cores of this machine are too busy or too slow for it" if slow else "the link has no limit"
+            print(f"tier {row.tier}: {row.mbit:,.1f} Mbit/s instead of {row.nominal_mbit:g}: {why}")
 
 
 def _measure(cluster: Cluster, tier: Tier, what: str, pairs: list[tuple[int, int]], seconds: float) -> Row:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from benchmarks.cluster import layout, owner
-from benchmarks.cluster.namespace import NAMES, end_occupants, inside, occupants
+from benchmarks.cluster import layout
+from benchmarks.cluster.namespace import NAMES, end_occupants, inside
 from benchmarks.cluster.shape import PREFIX, Cluster
 from hzero.validation import ConfigError
 
@@ -49,64 +51,35 @@ _NEEDS = (
 class Network:
     """An emulated cluster, there from entering the context to leaving it.
 
-    Entering checks what this needs, takes the machine's lock, clears what a process that was killed has left behind, and
-    builds. Leaving tears down, also after errors, and so does entering where building fails. Nothing is made in the
-    machine's own network namespace.
+    Entering checks what this needs, takes the machine's lock, clears what a killed process has left behind, and builds.
+    Leaving tears down, also after errors. Nothing is made in the machine's own network namespace.
 
     Args:
         cluster: What to set up.
-        replace: Whether a network that somebody keeps up (`keep`) may be replaced, where no process runs in it.
 
     Raises:
-        ConfigError: On entering: no root, a tool or a feature of the kernel is missing, or there is another network.
+        ConfigError: On entering: no root, a tool or a feature of the kernel is missing, or another process has a network.
     """
 
-    def __init__(self, cluster: Cluster, *, replace: bool = False) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._replace = replace
-        self._lock = owner.Lock()
-        self._kept = False
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         check_tools()
-        self._lock.take()
-        try:
-            self._refuse_kept()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(str(self.cluster)))
+            stack.callback(_cleared)
             clear()
             check_kernel()
-            self._lock.write(self.cluster, kept=False)
             self._build()
-        except BaseException:
-            self._tear_down()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._kept:
-            self._lock.release()
-        else:
-            self._tear_down()
-
-    def keep(self) -> None:
-        """Lets the network stay when the context is left, until `clear`."""
-        self._kept = True
-        self._lock.write(self.cluster, kept=True)
-
-    def _refuse_kept(self) -> None:
-        there = owner.read()
-        if there is None or not there.kept or not ours():
-            return
-        inhabitants = occupants(ours())
-        if self._replace and not inhabitants:
-            return
-        self._lock.release()  # before the way out that tears down
-        busy = f", and {len(inhabitants)} process(es) run in it, as {min(inhabitants)}" if inhabitants else ""
-        raise ConfigError(
-            f"emulated network: one is up since {there.since} ({there.cluster}){busy}; "
-            "`python -m benchmarks.cluster down` removes it"
-        )
+        self._stack.close()
 
     def _build(self) -> None:
         cluster = self.cluster
@@ -122,15 +95,37 @@ class Network:
         for name in names:
             _wait_for_links(name)
 
-    def _tear_down(self) -> None:
-        if not self._lock.held:
-            return
-        with _undisturbed():
-            try:
-                clear()
-                self._lock.erase()
-            finally:
-                self._lock.release()
+
+@contextlib.contextmanager
+def locked(what: str) -> Iterator[None]:
+    """Holds the machine's lock on emulated networks, which ends with this process however that ends.
+
+    Args:
+        what: Is set up, for the message of another process.
+
+    Raises:
+        ConfigError: Another process has the lock (named), or the file cannot be opened.
+    """
+    path = Path("/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()) / "hzero-cluster.lock"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} ({what})".encode(), 0)
+        yield
+    except BlockingIOError:
+        who = os.pread(handle, 1 << 12, 0).decode(errors="replace") or "another process"
+        raise ConfigError(f"emulated network: in use by {who}; wait for it, or end it: it clears up") from None
+    finally:
+        os.close(handle)  # the file stays: removing it would let two processes lock two files of one name
+
+
+def _cleared() -> None:
+    with _undisturbed():
+        clear()
 
 
 def ours() -> list[str]:
@@ -143,8 +138,6 @@ def ours() -> list[str]:
 
 def clear() -> list[str]:
     """Removes every namespace of an emulated cluster, with its links, and ends the processes in them first.
-
-    Asks nobody: `clear_unowned` is for people.
 
     Returns:
         What was removed; empty where there was nothing.
@@ -160,22 +153,15 @@ def clear() -> list[str]:
     return [*ended, *(f"namespace {name}" for name in names)]
 
 
-def clear_unowned() -> list[str]:
-    """`clear`, unless a process that lives has the network.
+def clear_left() -> list[str]:
+    """Does what `clear` does, unless a process that lives has the network.
 
     Raises:
         ConfigError: One has it (named), or no root, or ip is missing.
     """
     check_tools()
-    lock = owner.Lock()
-    lock.take()
-    try:
-        with _undisturbed():
-            removed = clear()
-            lock.erase()
-        return removed
-    finally:
-        lock.release()
+    with locked("tearing down"), _undisturbed():
+        return clear()
 
 
 def check_tools() -> None:

@@ -121,7 +121,5 @@ def deepspeed_config(job: Job, hpz: Scope | None, block: dict[str, Any] | None) 
     if train["dtype"] != "fp32":
         config[train["dtype"]] = {"enabled": True}
     if block is not None:
-        grid = job.grid
-        topology = {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
-        config["zero_optimization"]["hzero"] = {**block, "topology": topology}
+        config["zero_optimization"]["hzero"] = {**block, "topology": job.topology}
     return config

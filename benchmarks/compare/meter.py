@@ -34,7 +34,7 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield one
 
 
-def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
+def traced(step: Callable[[], Any], path: Path | None) -> int:
     """Runs a step under torch's profiler.
 
     Args:
@@ -42,9 +42,7 @@ def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
         path: Where to write the Chrome trace, gzipped; None writes none.
 
     Returns:
-        ``peak``: maximum bytes of live tensors beyond those at the start. ``breakdown``: seconds of the
-        step in all (``step``), of the main thread inside operators of torch and hzero (``operators``), and with a
-        collective under way (``collectives``, which may run beside operators).
+        Maximum bytes of live tensors beyond those at the start.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -55,7 +53,7 @@ def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
         with open(plain, "rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
         plain.unlink()
-    return {"peak": _peak(profiler), "breakdown": _breakdown(profiler)}
+    return _peak(profiler)
 
 
 def _peak(profiler: Any) -> int:
@@ -65,34 +63,3 @@ def _peak(profiler: Any) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
-
-
-def _breakdown(profiler: Any) -> dict[str, float]:
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() != "[memory]"]
-    begun = min(event.start_ns() for event in events)
-    ended = max(event.start_ns() + event.duration_ns() for event in events)
-    main = max(
-        {event.start_thread_id() for event in events},
-        key=lambda thread: sum(event.start_thread_id() == thread for event in events),
-    )
-    collectives, operators = [], []
-    for event in events:
-        span = (event.start_ns(), event.start_ns() + event.duration_ns())
-        if "gloo:" in event.name():
-            collectives.append(span)
-        elif event.start_thread_id() == main and event.name().startswith(("aten::", "hzero::")):
-            operators.append(span)
-    return {
-        "step": (ended - begun) / 1e9,
-        "operators": _covered(operators) / 1e9,
-        "collectives": _covered(collectives) / 1e9,
-    }
-
-
-def _covered(spans: list[tuple[int, int]]) -> int:
-    """Length of the union of spans."""
-    total, reached = 0, 0
-    for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0)
-        reached = max(reached, end)
-    return total

@@ -34,6 +34,12 @@ class Job:
         """Type of the weights in kernels and on the wires."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.train["dtype"]]
 
+    @property
+    def topology(self) -> dict[str, int]:
+        """The grid as hzero's configurations declare it."""
+        grid = self.grid
+        return {"nodes": grid.nodes, "gpus_per_node": grid.gpus_per_node, "gcds_per_gpu": grid.gcds_per_gpu}
+
     def build(self) -> torch.nn.Module:
         """The float32 model, equal on all ranks. Its weights are rounded to `dtype`, so that all schemes start equal."""
         built: torch.nn.Module = build(self.model, self.train["seed"])

@@ -19,6 +19,7 @@ class _Entry(Frozen):
 
 class _Ddp(_Entry):
     engine: Literal["ddp"]
+    hook: Literal["fp16", "powersgd"] | dict[str, Any] | None = None
 
 
 class _Fsdp(_Entry):
@@ -69,7 +70,7 @@ def build(entry: dict[str, Any], job: Job) -> Scheme:
         from benchmarks.compare.torch_schemes import Ddp, Fsdp
 
         if entry["engine"] == "ddp":
-            return Ddp(job)
+            return Ddp(job, entry.get("hook"))
         return Fsdp(job, entry.get("shard", "world"), entry.get("reshard_after_forward"))
     from benchmarks.compare.deepspeed_schemes import DeepSpeedZero3
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import hzero
 from benchmarks.compare.scheme import Job, Scheme, tensor_bytes
 from hzero.config import Scope
 
@@ -48,13 +50,23 @@ class Ddp(_TorchScheme):
 
     Args:
         job: Shared by all schemes.
+        hook: torch's hook ``fp16`` or ``powersgd``, or the configuration of hzero's (`hzero.collectives.DdpState`).
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, hook: str | dict[str, Any] | None = None) -> None:
         super().__init__(job)
-        megabytes = job.bucket_numel * 4 / 2**20
+        # PowerSGD starts its second collective in a callback, which on gloo runs in another order on every rank.
+        megabytes = job.bucket_numel * 4 / 2**20 if hook != "powersgd" else 1000.0
         self._ddp = DistributedDataParallel(self._module, bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
-        if job.dtype == torch.bfloat16:
+        if hook == "fp16":
+            self._ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+            self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif isinstance(hook, dict):
+            own = hzero.collectives.DdpState({**hook, "topology": job.topology})
+            self._ddp.register_comm_hook(own, hzero.collectives.ddp_hook)
+        elif job.dtype == torch.bfloat16:
             self._ddp.register_comm_hook(None, lambda _, bucket: _narrow_all_reduce(bucket))
         self._optimizer = job.adamw(self._ddp.parameters())
 

@@ -24,7 +24,7 @@ def step_bytes(
     reduce_scatter: str,
     fetches: float = 2,
 ) -> dict[Tier, float]:
-    """Bytes that all ranks send in one optimizer step, by tier; tiers of size 1 are left out.
+    """Bytes that all ranks send in one optimizer step, by tier; tiers of size 1 are left out. Empty with a hook of DDP.
 
     Args:
         scheme: The catalog's entry.
@@ -37,6 +37,8 @@ def step_bytes(
             for backward.
     """
     grid = cluster.grid
+    if scheme.get("hook"):
+        return {}
     if scheme["engine"] == "hzero":
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(BASE_TIERS, 0.0)
@@ -54,7 +56,7 @@ def step_bytes(
 
 def engine_of(entry: dict[str, Any]) -> Scheme:
     """A catalog entry of another engine than hzero as the model knows it."""
-    keys = {key: value for key, value in entry.items() if key not in ("label", "reshard_after_forward")}
+    keys = {key: value for key, value in entry.items() if key not in ("label", "hook", "reshard_after_forward")}
     return Scheme(**keys, reshard=entry.get("reshard_after_forward"))
 
 

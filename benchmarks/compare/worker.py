@@ -89,7 +89,7 @@ class _Turns:
             for step in range(self._config["warmup"]):
                 if step == 1 and self._rank == 0:
                     path = self._work.traces / f"{name}.json.gz" if self._work.traces else None
-                    self._measured[name] |= meter.traced(functools.partial(self._step, name), path)
+                    self._measured[name]["peak"] = meter.traced(functools.partial(self._step, name), path)
                 else:
                     self._step(name)
             kept = sum(meter.live_storages().values()) - before
@@ -158,7 +158,6 @@ class _Turns:
                 "cpu_s": sum(one[name]["cpu_s"] for one in everyones) / rounds,
                 "fetches": self._schemes[name].fetches(),
                 "memory": {**memory, "peak": self._measured[name].get("peak")},
-                "breakdown": self._measured[name].get("breakdown"),
             }
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,6 @@ _MARKERS = "osD^vPX*<>hpd8H1234+x"
 _HATCH = "///"
 _AXES = {
     "accumulation": "micro-steps per step",
-    "nodes_weak": "nodes, equal work per rank",
-    "nodes_strong": "nodes, equal work in total",
     "sweep": "Mbit/s between nodes",
 }
 DPI = 110
@@ -81,24 +79,17 @@ def figures(comparison: Comparison) -> dict[str, Any]:
     for result in comparison.detailed()[:1]:
         found["step-time"] = step_time(result)
         found["bytes"] = traffic(result)
-    suites = ("accumulation", "nodes_weak", "nodes_strong", "sweep")
-    series = {suite: one for suite in suites if (one := series_of(comparison, suite))}
+    series = {suite: one for suite in ("accumulation", "sweep") if (one := series_of(comparison, suite))}
     if "accumulation" in series:
-        found["accumulation"] = _lines(
-            [series["accumulation"]], [("tokens/s, all ranks", _values(lambda row: row.tokens_per_s))]
-        )
+        found["accumulation"] = _lines(series["accumulation"], "tokens/s, all ranks", lambda row: row.tokens_per_s)
         found["accumulation"].axes[0].set_ylim(bottom=0)
         found["memory"] = memory(series["accumulation"])
-    nodes = [series[suite] for suite in suites[1:3] if suite in series]
-    if nodes:
-        per_rank = _values(lambda row: row.tokens_per_s / row.world_size)
-        found["nodes"] = _lines(nodes, [("tokens/s per rank", per_rank), ("the same over 1 node", Series.efficiency)])
-        for axes in found["nodes"].axes[: len(nodes)]:
-            _logarithmic(axes)
-        found["nodes"].axes[-1].set_ylim(bottom=0)
     if "sweep" in series:
-        found["sweep"] = _lines([series["sweep"]], [("step time, s (median)", _values(lambda row: row.median_s))])
-        _logarithmic(found["sweep"].axes[0])
+        found["sweep"] = _lines(series["sweep"], "step time, s (median)", lambda row: row.median_s)
+        axes = found["sweep"].axes[0]
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     return found
 
 
@@ -164,43 +155,23 @@ def _title(what: str, result: Result) -> str:
     return f"{what}: {shape}, {shown} Mbit/s, accumulation {result.config.train.accumulation}"
 
 
-def _values(of: Callable[[StepsRow], float]) -> Callable[[Series, str], dict[Any, float]]:
-    return lambda series, scheme: {value: of(row) for value, row in series.of(scheme).items()}
-
-
-def _lines(series: Sequence[Series], values: Sequence[tuple[str, Callable[[Series, str], Mapping[Any, float]]]]) -> Any:
-    """Lines by scheme over a logarithmic axis: a column of panels per series, a row of them per quantity."""
-    size = (3.4 + 4.2 * len(series), 0.6 + 3.4 * len(values))
-    figure, panels = plt.subplots(
-        len(values), len(series), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
-    )
-    handles: dict[str, Any] = {}
-    style = styles([row for one in series for row in one.schemes()])
-    for (name, of), line in zip(values, panels):
-        for one, axes in zip(series, line):
-            ticks = [value for value, _ in one.points]
-            last = 2 * max((value for value in ticks if math.isfinite(value)), default=0.5)  # no limit: rightmost
-            for row in one.schemes():
-                found = of(one, row.scheme)
-                (drawn,) = axes.plot([min(x, last) for x in found], list(found.values()), **style[row.scheme].line)
-                handles.setdefault(row.label, drawn)
-            axes.set_xscale("log", base=2)
-            names = [f"{value:g}" if math.isfinite(value) else "no limit" for value in ticks]
-            axes.set_xticks([min(value, last) for value in ticks], names)
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-        line[0].set_ylabel(name)
-    for one, axes in zip(series, panels[-1]):
-        axes.set_xlabel(_AXES[one.suite])
-    figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8.5)
+def _lines(series: Series, name: str, of: Callable[[StepsRow], float]) -> Any:
+    """A line for each scheme over the logarithmic axis of a series."""
+    figure, axes = plt.subplots(figsize=(7.6, 4.0), layout="constrained")
+    style = styles(series.schemes())
+    ticks = [value for value, _ in series.points]
+    last = 2 * max((value for value in ticks if math.isfinite(value)), default=0.5)  # no limit: rightmost
+    for row in series.schemes():
+        places = {min(value, last): of(one) for value, one in series.of(row.scheme).items()}
+        axes.plot(list(places), list(places.values()), label=row.label, **style[row.scheme].line)
+    axes.set_xscale("log", base=2)
+    names = [f"{value:g}" if math.isfinite(value) else "no limit" for value in ticks]
+    axes.set_xticks([min(value, last) for value in ticks], names)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set(xlabel=_AXES[series.suite], ylabel=name)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
     return figure
-
-
-def _logarithmic(axes: Any) -> None:
-    """Logarithmic upwards, with plain numbers at 1, 2 and 5."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
 
 
 def memory(series: Series) -> Any:

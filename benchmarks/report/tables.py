@@ -88,7 +88,7 @@ def _loss(result: Result, row: StepsRow) -> str:
 
 def differences(row: StepsRow) -> dict[Tier, float]:
     """Measured bytes over planned ones minus 1, by tier; infinite where bytes moved that no plan has."""
-    pairs = {tier: (row.bytes.measured.get(tier, 0.0), row.bytes.planned.get(tier, 0.0)) for tier in row.bytes.measured}
+    pairs = {tier: (row.bytes.measured.get(tier, 0.0), planned) for tier, planned in row.bytes.planned.items()}
     return {
         tier: measured / planned - 1 if planned else math.inf
         for tier, (measured, planned) in pairs.items()
