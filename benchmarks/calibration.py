@@ -1,7 +1,6 @@
 """Calibrates the performance model on measured rows, and compares it with those and with others.
 
     python -m benchmarks.calibration             # fit, and compare with the constants of the profiles
-    python -m benchmarks.calibration_report      # write benchmarks/reports/DATE-model.md
 
 Published rows stand in ``measured_rows.yaml``: constants are fit on those marked C; those marked K are only compared with.
 The emulated cluster is fit on the suite ``main`` of a report and its measurement without limits; all other rows check.

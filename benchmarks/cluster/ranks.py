@@ -11,9 +11,9 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from benchmarks.cluster import namespace
@@ -85,15 +85,12 @@ def run_ranks(work: Callable[[], None], environments: Sequence[Mapping[str, str]
             process = context.Process(target=_become, args=(work, rank, variables, logs / f"rank{rank}.log"))
             process.start()
             processes.append(process)
-        running = {process.sentinel: rank for rank, process in enumerate(processes)}
-        while running:
-            for sentinel in wait(list(running)):
-                assert isinstance(sentinel, int)
-                rank = running.pop(sentinel)
-                processes[rank].join()
-                if code := processes[rank].exitcode:
-                    _report(rank, code, logs)
-                    return 1
+        while any(process.exitcode is None for process in processes) and not any(p.exitcode for p in processes):
+            time.sleep(0.05)  # a sentinel of multiprocessing ends with an exec
+        for rank, process in enumerate(processes):
+            if process.exitcode:
+                _report(rank, process.exitcode, logs)
+                return 1
         return 0
     finally:
         for process in processes:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster import owner
-from benchmarks.cluster.network import check_kernel, check_tools, clear, ours
+from benchmarks.cluster.network import check_kernel, check_tools, clear, locked
 from hzero.validation import ConfigError
 
 
@@ -27,15 +26,8 @@ def emulated_network() -> Iterator[None]:
 def _check_network() -> None:
     try:
         check_tools()
-        lock = owner.Lock()
-        lock.take()
-        try:
-            there = owner.read()
-            if ours() and there is not None and there.kept:
-                pytest.skip("somebody keeps an emulated network up")
+        with locked("tests"):
             clear()  # of an earlier test that was killed: a network of somebody who lives has the lock
             check_kernel()
-        finally:
-            lock.release()
     except ConfigError as error:
         pytest.skip(str(error))

@@ -112,7 +112,6 @@ def steps(scheme: str, suite: str = "main", name: str = "main", scale: float = 1
             "kept": 0,
             "peak": None,
         },
-        "breakdown": {"step": 1.2, "operators": 0.35, "collectives": 0.8} if engine == "hzero" else None,
         **more,
     }
 

@@ -98,6 +98,13 @@ def check_schemes_in_bfloat16_stay_close_to_ddp() -> None:
         assert 0.1 < gradients < (2 if name == "topo-feedback" else 0.9), (name, gradients)  # residuals count
 
 
+def check_hooks_of_ddp_train_as_ddp_does() -> None:
+    _, expected = _one("ddp", "fp32")
+    for name, tolerance in (("ddp-fp16", 1e-3), ("ddp-powersgd", 1e-1), ("ddp-none", 1e-5), ("ddp-int8", 1e-2)):
+        _, losses = _one(name, "fp32")
+        assert all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(losses, expected)), (name, losses, expected)
+
+
 def check_memory_and_traces_are_those_of_a_step() -> None:
     before = sum(meter.live_storages().values())
     scheme, _ = _one("fsdp2", "bf16")
@@ -107,9 +114,7 @@ def check_memory_and_traces_are_those_of_a_step() -> None:
     found = meter.traced(lambda: scheme.step(_batches(), 1e-2), path if dist.get_rank() == 0 else None)
     assert path.exists() == (dist.get_rank() == 0)
     # A step holds at least the weights and the gradients of its largest group whole, in bfloat16.
-    assert found["peak"] > 2 * 2 * 2 * 263 * 32
-    parts = found["breakdown"]
-    assert 0 < parts["operators"] < parts["step"] and 0 < parts["collectives"] <= parts["step"]
+    assert found > 2 * 2 * 2 * 263 * 32
 
 
 def check_other_reduce_scatters_give_the_same_sums() -> None:

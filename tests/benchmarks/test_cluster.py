@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cluster import check, counters, layout, namespace, network, owner, stream
+from benchmarks.cluster import check, counters, layout, namespace, network, stream
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, check_kernel, check_tools, clear, ours
 from benchmarks.cluster.ranks import environment_on
@@ -191,24 +191,6 @@ def test_a_missing_namespace_is_one_line() -> None:
             call("hzero-r99")
 
 
-def test_the_lock_names_who_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(owner, "path", lambda: tmp_path / "lock")
-    assert owner.read() is None
-    first, cluster = owner.Lock(), cluster_of((2, 2, 2))
-    first.take()
-    first.write(cluster, kept=False)
-    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} since .*2 nodes x 2 GPUs x 2 GCDs"):
-        owner.Lock().take()
-    found = owner.read()
-    assert found and (found.pid, found.kept, found.cluster, found.live) == (os.getpid(), False, cluster, True)
-    first.release()
-    found = owner.read()
-    assert found and not found.live
-    for text in ("", "{", "[]", '{"pid": 1}', '{"pid": 1, "since": "", "kept": true, "cluster": {}}'):
-        (tmp_path / "lock").write_text(text)
-        assert owner.read() is None
-
-
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     with pytest.raises(ConfigError, match="no command 'ip'; install iproute2"):
@@ -254,13 +236,13 @@ def test_what_is_measured_uses_the_links_of_its_tier() -> None:
     [
         ("check --shape 2x2", "--shape: found '2x2', expected nodes x GPUs x GCDs"),
         ("check --shape 0x2x2", "--shape.nodes: found 0"),
-        ("up --shape 9x9x9", "--shape: found 9x9x9, 729 ranks"),
-        ("up --rates 1,2", "--rates: found '1,2'"),
+        ("check --shape 9x9x9", "--shape: found 9x9x9, 729 ranks"),
+        ("check --rates 1,2", "--rates: found '1,2'"),
         ("run --rates 1,2,fast -- true", "--rates.node: found 'fast'"),
         ("run --rates nan,1,1 -- true", "--rates.gcd: found nan"),
         ("run", "run: no COMMAND"),
         ("check --seconds 0", "--seconds: found 0.0"),
-        ("up -- true", "up takes no --"),
+        ("check -- true", "check takes no --"),
         ("start", "invalid choice: 'start'"),
     ],
 )
@@ -309,13 +291,14 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
         begun = time.monotonic()
         stream.transfer(cluster, [(0, 4)], size=4 * size)
         assert time.monotonic() - begun > 0.8 * 4 * size * 8 / 200e6
-        found = owner.read()
-        assert found and found.cluster == cluster
         assert counters.dropped(cluster) == 0
-        with pytest.raises(ConfigError, match="in use by process"), Network(cluster):
+        with (
+            pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} \(2 nodes x 2 GPUs x 2 GCDs"),
+            Network(cluster),
+        ):
             pass
         assert len(ours()) == 11
-    assert ours() == [] and clear() == [] and owner.read() is None
+    assert ours() == [] and clear() == []
 
 
 @pytest.mark.usefixtures("emulated_network")
@@ -329,11 +312,11 @@ def test_a_network_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.Monke
         Network(Cluster.from_text("1x1x2", "none")),
     ):
         pass
-    assert ours() == [] and owner.read() is None
+    assert ours() == []
 
 
 @pytest.mark.usefixtures("emulated_network")
-def test_what_a_killed_owner_leaves_is_cleared_by_the_next() -> None:
+def test_what_a_killed_process_leaves_is_cleared(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import subprocess, time\n"
         "from benchmarks.cluster.network import Network\n"
@@ -353,34 +336,14 @@ def test_what_a_killed_owner_leaves_is_cleared_by_the_next() -> None:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
     assert "hzero-r1" in ours()
-    with Network(Cluster.from_text("1x1x2", "none")):
-        assert namespace.occupants(ours()) == {} and not _alive(left)
-    assert ours() == []
+    assert main(["down"]) == 0
+    assert ours() == [] and not _alive(left) and f"removed: process {left} in hzero-r1" in capsys.readouterr().out
 
 
 def _alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
-
-
-@pytest.mark.usefixtures("emulated_network")
-def test_up_stays_until_down(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert main(["up", "--shape", "1x1x2", "--rates", "none"]) == 0
-        assert main(["status"]) == 0 and main(["counters"]) == 0
-        assert "up: 1 node x 1 GPU x 2 GCDs; gcd not shaped" in capsys.readouterr().out
-        assert main(["run", "--shape", "1x1x2", "--", "true"]) == 2
-        assert "one is up since" in capsys.readouterr().err
-        within = subprocess.Popen(["nsenter", "--net=/run/netns/hzero-r1", "sleep", "60"])
-        _until(lambda: within.pid in namespace.occupants(ours()), "a process in the namespace")
-        assert main(["up", "--shape", "1x2x1", "--rates", "none"]) == 2
-        assert f"1 process(es) run in it, as {within.pid}" in capsys.readouterr().err
-    finally:
-        assert main(["down"]) == 0
-    assert within.wait(10) == -signal.SIGTERM
-    assert main(["down"]) == 0 and main(["status"]) == 1
-    assert "nothing was up\nnothing is up\n" in capsys.readouterr().out and ours() == []
 
 
 @pytest.mark.usefixtures("emulated_network")

@@ -240,7 +240,7 @@ def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     links = {"gcd": 4, "node": 2}
     for row in rows:
         assert {"hzero", "torch", "deepspeed"} <= set(row.versions)
-        assert row.cpu_s > 0 and row.breakdown.operators > 0
+        assert row.cpu_s > 0 and row.memory.peak > 0
         for tier, many in links.items():
             assert row.bytes.measured[tier] / many <= row.busiest[tier] * 1.001 <= 1.001 * row.bytes.measured[tier]
         assert len(row.step_s) == 2 and len(row.losses) == 4 and row.world_size == 4

@@ -23,7 +23,7 @@ from tests.benchmarks.rows import config, everything, long_run, main_rows, steps
 from tests.ranks import ROOT
 
 STEM = "2026-11-21-comparison"
-COMMITTED = sorted((ROOT / "benchmarks" / "reports").glob("*.jsonl"))
+COMMITTED = sorted(path for path in (ROOT / "benchmarks" / "reports").glob("*.jsonl") if "kernels" not in path.name)
 LATER = {"date": "2026-11-22T08:00:00+00:00"}
 
 
@@ -221,8 +221,6 @@ def test_lines_of_figures_have_the_values_of_their_series() -> None:
         ]
         topo = drawn["sweep"].axes[0].lines[-1]
         assert (list(topo.get_xdata()), list(topo.get_ydata())) == ([15, 50, 150], [1.875, 1.25, 1.125])
-        efficiency = drawn["nodes"].axes[2].lines[0]
-        assert list(efficiency.get_ydata()) == [1.0, 0.5, 0.125]
         edge, *points = drawn["memory"].axes[0].lines
         places = [(float(point.get_xdata()[0]), float(point.get_ydata()[0])) for point in points]
         values = list(zip(map(float, edge.get_xdata()), map(float, edge.get_ydata())))
