@@ -28,7 +28,7 @@ COMMANDS = {
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
     "presets": ("hzero.plan.presets:run_presets", "list the presets: bytes, memory, and when to take each"),
     "doctor": (
-        "hzero.doctor.command:run_doctor",
+        "hzero.commands.doctor:run_doctor",
         "check this machine, its ranks, and a DeepSpeed configuration (JSON)",
     ),
     "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from benchmarks.rows import read_rows
 from hzero import block
+from hzero.commands.ds_config import examine_config, read_config
 from hzero.config import PRESETS
-from hzero.doctor.configuration import examine_configuration, read_configuration
-from hzero.doctor.verdict import Findings
 from hzero.parsing import parse_config
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
+from hzero.topology.machine import Machine
 from hzero.topology.resolve import resolve_grid
 from hzero.train import checkpoint, examples, folder, report, runs
 from hzero.validation import ConfigError
@@ -109,7 +109,7 @@ def test_what_is_damaged_here_is_good(hostile_run: Path, tmp_path: Path) -> None
     assert "int8" in report._page([runs.read_run(hostile_run)], []) and folder.finished(hostile_run)
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(DEEPSPEED))
-    assert block.find(read_configuration(path)) == BLOCK
+    assert block.find(read_config(path)) == BLOCK
 
 
 @quick
@@ -129,10 +129,16 @@ def test_blocks(value: Any) -> None:
 def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_bytes(content)
-    _ours(lambda: read_configuration(path), str(path))
+    _ours(lambda: read_config(path), str(path))
     for given_as in (str(path), base64.urlsafe_b64encode(content).decode()):
         _ours(lambda given_as=given_as: block.find(given_as), "hzero", "hz")  # type: ignore[misc]
-    _ours(lambda: examine_configuration(path, None, 1, Findings(), {}), str(path), "hzero")
+    found: list[str] = []
+
+    def examine() -> None:
+        found.extend(text for _, text in examine_config(path, read_config(path), Machine("none", ()), 2, None)[1])
+
+    _ours(examine, str(path))
+    assert all("\n" not in text and len(text) < 5000 for text in found)
 
 
 @pytest.fixture(scope="module")

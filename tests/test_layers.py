@@ -24,7 +24,7 @@ LAYERS = [
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
     "hzero.model", "hzero.settings", "hzero.commands.experiment", "hzero.plan", "hzero.slurm",
-    "hzero.train", "hzero.bench", "hzero.doctor", "hzero.run",
+    "hzero.train", "hzero.bench", "hzero.run",
     "hzero.commands",
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.training", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
@@ -34,7 +34,7 @@ LAYERS = [
 ]  # fmt: skip
 
 #: Layers of hzero that may import DeepSpeed.
-WITH_DEEPSPEED = {"hzero.zero", "hzero.train"}
+WITH_DEEPSPEED = {"hzero.zero", "hzero.train", "hzero.commands"}
 
 #: What takes the name of a module as a string.
 IMPORTERS = {"import_module", "__import__", "files", "importorskip", "find_spec"}

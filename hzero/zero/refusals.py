@@ -194,11 +194,14 @@ def check_read(config: DeepSpeedConfig, block: HZeroConfig) -> None:
         autotp.check(config, block)
 
 
-def check_written(config: Mapping[str, Any]) -> DeepSpeedConfig:
+def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:
     """`check_block` and `check_read` of a configuration as it is written, before there are ranks.
 
-    Values "auto" are left out, since a client will fill them in, and ``train_batch_size``, which depends on the number of
-    ranks.
+    Values "auto" are left out, since a client will fill them in, and ``train_batch_size`` if the number of ranks is not known.
+
+    Args:
+        config: The configuration.
+        ranks: Ranks that will share a batch; None if that is not known.
 
     Returns:
         The configuration, as DeepSpeed has read it.
@@ -210,16 +213,29 @@ def check_written(config: Mapping[str, Any]) -> DeepSpeedConfig:
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     block = find(config)
     parsed = None if block is None else check_block(block)
-    without = {**sizes, **_filled_in(config if block is None else lifted(config, block))}
-    without.pop("train_batch_size", None)
+    without = _filled_in(config if block is None else lifted(config, block))
+    if ranks is None:
+        without = {**sizes, **without}
+        without.pop("train_batch_size", None)
+    elif not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(without):
+        without["train_micro_batch_size_per_gpu"] = 1
     if "stage" in (config.get(PARENT) or {}) and "stage" not in without[PARENT]:
         without[PARENT]["stage"] = 3  # DeepSpeed's default is not the value that the client fills in
-    read = DeepSpeedConfig(without)
+    read = DeepSpeedConfig(without) if ranks is None else _config_of(ranks)(without)
     if parsed is not None:
         check_read(read, parsed)
         if read.zero_config.stage == 1:
             check_pipeline(read, parsed)
     return read
+
+
+def _config_of(ranks: int) -> type[DeepSpeedConfig]:
+    """DeepSpeed's configuration of a run on this number of ranks, which it would ask the process group for."""
+
+    class Config(DeepSpeedConfig):  # type: ignore[misc]
+        world_size = property(lambda self: ranks, lambda self, asked: None)
+
+    return Config
 
 
 def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:

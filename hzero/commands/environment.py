@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hzero.doctor.verdict import DEGRADED, UNUSABLE, Findings
+from hzero.commands.ds_config import DEGRADED, UNUSABLE, Finding
 from hzero.topology.machine import Machine
 
 #: A machine with Slingshot that is none of those with a guide of their own.
@@ -79,56 +79,42 @@ def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
     return next((name for name in (named, cluster.lower()) if name in SITES), OTHER)
 
 
-def examine_environment(
-    findings: Findings, environ: Mapping[str, str] = os.environ, nodes: int | None = None, site: str = OTHER
-) -> list[dict[str, Any]]:
-    """One row per variable: the value found, the value expected, why, and a remark where they differ.
+def examine_environment(findings: list[Finding], site: str, nodes: int = 1) -> list[dict[str, Any]]:
+    """One row for each variable that is not as it should be, and for RCCL's plug-in if it is missing.
 
     Args:
-        findings: Takes what is not as it should be.
-        environ: The environment.
-        nodes: Nodes of the job; None where that is not known.
+        findings: Takes the same as lines.
         site: One of `SITES`.
+        nodes: Nodes of the job.
     """
-    rows: list[tuple[str, str | None, str, str, str]] = []
+    rows: list[dict[str, Any]] = []
     for variable in (variable for variable in VARIABLES if site in variable.sites):
-        found = environ.get(variable.name)
+        found = os.environ.get(variable.name)
         good = any(fnmatch.fnmatchcase(found, value) for value in variable.good) if found else not variable.good
-        good |= (variable.name, found) == _ONE_NODE and nodes in (None, 1)
-        stands = "is not set" if found is None else f"is {found!r}"
-        wanted = variable.good[0] if variable.good else "not set"
-        remark = "" if good else f"{variable.name} {stands}, expected {wanted}: {variable.reason}"
-        if remark:
-            findings.add(UNUSABLE if found in variable.fatal else DEGRADED, remark)
-        rows.append((variable.name, found, wanted, variable.reason, remark))
-    if site != "lumi":  # whose container brings the plug-in
-        rows.append(_plugin_row(findings, environ))
-    return [dict(zip(("name", "found", "expected", "reason", "remark"), row)) for row in rows]
-
-
-def _plugin_row(findings: Findings, environ: Mapping[str, str]) -> tuple[str, str | None, str, str, str]:
-    plugin = rccl_plugin(environ)
-    remark = ""
-    if plugin is None and environ.get("NCCL_NET") != "Socket":
-        required = environ.get("NCCL_NET") in ("OFI", "AWS Libfabric")
+        if good or ((variable.name, found) == _ONE_NODE and nodes == 1):
+            continue
+        state, wanted = f"is {found!r}" if found is not None else "is not set", (*variable.good, "not set")[0]
+        text = f"{variable.name} {state}, expected {wanted}: {variable.reason}"
+        findings.append((UNUSABLE if found in variable.fatal else DEGRADED, text))
+        rows.append({"variable": variable.name, "found": found, "expected": wanted, "why": variable.reason})
+    if (
+        site != "lumi" and rccl_plugin() is None and os.environ.get("NCCL_NET") != "Socket"
+    ):  # LUMI's container brings it
+        required = os.environ.get("NCCL_NET") in ("OFI", "AWS Libfabric")
         then = "RCCL stops, as NCCL_NET asks" if required else "RCCL falls back to TCP sockets"
-        name = environ.get("NCCL_NET_PLUGIN") or _PLUGINS[0]
-        remark = f"RCCL's network plug-in ({name}) is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
-        findings.add(UNUSABLE if required else DEGRADED, remark)
-    return "RCCL plug-in", plugin, _PLUGINS[0], "carries RCCL over libfabric", remark
+        text = f"RCCL's network plug-in is not in LD_LIBRARY_PATH: {then}; module load rccl-net-plugin"
+        findings.append((UNUSABLE if required else DEGRADED, text))
+        rows.append({"variable": "RCCL plug-in", "found": None, "expected": _PLUGINS[0], "why": then})
+    return rows
 
 
-def rccl_plugin(environ: Mapping[str, str] = os.environ) -> str | None:
+def rccl_plugin() -> str | None:
     """Path of the network plug-in that RCCL would load; None if the library path has none.
 
     ``NCCL_NET_PLUGIN`` names another one, by its path, its file or the middle of its file's name; ``none`` means none.
     """
-    named = environ.get("NCCL_NET_PLUGIN", "")
-    if "/" in named:
-        return named if Path(named).is_file() else None
+    named = os.environ.get("NCCL_NET_PLUGIN", "")
     names = (named, f"librccl-net-{named}.so", f"libnccl-net-{named}.so") if named else _PLUGINS
-    for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
-        for name in names:
-            if folder and (path := Path(folder, name)).is_file():
-                return str(path)
-    return None
+    folders = [""] if "/" in named else os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    paths = (Path(folder, name) for folder in folders for name in names if folder or "/" in name)
+    return next((str(path) for path in paths if path.is_file()), None)

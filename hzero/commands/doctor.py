@@ -1,0 +1,357 @@
+"""``hzero doctor``: checks ranks and devices, links, environment, codecs, versions and a configuration; one verdict."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hzero import __version__
+from hzero.arguments import Parser
+from hzero.block import find
+from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
+from hzero.commands.environment import examine_environment, site_of
+from hzero.parsing import parse_config
+from hzero.terminal import console
+from hzero.topology.bootstrap import bootstrap
+from hzero.topology.discovery import TIMEOUT_S, discover
+from hzero.topology.local import host_identity, machine_of
+from hzero.topology.machine import Device, Link, Machine, link_text, product
+from hzero.topology.mpi import gpu_aware, import_mpi
+from hzero.topology.preset import PRESETS
+from hzero.topology.rank_report import by_host, node_of
+from hzero.topology.show import show_table
+from hzero.topology.tiers import tiers_of
+from hzero.validation import ConfigError
+
+#: Verdicts by exit status.
+STATES = ("good", "degraded", "unusable")
+#: A link or NIC that reaches this share of its expected bandwidth is good: sources round.
+ENOUGH = 0.9
+#: Products of an architecture, for sources that name no product.
+_PRODUCTS = {"gfx90a": ("MI250X",), "gfx942": ("MI300X", "MI300A")}
+#: Rows of the table of ranks and of nodes; `--json` has all.
+_ROWS = 16
+_EPILOG = f"""exit status: 0 good, 1 degraded (works, but more slowly than this machine could), 2 unusable or wrong arguments
+
+examples:
+  hzero doctor                               this machine, as one process sees it
+  srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero doctor     the ranks of a job, each on its device
+  hzero doctor --topology dump.xml --expect frontier     a node from a file, against the links of a preset
+  hzero doctor ds_config.json --nodes 64     a DeepSpeed configuration as it will be used on 64 nodes like this one
+
+presets: {", ".join(PRESETS)}"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Reads the command's arguments."""
+    made = Parser(
+        prog="hzero doctor",
+        description="Checks ranks, links, environment and the backends of the codecs, and names each fault.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG",
+        help="a DeepSpeed configuration (JSON) to check as it will be used",
+    )
+    add("--topology", metavar="SOURCE", help="a file, a copy of /sys or a preset to check instead of this machine")
+    add("--expect", metavar="PRESET|FILE", help="the machine whose devices, links and NICs the node should have")
+    add("--nodes", type=int, metavar="N", help="nodes of the run for which CONFIG is meant")
+    add("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="longest wait for other ranks (%(default)g)")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return made
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments; the exit status is the verdict.
+
+    As several ranks of a launcher it is collective: rank 0 prints, the others stay silent and end with 0.
+    """
+    parsed = parser().parse_args(list(arguments))
+    if not 0 < parsed.timeout <= 1e6:
+        raise ConfigError(f"--timeout: found {parsed.timeout:g}, expected more than 0 and at most 1e6 seconds")
+    if parsed.nodes is not None and not 0 < parsed.nodes < 10**6:
+        raise ConfigError(f"--nodes: found {parsed.nodes}, expected 1 to 999999")
+    found = examine(parsed)
+    if found is None:
+        return 0
+    if parsed.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
+    return int(found["status"])
+
+
+def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
+    """What ``--json`` prints; None on all ranks but the first. Collective if started as several ranks.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
+    config = read_config(parsed.config) if parsed.config is not None else None
+    start = bootstrap(os.environ, visible=0)
+    findings: list[Finding] = []
+    nodes: dict[str, Machine] = {}
+    ranks: list[dict[str, Any]] = []
+    grid, fabric = None, ""
+    try:
+        if start.world_size > 1 and parsed.topology is None:
+            found = discover(_source(config), timeout_s=parsed.timeout)
+            if start.rank:
+                return None
+            grid, fabric = found.grid, "+".join(found.clusters)
+            findings += [(GOOD, note) for note in found.notes] + [(UNUSABLE, found.refusal)] * (grid is None)
+            for report, place in zip(found.reports, found.places):
+                ranks.append(
+                    {"rank": report.rank, "host": report.host, "package": place.package, **_row(report.device)}
+                )
+            for host, reports in by_host(found.reports).items():
+                nodes[host] = node_of(reports)[1] if reports[0].device is not None else Machine(f"node {host}", ())
+        else:
+            machine = machine_of(parsed.topology or "auto")
+            host = host_identity() if parsed.topology is None else Path(parsed.topology).name
+            nodes, fabric = {host: machine}, "+".join(nic.kind for nic in machine.nics)
+            ranks = [_row(device) for device in machine.devices]
+            findings += [(GOOD, remark) for remark in machine.remarks]
+            if parsed.topology is not None and not machine.devices:
+                findings.append((UNUSABLE, f"{machine.source}: no devices found"))
+    except ConfigError as error:
+        if parsed.topology is not None or start.rank:
+            raise
+        findings.append((UNUSABLE, str(error)))
+    links = [
+        examine_links(host, node, expected, findings, of_ranks=start.world_size > 1) for host, node in nodes.items()
+    ]
+    sections: dict[str, Any] = {"grid": str(grid) if grid is not None else None, "ranks": ranks, "links": links}
+    if parsed.topology is None:
+        if "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics)):
+            sections["environment"] = examine_environment(findings, site_of(os.environ, expected), len(nodes))
+        sections |= examine_software(findings, sum(len(node.devices) for node in nodes.values()))
+    if config is not None:
+        node = next(iter(nodes.values()), Machine("no node", ()))
+        sections["configuration"], more = examine_config(parsed.config, config, node, parsed.nodes, grid)
+        findings += more
+    status = max((status for status, _ in findings), default=GOOD)
+    return {**sections, "remarks": [text for _, text in findings], "verdict": STATES[status], "status": status}
+
+
+def _source(config: Mapping[str, Any] | None) -> str:
+    """The source from which a run with this configuration discovers its ranks; ``auto`` for a wrong one, which is named later."""
+    try:
+        block = find(config)
+        return (source_of(parse_config(block).topology) if block is not None else None) or "auto"
+    except ConfigError:
+        return "auto"
+
+
+def _row(device: Device | None) -> dict[str, Any]:
+    if device is None:
+        return {"device": None, "kind": "CPU", "bus": "", "numa": None}
+    kind = "hidden" if device.hidden else device.kind
+    return {"device": device.number, "kind": kind, "bus": device.bus, "numa": device.numa}
+
+
+# ---- links ------------------------------------------------------------------------------------------------------------
+
+
+def examine_links(
+    host: str, node: Machine, expected: Machine | None, findings: list[Finding], *, of_ranks: bool
+) -> dict[str, str]:
+    """The tiers of a node, and its devices, links and NICs against an expected machine.
+
+    Args:
+        host: Its name, for remarks.
+        node: As it was found. Ranks report no NICs, and no links between devices that have no rank.
+        expected: What it should be, if the user says so: whatever of it is missing or not known is a finding.
+        findings: Takes the findings.
+        of_ranks: Whether ranks reported the node.
+    """
+    tiers = ""
+    if node.devices and (of_ranks or not any(device.hidden for device in node.devices)):
+        try:
+            levels = tiers_of(node, of_ranks=of_ranks)
+            tiers = ", ".join(
+                f"{level.name} {level.size} at {level.gb_s or 0:g} GB/s" for level in levels if level.size > 1
+            )
+        except ConfigError as error:
+            findings.append((UNUSABLE, str(error)))
+    if expected is None:
+        return {"host": host, "tiers": tiers, "links": "not compared: --expect PRESET"}
+    lines = differences(node, expected)
+    rates = [(nic.gb_s or 0) / ENOUGH for nic in node.nics]
+    for nic in expected.nics if not of_ranks else ():
+        if sum(rate >= (nic.gb_s or 0) for rate in rates) < len(expected.nics):
+            lines.append(f"found {len(node.nics)} NICs, expected {len(expected.nics)} of {nic.gb_s or 0:g} GB/s")
+            break
+    findings += [(DEGRADED if node.devices else UNUSABLE, f"{host}: {line}") for line in lines]
+    return {"host": host, "tiers": tiers, "links": f"{len(lines) or 'no'} differences from {expected.source}"}
+
+
+def differences(node: Machine, expected: Machine) -> list[str]:
+    """Devices and links that are missing, of another kind, weaker than expected, or not known, one line each.
+
+    Pairs are named where the expected machine states the PCI bus ids of the found devices. Otherwise numbers may differ, and
+    links are compared by their strengths, strongest first.
+    """
+    lines = []
+    if len(node.devices) != len(expected.devices):
+        lines.append(f"found {len(node.devices)} devices, expected {len(expected.devices)} of {expected.source}")
+    if not node.devices:
+        return lines
+    wanted = {product(device.kind) for device in expected.devices}
+    for device in node.devices:
+        if device.hidden:
+            lines.append(f"device {device.number} is hidden by a cgroup or has no rank, so its links are not known")
+        elif not {product(device.kind), *_PRODUCTS.get(product(device.kind), ())} & wanted:
+            lines.append(
+                f"device {device.number}: found {device.kind or 'no kind'}, expected {' or '.join(sorted(wanted))}"
+            )
+    numbers = {device.bus: device.number for device in node.devices}
+    places = {device.number: numbers.get(device.bus) for device in expected.devices if device.bus}
+    if not set(numbers) <= {device.bus for device in expected.devices if device.bus}:
+        pairs = itertools.zip_longest(*(sorted(one.links, key=_strength, reverse=True) for one in (node, expected)))
+        weak = Counter(_text(link, want) for link, want in pairs if want is not None and _weaker(link, want))
+        return lines + [f"{count} of {len(expected.links)} linked pairs: {text}" for text, count in weak.items()]
+    lines += [f"missing: device {device.bus}" for device in expected.devices if places[device.number] is None]
+    for want in expected.links:
+        a, b = places[want.a], places[want.b]
+        if a is not None and b is not None and _weaker(node.link(a, b), want):
+            lines.append(f"{min(a, b)}-{max(a, b)}: {_text(node.link(a, b), want)}")
+    return lines
+
+
+def _strength(link: Link) -> tuple[float, int]:
+    return link.gb_s or 0, link.count or 0
+
+
+def _text(found: Link | None, expected: Link) -> str:
+    return f"expected {link_text(expected)}, found {link_text(found)}"
+
+
+def _weaker(found: Link | None, expected: Link) -> bool:
+    """Whether a link falls short of what is expected, or does not state how strong it is."""
+    if found is None or found.kind == "pcie" != expected.kind:
+        return True
+    stated = ((found.count, expected.count), (found.gb_s, expected.gb_s))
+    shares = [have / want for have, want in stated if have is not None and want is not None]
+    return min(shares) < ENOUGH if shares else (expected.count, expected.gb_s) != (None, None)
+
+
+# ---- software ---------------------------------------------------------------------------------------------------------
+
+
+def examine_software(findings: list[Finding], devices: int) -> dict[str, Any]:
+    """Peer access, codecs, MPI, DeepSpeed and versions in this process, which may use some of the ``devices`` of its nodes."""
+    import torch
+
+    if devices and not torch.cuda.is_available():
+        text = f"torch {torch.__version__} sees no GPU, but {devices} were found: it may be built without ROCm or CUDA"
+        findings.append((DEGRADED, text))
+    for a, b in itertools.permutations(range(torch.cuda.device_count()), 2):
+        if not torch.cuda.can_device_access_peer(a, b):  # a task's cgroup can cut it (SchedMD bug 17793)
+            findings.append(
+                (DEGRADED, f"device {a} has no peer access to device {b}: their traffic goes through the host")
+            )
+    return {
+        "codecs": examine_codecs(findings),
+        "mpi": examine_mpi(findings),
+        "deepspeed": examine_deepspeed(findings),
+        "versions": f"hzero {__version__}, python {platform.python_version()}, torch {torch.__version__}",
+    }
+
+
+def examine_codecs(findings: list[Finding]) -> list[dict[str, str]]:
+    """One row per kind of device: the backend of its codecs, tried against the reference on a bucket of awkward sizes."""
+    import torch
+
+    from hzero.codecs import backends
+
+    rows = []
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        chosen, wrong = backends.choice(kind), []
+        if chosen.fallback:
+            findings.append((DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}"))
+        settings: list[dict[str, Any]] = [{"codec": codec} for codec in ("bf16", "int8", "int4", "exp", "mpc")]
+        settings += [{"codec": "int4", "block_size": 64, "scale": "int8", "rotation": 64}, {"codec": "zfp", "rate": 9}]
+        for one in settings:
+            try:
+                got = _tried(kind, one)
+                with backends.reference_instead():
+                    same = all(map(torch.equal, got, _tried(kind, one)))
+                wrong += [] if same else [f"{kind}: {one} differs from the reference"]
+            except RuntimeError as error:  # a kernel that does not compile or start
+                wrong.append(f"{kind}: {one} fails: {error}")
+        findings += [(UNUSABLE, text) for text in wrong]
+        tried = "WRONG" if wrong else "equal to the reference"
+        rows.append({"device": kind, "backend": chosen.name, "tried": tried, "why": chosen.why})
+    return rows
+
+
+def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
+    """Results of a codec's operators: a payload, what it decodes to, and the sum of its two rows."""
+    import torch
+
+    from hzero.codecs import Codec
+    from hzero.config import CodecConfig
+
+    codec, chunks = Codec.from_config(CodecConfig(**{"block_size": 128, **settings})), (517, 64)
+    dtype = torch.bfloat16 if codec.name == "exp" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    source = [torch.randn(4 * chunk, generator=generator).to(kind, dtype) for chunk in chunks]
+    payload = codec.encode(source, chunks, sizes=[2, 2], strides=[1, 2], outer=2)
+    decoded = codec.decode(payload, chunks, dtype=dtype, sizes=[2, 2], strides=[1, 2], outer=2)
+    return [payload, *decoded, *codec.decode_sum(payload, 2, chunks, inner=2, dtype=dtype)]
+
+
+def examine_mpi(findings: list[Finding]) -> str | None:
+    """The MPI library; None for a process that MPI has not started, in which MPI_Init may abort."""
+    if not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")):
+        return None
+    try:
+        mpi = import_mpi('transport "mpi" needs mpi4py', "without it torch carries hops")
+    except ConfigError as error:
+        findings.append((GOOD, str(error)))
+        return None
+    library = " ".join(mpi.Get_library_version().splitlines()[0].split())
+    return f"{library}; {'GPU-aware' if gpu_aware() else 'not GPU-aware, so GPUs need transport torch'}"
+
+
+def examine_deepspeed(findings: list[Finding]) -> str:
+    """The installed version of DeepSpeed and what hzero supports there; every function that differs is a finding."""
+    try:
+        with quiet():
+            from hzero.zero import versions
+        findings += [(UNUSABLE, f"deepspeed has another {one}") for one in versions.differences()]
+        versions.check_deepspeed()
+    except (ImportError, ConfigError) as error:
+        findings.append((UNUSABLE, f"deepspeed cannot be used: {error}"))
+        return str(error)
+    return versions.describe()
+
+
+# ---- output -----------------------------------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what `examine` has found: lists as tables, texts as lines, then the remarks and the verdict."""
+    out = console()
+    for name, section in found.items():
+        if isinstance(section, list) and section and isinstance(section[0], dict):
+            more = f" (the first {_ROWS} of {len(section):,}; --json has all)" if len(section) > _ROWS else ""
+            show_table(out, list(section[0]), [list(row.values()) for row in section[:_ROWS]], name + more)
+        elif isinstance(section, str) and name != "verdict":
+            out.print(f"{name}: {section}", soft_wrap=True)
+    for text in (*found["remarks"], f"verdict: {found['verdict']}"):
+        out.print(text, soft_wrap=True)
