@@ -13,6 +13,8 @@ from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
     from hzero import collectives
+    from hzero.manifest import SaveError, newest_checkpoint
+    from hzero.stop import StopAndSave
     from hzero.validation import ConfigError
     from hzero.zero import (
         DivergenceError,
@@ -29,25 +31,34 @@ __version__ = "0.1.0"
 __all__ = [
     "ConfigError",
     "DivergenceError",
+    "SaveError",
     "StaleWeightsError",
+    "StopAndSave",
     "__version__",
     "collectives",
     "enable",
     "exact_evaluation",
     "exact_weights",
     "initialize",
+    "newest_checkpoint",
     "state",
 ]
 
+#: Names of modules that do not import DeepSpeed, which takes seconds.
+_LIGHT = {
+    "ConfigError": "hzero.validation",
+    "SaveError": "hzero.manifest",
+    "StopAndSave": "hzero.stop",
+    "newest_checkpoint": "hzero.manifest",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Importing DeepSpeed takes seconds, and torch imports this package with every `import torch`.
+    # torch imports this package with every `import torch`.
     if name == "collectives":
         return importlib.import_module("hzero.collectives")
-    if name == "ConfigError":
-        from hzero.validation import ConfigError
-
-        return ConfigError
+    if name in _LIGHT:
+        return getattr(importlib.import_module(_LIGHT[name]), name)
     if name in __all__:
         from hzero import zero
 

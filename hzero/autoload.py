@@ -38,7 +38,7 @@ def turned_off(environ: Mapping[str, str]) -> bool:
 
 
 def register() -> None:
-    """Watches DeepSpeed's configurations and Accelerate's choice, now or as soon as they have been imported.
+    """Watches DeepSpeed's configurations, Accelerate's choice and Trainers, now or as soon as they have been imported.
 
     Raises:
         ConfigError: An engine with a block has been built before, so that it trains plain ZeRO-3.
@@ -180,10 +180,17 @@ def _check_as_written(own: Any, _: Mapping[str, Any]) -> None:
         return
 
 
-def _refuse_unused_plugin(accelerator: Any, given: Mapping[str, Any]) -> None:
-    """Refuses an ``Accelerator`` that trains DDP on CPUs although its DeepSpeed configuration has the block."""
+def _check_accelerator(accelerator: Any, given: Mapping[str, Any]) -> None:
+    """Refuses an ``Accelerator`` that trains DDP on CPUs although its DeepSpeed configuration has the block.
+
+    One that uses DeepSpeed gets what the block's key ``checkpoint`` changes.
+    """
     plugins = given.get("deepspeed_plugins") or given.get("deepspeed_plugin")
     if "DEEPSPEED" in str(accelerator.distributed_type):
+        if _has_checkpoints(accelerator):
+            from hzero.zero import clients
+
+            clients.follow_accelerator(accelerator)
         return
     from hzero import block
 
@@ -201,10 +208,26 @@ def _refuse_unused_plugin(accelerator: Any, given: Mapping[str, Any]) -> None:
         )
 
 
+def _follow_trainer(trainer: Any, _: Mapping[str, Any]) -> None:
+    """Lets a Trainer choose complete checkpoints if the block of its DeepSpeed configuration has the key ``checkpoint``."""
+    if getattr(trainer, "is_deepspeed_enabled", False) and _has_checkpoints(trainer.accelerator):
+        from hzero.zero import clients
+
+        clients.follow_trainer(trainer)
+
+
+def _has_checkpoints(accelerator: Any) -> bool:
+    from hzero import block
+
+    found = block.find(getattr(accelerator.state.deepspeed_plugin, "deepspeed_config", None))
+    return found is not None and found.get("checkpoint") is not None
+
+
 #: Module: the class to watch, and what watches it.
 _WATCHED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "deepspeed.runtime.config": ("DeepSpeedConfig", _watch_configurations),
-    "accelerate.accelerator": ("Accelerator", _watch_constructor(_refuse_unused_plugin)),
+    "accelerate.accelerator": ("Accelerator", _watch_constructor(_check_accelerator)),
+    "transformers.trainer": ("Trainer", _watch_constructor(_follow_trainer)),
     # Trainer's class is a subclass of it.
     "accelerate.utils.deepspeed": ("HfDeepSpeedConfig", _watch_constructor(_check_as_written)),
 }

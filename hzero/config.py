@@ -341,6 +341,24 @@ class GuardConfig(Frozen):
     every: int = Field(default=100, ge=0)
 
 
+class CheckpointConfig(Frozen):
+    """What happens to checkpoints that DeepSpeed saves and loads. The block alone, ``{}``, switches it on.
+
+    A save is complete or absent, on all ranks; a file beside DeepSpeed's lists sizes and hashes. A load takes the newest
+    complete checkpoint, on any number of ranks, and runs no code of it.
+
+    Attributes:
+        same_batch: Whether a resumed training keeps the samples in a step of the run that saved: the accumulation is adapted to
+            the ranks, or the load is refused if no accumulation makes as many.
+        verify: Whether a load compares the hashes of all files, which each rank reads a share of; otherwise their sizes.
+        trust: Whether files may hold more than tensors and plain types, and so run code when they are loaded.
+    """
+
+    same_batch: bool = True
+    verify: bool = True
+    trust: bool = False
+
+
 def _groups(value: Any) -> Any:
     if value in (None, AUTOMATIC) or (type(value) is int and value >= 1):
         return value
@@ -463,6 +481,7 @@ class Block(Frozen):
     transport: TransportName = "torch"
     canary: CanaryConfig = CanaryConfig()
     guard: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig | None = None
     topology: Topology = "discover"
 
     _in_order = field_validator("error_feedback", mode="before")(tiers_in_order)
@@ -521,9 +540,9 @@ class HZeroConfig(Block):
             is nearer to the weights. An error of one step is part of the next difference, so none adds up. The copy is kept
             in the weights' own type. Needs weights over less than the world.
         full_refresh_every: With `refresh_differences`: steps from one refresh of whole weights, without codec, to the next. The
-            first one, and those after a load or an edit inside `GatheredParameters`, are always whole. So a resumed run
-            does not repeat the bits of one that went on. A master that a script sets (`safe_set_full_fp32_param`) comes as
-            a difference, and is exact after a few steps.
+            first one, and those after a load or an edit inside `GatheredParameters`, are always whole. With `checkpoint`, the
+            one after a save is whole too, so that a resumed run repeats the bits of one that went on; without it, it does not.
+            A master that a script sets (`safe_set_full_fp32_param`) comes as a difference, and is exact after a few steps.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
         exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints
             store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
@@ -535,6 +554,7 @@ class HZeroConfig(Block):
             for ranks that mpiexec or srun has started as ranks of MPI. torch.distributed has to be initialised still.
         canary: A known pattern that is sent from time to time, on by default.
         guard: What ends a training that diverges, or whose resident weights are wrong.
+        checkpoint: What happens to checkpoints that DeepSpeed saves and loads; null leaves them to DeepSpeed.
         topology: Where the ranks sit: `discover`, the default, finds out; a preset's name or a file names a machine; a block
             declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.

@@ -35,7 +35,8 @@ _OF_DIFFERENCES = ("int4", "int8", "bf16", "zfp")
 
 #: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
 OF_PIPELINES = (
-    *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "topology"),
+    *("preset", "codecs", "block_size", "error_feedback", "node_all_gather", "checksum", "transport", "checkpoint"),
+    "topology",
 )
 #: Keys of zero_optimization that pipelines do not take: stock cannot load what it saves with the first, and with the second
 #: loads what was saved without it in another order.

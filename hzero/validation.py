@@ -56,10 +56,15 @@ def on_all_ranks() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if not isinstance(sys.excepthook, _OneLine):
-            sys.excepthook = _OneLine(sys.excepthook)
+        report_once()
         error.elsewhere |= _rank() > 0
         raise
+
+
+def report_once() -> None:
+    """From now on a `ConfigError`, or another error ``of_all_ranks``, that nobody catches is one line of rank 0."""
+    if not isinstance(sys.excepthook, _OneLine):
+        sys.excepthook = _OneLine(sys.excepthook)
 
 
 class _OneLine:
@@ -69,7 +74,7 @@ class _OneLine:
         self._stock = stock
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, ConfigError) and not getattr(error, "of_all_ranks", False):
             self._stock(kind, error, traceback)
             return
         rank = _rank()

@@ -306,6 +306,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         super()._restore_from_bit16_weights()
         self.hzero.replaced()
 
+    def checkpoint_event_prologue(self) -> None:
+        """Stock. A resumed run refreshes whole weights first, so one that goes on has to do the same after a save."""
+        super().checkpoint_event_prologue()
+        if self.hzero.config.refresh_differences and self.hzero.config.checkpoint is not None:
+            self.hzero.weights.mark_stale()
+
     def checkpoint_event_epilogue(self) -> None:
         """Parameters kept whole are there again after a save or a load, as in stock."""
         self.hzero.weights.gather_kept_whole()

@@ -25,15 +25,25 @@ class Loop:
     Args:
         config: DeepSpeed configuration, or the path of a file with it; None: that of ``accelerate launch``.
         model: What makes the model, once Accelerate knows the configuration.
+        rows: Samples of the loader.
+        batch_size: Samples of a rank's batch.
+        accumulation: Micro-steps of a step.
     """
 
-    def __init__(self, config: dict[str, Any] | str | None, model: Any = llama) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any] | str | None,
+        model: Any = llama,
+        rows: int = STEPS * ACCUMULATION * BATCH * 4,
+        batch_size: int = BATCH,
+        accumulation: int = ACCUMULATION,
+    ) -> None:
         PartialState(cpu=True)  # else Accelerate sees no GPU, and one process; cpu=True of Accelerator would train DDP
         plugin = DeepSpeedPlugin(hf_ds_config=config) if config is not None else None
-        self.accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
+        self.accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
         made = model()
-        rows = [{name: torch.tensor(row[name]) for name in row} for row in samples(STEPS * ACCUMULATION * BATCH * 4)]
-        loader = DataLoader(rows, batch_size=BATCH)
+        tensors = [{name: torch.tensor(row[name]) for name in row} for row in samples(rows)]
+        loader = DataLoader(tensors, batch_size=batch_size)
         self.engine, self.optimizer, self.loader = self.accelerator.prepare(
             made, DummyOptim([param for param in made.parameters() if param.requires_grad]), loader
         )

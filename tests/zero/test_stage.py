@@ -25,6 +25,7 @@ STAGE = (
     "tests.zero.tensor_checks",
     "tests.zero.autotp_checks",
     "tests.zero.pipeline_checks",
+    "tests.zero.checkpoint_checks",
     "tests.train.saver_checks",
     "tests.train.memory_checks",
 )

@@ -1,0 +1,156 @@
+"""What the block's key ``"checkpoint"`` changes in Trainer and Accelerate, beyond the engine's own save and load.
+
+Trainer reads a checkpoint's step and batches before it has an engine, takes the checkpoint with the highest number whether or
+not it is complete (``get_last_checkpoint``), and then calls ``deepspeed_load_checkpoint``, which loads the tag that ``latest``
+names in that folder. When the engine loads, it is too late to choose another checkpoint or accumulation, so both are chosen
+at the beginning of ``train``.
+
+Each rank's random state is a file of its own in both clients (``rng_state_3.pth``, ``random_states_3.pkl``), without which
+ranks that are new go on with the seed of the script. Dropout then draws other numbers than in the run that saved, as it would
+from the start on another number of ranks. The order of samples does not depend on it: Accelerate's sampler is seeded by the
+seed and the epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hzero.block import find
+from hzero.collectives import blaming
+from hzero.config import CheckpointConfig
+from hzero.manifest import IncompleteError, Manifest, complete_in, manifests_in, newest_checkpoint
+from hzero.parsing import parse_config
+from hzero.validation import ConfigError, on_all_ranks
+from hzero.zero.checkpoint import accumulation_for, from_rank_0, newest_intact, save_error, say_accumulation
+from hzero.zero.safe_load import only_tensors
+
+
+def _config_of(accelerator: Any) -> CheckpointConfig:
+    config = parse_config(find(accelerator.state.deepspeed_plugin.deepspeed_config)).checkpoint
+    assert config is not None, "whoever follows has found it"
+    return config
+
+
+# ---- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def follow_trainer(trainer: Any) -> None:
+    """Makes ``trainer.train`` choose a complete checkpoint and keep its batch, and its saves fail on all ranks alike.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or what is derived from it.
+    """
+    config = _config_of(trainer.accelerator)
+    stock_train, stock_rng = trainer.train, trainer._save_rng_state
+
+    @functools.wraps(stock_train)
+    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with on_all_ranks():
+            if resume_from_checkpoint:
+                resume_from_checkpoint, found = _chosen(trainer.args.output_dir, resume_from_checkpoint, config)
+                if found is not None and config.same_batch:
+                    _keep_batch(trainer, found)
+        return stock_train(resume_from_checkpoint, *args, **kwargs)
+
+    @functools.wraps(stock_rng)
+    def save_rng_state(output_dir: str) -> None:
+        # The last files of other ranks than 0. Rank 0 then writes Trainer's state, and removes older checkpoints.
+        failure = None
+        try:
+            stock_rng(output_dir)
+        except (OSError, RuntimeError) as error:
+            failure = f"{output_dir}: {getattr(error, 'strerror', None) or error} (rank {dist.get_rank()})"
+        failures: list[Any] = [None] * dist.get_world_size()
+        with blaming():
+            dist.all_gather_object(failures, failure)
+        for failure in filter(None, failures):
+            raise save_error(f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged")
+
+    trainer.train, trainer._save_rng_state = train, save_rng_state
+
+
+def _chosen(output_dir: str, asked: Any, config: CheckpointConfig) -> tuple[Any, Manifest | None]:
+    """The checkpoint from which Trainer resumes, and its note, if it has one. Collective.
+
+    One that is incomplete gives way to the newest complete one if Trainer has chosen it, or a script by ``get_last_checkpoint``:
+    then it has the highest number in its folder.
+    """
+    folder = Path(output_dir) if asked is True else Path(asked).parent
+
+    def candidates() -> tuple[Any, list[Manifest]]:
+        complete, last = complete_in(folder), _last(folder)
+        if asked is not True and Path(asked) in complete:
+            complete = complete[complete.index(Path(asked)) :] if Path(asked) == last else [Path(asked)]
+        elif not complete and newest_checkpoint(folder) is not None:
+            return asked, []  # written without the key
+        elif asked is not True and Path(asked) != last:
+            return asked, []  # not one of Trainer's: the engine says what it is
+        elif not complete and last is not None:
+            raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
+        return asked, [next(iter(manifests_in(path))) for path in complete]
+
+    asked, notes = from_rank_0(candidates)
+    if not notes:
+        return asked, None
+    found = notes[newest_intact(notes, config.verify)]
+    return str(found.folder.parent), found
+
+
+def _last(folder: Path) -> Path | None:
+    """What Trainer's ``get_last_checkpoint`` takes."""
+    numbers = {
+        int(match[1]): path for path in folder.glob("*") if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+    }
+    return numbers[max(numbers)] if numbers else None
+
+
+def _keep_batch(trainer: Any, found: Manifest) -> None:
+    """Adapts Trainer's accumulation, as `CheckpointFiles` does that of other loops."""
+    args, before = trainer.args, trainer.args.gradient_accumulation_steps
+    batch = trainer.get_total_train_batch_size(args)
+    if batch == found.batch:
+        return
+    try:
+        accumulation = accumulation_for(found, batch // before, args.per_device_train_batch_size)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("micro-batches of", "per_device_train_batch_size")) from None
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    config["gradient_accumulation_steps"] = args.gradient_accumulation_steps = accumulation
+    if "train_batch_size" in config:
+        config["train_batch_size"] = found.batch
+    if trainer.accelerator.gradient_accumulation_steps == before:  # in some releases Trainer leaves it at 1
+        trainer.accelerator.gradient_accumulation_steps = accumulation
+    say_accumulation(before, accumulation, found)
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def follow_accelerator(accelerator: Any) -> None:
+    """Makes ``load_state`` take complete checkpoints, run no code, and begin a window of accumulation on all ranks alike.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator`` that uses DeepSpeed.
+    """
+    config = _config_of(accelerator)
+    stock = accelerator.load_state
+
+    @functools.wraps(stock)
+    def load_state(input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        names = accelerator.project_configuration
+        with on_all_ranks():
+            if input_dir is None and names.automatic_checkpoint_naming:
+                # Accelerate takes the one with the highest number.
+                input_dir = from_rank_0(lambda: newest_checkpoint(Path(accelerator.project_dir) / "checkpoints"))
+            with only_tensors(config.trust):
+                stock(input_dir, *args, **kwargs)
+        # Accelerate reads this count of micro-steps from the file of a rank's random state, which new ranks do not have; and
+        # it is that of another accumulation.
+        accelerator.step = 0
+
+    accelerator.load_state = load_state

@@ -1,0 +1,250 @@
+"""Trainings that go on with other ranks: 4, then 2, then 6. Run by test_resume.py once on each world.
+
+The four ranks also train without an interruption. What all show is compared with that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import skip_first_batches
+from transformers import Trainer, TrainingArguments
+
+import hzero
+from tests.clients.accelerate_checks import Loop
+from tests.clients.cells import LENGTH, VOCAB, llama, mean, reset, samples
+from tests.clients.config import CLIP, LR, config_of
+from tests.zero.training import assert_losses
+
+#: Samples in a step on every world, with micro-batches of one; steps before each change of the world, and in all.
+BATCH, ENDS = 12, {4: 2, 2: 4, 6: 6}
+STEPS = max(ENDS.values())
+#: None of them loses anything, so that losses are equal.
+PRESETS = {4: "lossless", 2: "zero3", 6: "zero1"}
+#: Of losses, relative: sums have another order on other ranks.
+TOLERANCE = 2e-5
+
+
+def _folder(name: str) -> Path:
+    return Path(os.environ["HZERO_RESUME_FOLDER"]) / name
+
+
+def _config(preset: str, accumulation: int | str, micro_batch: int | str = 1) -> dict[str, Any]:
+    block = {"checkpoint": {}, "topology": "discover"}
+    sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
+    return config_of(preset, hzero=block, **sizes)
+
+
+def _compare(name: str, losses: list[float], first: int, last: int) -> None:
+    """Compares losses of steps ``first`` to ``last`` with those of the run without an interruption, which it writes first."""
+    file = _folder(f"{name}.json")
+    if not file.exists():
+        assert (first, last) == (0, STEPS)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_text(json.dumps(losses))
+        dist.barrier()
+        assert losses[-1] < losses[0] - 0.1
+        return
+    assert_losses(losses, json.loads(file.read_text())[first:last], TOLERANCE, f"losses of {name}")
+
+
+def _damage(checkpoint: Path) -> None:
+    """Cuts off a file, as a job does that dies while it writes."""
+    if dist.get_rank() == 0:
+        os.truncate(next(checkpoint.rglob("*rank_0*optim_states.pt")), 99)
+    dist.barrier()
+
+
+# ---- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def _trainer(folder: Path, last: int, preset: str, accumulation: int = 3, **changes: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": accumulation,
+        "max_grad_norm": CLIP,
+        "learning_rate": LR,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changes,
+    }
+    config = {**_config(preset, "auto", "auto"), "train_batch_size": "auto"}
+    config["optimizer"]["params"]["lr"] = "auto"
+    training = TrainingArguments(output_dir=str(folder), deepspeed=config, max_steps=STEPS, **arguments)
+    trainer = Trainer(llama(), training, train_dataset=samples(STEPS * BATCH))
+    trainer.add_callback(_StopAt(last))
+    return trainer
+
+
+class _StopAt(hzero.StopAndSave):
+    """Ends a training after a step, as a signal would, and lets the check go on."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(signals=())
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step < state.max_steps and dist.get_rank() == dist.get_world_size() - 1:
+            self._remember(10, None)
+        super().on_step_end(args, state, control, **kwargs)
+
+    def _leave(self) -> None:  # type: ignore[override]
+        """The process stays."""
+
+
+def check_trainer_goes_on() -> None:
+    """Saves every step, is stopped, and goes on from the newest complete checkpoint, shuffled as the others."""
+    world, folder = dist.get_world_size(), _folder("trainer")
+
+    def losses(trainer: Trainer, first: int) -> list[float]:
+        found = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+        trainer.model_wrapped.destroy()
+        reset()
+        return [found[step] for step in sorted(found) if step > first]
+
+    def kept() -> list[str]:
+        dist.barrier()
+        return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+    if world == 4:
+        whole = _trainer(_folder("whole"), STEPS, PRESETS[4], save_strategy="no")
+        whole.train()
+        _compare("Trainer", losses(whole, 0), 0, STEPS)
+        trainer = _trainer(folder, 2, PRESETS[4])
+        trainer.train()
+        _compare("Trainer", losses(trainer, 0), 0, 2)
+        assert kept() == ["checkpoint-1", "checkpoint-2"]
+        return
+    if world == 2:
+        _damage(folder / "checkpoint-2")
+        assert hzero.newest_checkpoint(folder) == str(folder / "checkpoint-1")
+        trainer = _trainer(folder, 4, PRESETS[2], 1)  # six micro-steps are needed
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.args.gradient_accumulation_steps == 6
+        _compare("Trainer", losses(trainer, 1), 1, 4)
+        assert kept() == ["checkpoint-3", "checkpoint-4"]
+        return
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-5")
+        (folder / "checkpoint-5" / "trainer_state.json").unlink()  # killed before Trainer had written it
+    dist.barrier()
+    refused = _trainer(folder, 6, PRESETS[6], per_device_train_batch_size=5)
+    with pytest.raises(
+        hzero.ConfigError, match="with 12 samples in a step; found 6 ranks with per_device_train_batch_size 5"
+    ):
+        refused.train(resume_from_checkpoint=True)
+    reset()
+    lossy = _trainer(_folder("lossy"), 6, "topo", 2, save_strategy="no")
+    lossy.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    wanted = json.loads(_folder("Trainer.json").read_text())[4:6]
+    assert_losses(losses(lossy, 4), wanted, 0.05, "losses under topo")
+    trainer = _trainer(folder, 6, PRESETS[6], 2)
+    # A script has taken it by get_last_checkpoint.
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    assert trainer.args.gradient_accumulation_steps == 2
+    _compare("Trainer", losses(trainer, 4), 4, 6)
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def check_accelerate_goes_on() -> None:
+    """``save_state`` and ``load_state``; the loop of a user skips the batches that have been trained."""
+    world, folder = dist.get_world_size(), _folder("accelerate")
+
+    def trained(loop: Loop, first: int, last: int) -> list[float]:
+        accumulation, losses, window = loop.accelerator.gradient_accumulation_steps, [], 0.0
+        rest = skip_first_batches(loop.loader, first * accumulation)
+        for micro, rows in enumerate(rest, start=1):
+            with loop.accelerator.accumulate(loop.engine):
+                loss = loop.engine(**rows).loss
+                window += mean(loss) / accumulation
+                loop.accelerator.backward(loss)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            assert loop.accelerator.sync_gradients == (micro % accumulation == 0)
+            if loop.accelerator.sync_gradients:
+                losses.append(window)
+                window = 0.0
+            if len(losses) == last - first:
+                return losses
+        return losses
+
+    def loop_of(accumulation: int) -> Loop:
+        sizes = {"rows": STEPS * BATCH, "batch_size": 1, "accumulation": accumulation}
+        return Loop(
+            _config(PRESETS[world], accumulation), functools.partial(llama, seed=0 if world == 4 else 1), **sizes
+        )
+
+    if world == 4:
+        whole = loop_of(3)
+        _compare("Accelerate", trained(whole, 0, STEPS), 0, STEPS)
+        whole.end()
+    first = {4: 0, 2: 2, 6: 4}[world]
+    loop = loop_of(3 if world == 4 else 1)
+    if first:
+        newest = hzero.newest_checkpoint(folder)
+        assert newest == str(folder / f"step_{first}")
+        loop.accelerator.load_state(newest)
+        assert loop.accelerator.gradient_accumulation_steps == BATCH // world
+    _compare("Accelerate", trained(loop, first, ENDS[world]), first, ENDS[world])
+    loop.accelerator.save_state(str(folder / f"step_{ENDS[world]}"))
+    loop.end()
+
+
+# ---- a plain script --------------------------------------------------------------------------------------------------
+
+
+def check_plain_script_goes_on() -> None:
+    """``engine.save_checkpoint`` and ``engine.load_checkpoint`` without a tag."""
+    world, rank, folder = dist.get_world_size(), dist.get_rank(), _folder("plain")
+    rows = [row["input_ids"] for row in samples(STEPS * BATCH)]
+
+    def engine_of(preset: str) -> Any:
+        model = llama(seed=0 if world == 4 else 1)
+        config = _config(preset, 3 if world == 4 else 1)
+        return hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def trained(engine: Any, last: int) -> list[float]:
+        losses = []
+        while engine.global_steps < last:
+            first, loss = engine.global_steps * BATCH, 0.0
+            for micro in range(engine.gradient_accumulation_steps()):
+                tokens = torch.tensor([rows[first + micro * world + rank]])
+                assert tokens.shape == (1, LENGTH) and int(tokens.max()) < VOCAB
+                out = engine(input_ids=tokens, labels=tokens)
+                loss += mean(out.loss) / engine.gradient_accumulation_steps()
+                engine.backward(out.loss)
+                engine.step()
+            losses.append(loss)
+        return losses
+
+    if world == 4:
+        whole = engine_of(PRESETS[4])
+        _compare("a plain script", trained(whole, STEPS), 0, STEPS)
+        whole.destroy()
+    engine = engine_of(PRESETS[world])
+    if world != 4:
+        assert engine.load_checkpoint(str(folder))[0] is not None
+    first = engine.global_steps
+    assert first == {4: 0, 2: 2, 6: 4}[world]
+    _compare("a plain script", trained(engine, ENDS[world]), first, ENDS[world])
+    engine.save_checkpoint(str(folder))
+    engine.destroy()
+    print(f"{world} ranks: steps {first} to {ENDS[world]}", file=sys.stderr)

@@ -1,0 +1,48 @@
+"""A training that is stopped, or dies while it saves, loses nothing: plain loops under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import hzero
+from tests.faults.launch import run
+
+#: Status of torchrun when its ranks end with another one than 0; it prints theirs.
+FAILED = 1
+
+
+def _launch(way: str, folder: Path, run_folder: Path, status: int) -> str:
+    run_folder.mkdir()
+    return run("stops.py", way, str(folder), folder=run_folder, ranks=3, status=status, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("way", "step", "reason"), [("signals", 3, "SIGTERM"), ("time", 1, "time"), ("slurm", 1, "time")]
+)
+def test_ranks_stop_after_the_same_step_and_save(way: str, step: int, reason: str, tmp_path: Path) -> None:
+    """Signals reach some ranks only, at different moments of a step."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    text = _launch(way, folder, tmp_path / "first", FAILED)
+    assert [(folder / f"end{rank}").read_text() for rank in range(3)] == [f"{step} {reason} SystemExit(75)"] * 3
+    why = "the time is nearly over" if reason == "time" else reason
+    assert text.count(f"hzero: {why}: the ranks stop after this step") == 1
+    assert text.count(f"hzero: {why}: saved; exit status 75") == 1
+    assert "exitcode  : 75" in text and "exitcode  : -" not in text, text
+    assert hzero.newest_checkpoint(folder) == str(folder / f"global_step{step}")
+    if way == "signals":
+        text = _launch("no", folder, tmp_path / "second", 0)
+        assert text.index("goes on after step 3") < text.index("step 4") < text.index("trained")
+        assert "\nstep 3\n" not in text
+
+
+def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    text = _launch("killed", folder, tmp_path / "first", FAILED)
+    assert "step 2" in text and "step 3" not in text
+    assert sorted(path.name for path in folder.glob("*global_step*")) == [".global_step2.partial", "global_step1"]
+    text = _launch("no", folder, tmp_path / "second", 0)
+    assert text.index("goes on after step 1") < text.index("step 2") < text.index("trained")
