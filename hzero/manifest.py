@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hzero.files import read_small, replacing
+from hzero.files import read_json, replacing
 from hzero.reasons import PlainError
 from hzero.validation import ConfigError
 
@@ -72,7 +72,7 @@ class Manifest:
         """
         if changed := self.changed(hashes=False, folder=folder):
             raise OSError(0, changed, str(folder))
-        note = {"step": self.step, "ranks": self.ranks, "batch": self.batch, "written": self.written}
+        note: dict[str, Any] = {"step": self.step, "ranks": self.ranks, "batch": self.batch, "written": self.written}
         note["files"] = {name: list(file) for name, file in sorted(self.files.items())}
         with replacing(folder / NOTE) as file:
             file.write(json.dumps({**note, "seal": _seal(note)}, indent=1))
@@ -84,17 +84,17 @@ class Manifest:
         Raises:
             IncompleteError: It is missing or damaged.
         """
+        if not (folder / NOTE).exists():
+            raise IncompleteError(f"{str(folder)!r} is incomplete: it has no {NOTE}")
         try:
-            note = json.loads(read_small(folder / NOTE))
+            note = read_json(folder / NOTE)
             if note.pop("seal") != _seal(note):
                 raise ValueError("changed")
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in note.pop("files").items()}
             if not files or any(Path(name).name != name for name in files):
                 raise ValueError("names")
             return cls(folder, int(note["step"]), int(note["ranks"]), int(note["batch"]), float(note["written"]), files)
-        except FileNotFoundError:
-            raise IncompleteError(f"{str(folder)!r} is incomplete: it has no {NOTE}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise IncompleteError(f"{str(folder)!r} is incomplete: its {NOTE} cannot be read") from None
 
     def changed(
@@ -195,8 +195,8 @@ def _is_whole(path: Path) -> bool:
     if not re.fullmatch(r"checkpoint-\d+", path.name):
         return True
     try:
-        return isinstance(json.loads(read_small(path / _TRAINER_STATE)), dict)
-    except (OSError, ValueError):
+        return isinstance(read_json(path / _TRAINER_STATE), dict)
+    except ConfigError:
         logger.warning("hzero: %r is incomplete: Trainer has not written %s; skipped", str(path), _TRAINER_STATE)
         return False
 
@@ -233,7 +233,8 @@ class HashedFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.size = 0
-        self._hash, self._error = hashlib.sha256(), None
+        self._hash = hashlib.sha256()
+        self._error: OSError | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - `close` closes it
 
     def write(self, data: Any) -> int:
@@ -246,7 +247,7 @@ class HashedFile:
             try:
                 rest = rest[self._file.write(rest) :]
             except OSError as error:
-                self._error: OSError | None = error
+                self._error = error
         return length
 
     def flush(self) -> None:

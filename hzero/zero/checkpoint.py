@@ -34,7 +34,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from hzero.block import KEY
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
-from hzero.files import read_small, replacing
+from hzero.files import read_text, replacing
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, SaveError, complete_in, recover
 from hzero.validation import ConfigError, on_all_ranks, report_once, some
 from hzero.zero.refusals import read_block
@@ -234,8 +234,8 @@ class CheckpointFiles(CheckpointEngine):
             logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(folder / tag))
             return tag, []
         complete, latest = complete_in(folder), None
-        with contextlib.suppress(OSError, ValueError):
-            latest = folder / read_small(folder / "latest").decode().strip()
+        with contextlib.suppress(ConfigError):
+            latest = folder / read_text(folder / "latest").strip()
         if latest in complete:
             complete = complete[complete.index(latest) :]
         elif complete and latest is not None:
