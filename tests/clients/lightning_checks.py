@@ -16,7 +16,10 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 
+import hzero
+from hzero.manifest import NOTE
 from tests.clients.cells import Run, assert_equal, assert_trains, batches, llama, mean, samples, slow
 from tests.clients.config import ACCUMULATION, BATCH, LR, STEPS, config_of
 from tests.zero.training import shared_folder
@@ -63,7 +66,7 @@ def needs_lightning(check: Any) -> Any:
 
 def _config(preset: str | None, *theirs: str) -> dict[str, Any]:
     """The configuration without the keys that Lightning fills."""
-    return {key: value for key, value in config_of(preset).items() if key not in theirs}
+    return {key: value for key, value in config_of(preset, hzero={"checkpoint": {}}).items() if key not in theirs}
 
 
 def module_of(run: Run) -> Any:
@@ -146,6 +149,10 @@ def check_lightning_checkpoints() -> None:
     for writer, reader in (("lossless", None), (None, "lossless")):
         file = shared_folder() / "half.ckpt"
         trained(writer, save=file, steps=STEPS // 2)
+        dist.barrier()
+        assert (hzero.newest_checkpoint(file.parent) == str(file)) and (file / "checkpoint" / NOTE).exists() == bool(
+            writer
+        )
         resumed[reader] = trained(reader, load=file)
     assert_equal(resumed["lossless"], resumed[None])
     assert len(resumed[None].losses) == STEPS // 2 * ACCUMULATION

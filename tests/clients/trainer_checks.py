@@ -158,7 +158,8 @@ def check_trainer_resumes() -> None:
     assert_equal(trained("lossless", written, **saves), stock())
     trained(None, stock_written, **saves)
     checkpoint = f"checkpoint-{STEPS // 2}"
-    assert_equal(trained("lossless", resume=str(stock_written / checkpoint)), stock())
+    key = {"hzero": {"checkpoint": {}}}  # plain ZeRO-3 writes no list of files: nothing is compared
+    assert_equal(trained("lossless", resume=str(stock_written / checkpoint), config=key), stock())
     back = trained(None, resume=str(written / checkpoint))
     assert_losses(back.losses, stock().losses)
     assert_losses(back.norms, stock().norms, what="gradient norms")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,33 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> No
     assert sorted(path.name for path in folder.glob("*global_step*")) == [".global_step2.partial", "global_step1"]
     text = _launch("no", folder, tmp_path / "second", 0)
     assert text.index("goes on after step 1") < text.index("step 2") < text.index("trained")
+
+
+def test_a_full_disk_on_one_rank_is_one_line_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    text = _launch("full", folder, tmp_path / "first", FAILED)
+    line = f"hzero: error: '{folder}/global_step2' could not be saved: {folder}/global_step2/"
+    assert text.count("could not be saved") == 1 and line in text, text
+    assert (
+        "File too large (rank 1); earlier checkpoints are unchanged" in text and "Traceback" not in text.split(line)[0]
+    )
+    assert [path.name for path in folder.glob("*global_step*")] == ["global_step1"]
+    assert "goes on after step 1" in _launch("no", folder, tmp_path / "second", 0)
+
+
+@pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed; the extra `clients` has it"
+)
+def test_trainer_stops_in_its_third_step_and_keeps_that_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    folder = tmp_path / "output"
+    text = run("stops_trainer.py", str(folder), folder=tmp_path / "first", ranks=2, status=FAILED, timeout=200)
+    assert "hzero: SIGUSR1: the ranks stop after step 3" in text and "saved; exit status 75" in text
+    assert text.count("exitcode  : 75") == 1 and "after train" not in text, text
+    assert text.index("evaluated after 2") < text.index("training ends after 3") and "evaluated after 3" not in text
+    assert hzero.newest_checkpoint(folder) == str(folder / "checkpoint-3")
+    text = run("stops_trainer.py", str(folder), "resume", folder=tmp_path / "second", ranks=2, timeout=200)
+    assert text.index("evaluated after 4") < text.index("training ends after 6") < text.index("after train")
+    assert "evaluated after 2" not in text

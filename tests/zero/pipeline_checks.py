@@ -24,6 +24,7 @@ from hzero.codecs import Codec
 from hzero.collectives import Communicator, for_dimension
 from hzero.collectives.recorder import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
+from hzero.manifest import Manifest
 from hzero.topology import resolve_grid
 from hzero.train.tensor_parallel import ColumnParallel, RowParallel
 from hzero.validation import ConfigError
@@ -365,7 +366,7 @@ def check_the_wire_log_counts_what_the_shapes_say() -> None:
 
 def check_evaluation_and_checkpoints_of_pipelines() -> None:
     """A run that goes on from a checkpoint repeats the bits of one that went on: codecs that round to nearest have no state."""
-    folder, block = shared_folder(), {"preset": "mild", "codecs": {"pipeline": "int8"}}
+    folder, block = shared_folder(), {"preset": "mild", "codecs": {"pipeline": "int8"}, "checkpoint": {}}
     _, _, engine = train_pipeline(block, steps=2)
     rank = engine.grid.get_data_parallel_rank()
 
@@ -376,6 +377,8 @@ def check_evaluation_and_checkpoints_of_pipelines() -> None:
     evaluated = float(engine.eval_batch(batches(7)))
     assert evaluated == float(engine.eval_batch(batches(7)))
     engine.save_checkpoint(str(folder), tag="here")
+    dist.barrier()
+    assert len(Manifest.read(folder / "here").files) == len(list((folder / "here").glob("*.pt")))
     want = [float(engine.train_batch(batches(step))) for step in (7, 8)]
     assert want[0] == evaluated
     end(engine)
