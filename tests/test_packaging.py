@@ -340,7 +340,9 @@ def test_linters_have_the_same_versions_before_a_commit() -> None:
 def test_the_versions_tested_are_those_that_are_stated() -> None:
     """The oldest are the lower bounds, and every package that is asked for is pinned once for the tests."""
     text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("[project.scripts]")[0]
-    stated = {name.lower(): version for name, version in re.findall(r'"([\w-]+)(?:[>=]=([\d.]+))?[^"]*"', text)}
+    stated: dict[str, str] = {}
+    for name, version in re.findall(r'"([\w-]+)(?:[>=]=([\d.]+))?[^"]*"', text):
+        stated.setdefault(name.lower(), version)  # clients need newer ones than train
     optional = {"hzero", "cupy-rocm-7-0", "cupy-cuda13x"}
     oldest, tested = (
         dict(

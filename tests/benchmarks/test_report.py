@@ -23,7 +23,9 @@ from tests.benchmarks.rows import config, everything, long_run, main_rows, steps
 from tests.ranks import ROOT
 
 STEM = "2026-11-21-comparison"
-COMMITTED = sorted(path for path in (ROOT / "benchmarks" / "reports").glob("*.jsonl") if path.name[11:17] not in ("kernel", "groups"))
+COMMITTED = sorted(
+    path for path in (ROOT / "benchmarks" / "reports").glob("*.jsonl") if path.name[11:17] not in ("kernel", "groups")
+)
 LATER = {"date": "2026-11-22T08:00:00+00:00"}
 
 
