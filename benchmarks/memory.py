@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import hzero
 from hzero.collectives.pipeline import Pipeline
-from hzero.launcher import free_port
+from hzero.launch import free_port
 from hzero.model.footprint import Footprint, footprint
 from hzero.plan.scenario import job_of
 from hzero.settings.conf import compose, plain

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.files import read_json, replacing
-from hzero.reasons import PlainError
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, PlainError
 
 logger = logging.getLogger("hzero")
 

@@ -8,15 +8,11 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from hzero.files import FULL
-from hzero.validation import ConfigError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from hzero.validation import ConfigError, PeerError, PlainError
 
 #: Environment variable of a rank: the number of the descriptor to which it writes why it ends.
 REASONS = "HZERO_REASONS"
@@ -24,35 +20,6 @@ REASONS = "HZERO_REASONS"
 _REASON_LENGTH = 10_000
 #: Lines of a rank's output that the parent keeps.
 _LINES = 15
-
-
-class PlainError(RuntimeError):
-    """An error whose message says all, so that no user needs its traceback.
-
-    Attributes:
-        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
-    """
-
-    elsewhere = False
-
-    @classmethod
-    def of_rank_0(cls, message: str) -> Self:
-        """The error on another rank than 0, where rank 0 raises the one that it comes from."""
-        error = cls(message)
-        error.elsewhere = True
-        return error
-
-
-class PeerError(PlainError):
-    """Other ranks did not come to a collective. The message says which, and where they are.
-
-    Attributes:
-        ranks: The ranks to blame, where they are known.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class Reason(NamedTuple):

@@ -43,6 +43,35 @@ class ConfigError(ValueError):
         return error
 
 
+class PlainError(RuntimeError):
+    """An error whose message says all, so that no user needs its traceback.
+
+    Attributes:
+        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
+    """
+
+    elsewhere = False
+
+    @classmethod
+    def of_rank_0(cls, message: str) -> Self:
+        """The error on another rank than 0, where rank 0 raises the one that it comes from."""
+        error = cls(message)
+        error.elsewhere = True
+        return error
+
+
+class PeerError(PlainError):
+    """Other ranks did not come to a collective. The message says which, and where they are.
+
+    Attributes:
+        ranks: The ranks to blame, where they are known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 #: How long other ranks wait for rank 0 to report an error of all ranks. Imports on a busy file system may differ by as much.
 WAIT_S = 60.0
 

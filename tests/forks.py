@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hzero.launcher import die_with_parent, renew_thread_pool
+from hzero.launch import die_with_parent, renew_thread_pool
 from hzero.train.worker import RANK_IMPORTS
 
 _SERVER = multiprocessing.get_context("forkserver")

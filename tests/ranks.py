@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from hzero.launcher import free_port
+from hzero.launch import free_port
 from tests.forks import fork, join
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from tests.ranks import ROOT
 #: its own layer and of those before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
     "hzero.validation", "hzero.arguments", "hzero.block", "hzero.files", "hzero.terminal", "hzero.formatting", "hzero.progress",
-    "hzero.reasons", "hzero.launcher", "hzero.manifest", "hzero.stop",
+    "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.reasons", "hzero.launcher", "hzero.manifest", "hzero.stop",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
     "hzero.model", "hzero.settings", "hzero.commands.experiment", "hzero.plan", "hzero.slurm",

@@ -21,15 +21,14 @@ from rich.console import Console
 
 from hzero import __version__
 from hzero.bench.settings import LinksSettings, check_output, parse
+from hzero.bootstrap import Bootstrap, bootstrap
 from hzero.config import Topology
 from hzero.launcher import INTERRUPTED, REFUSED, Ranks, end_with_parent, local_ranks, on_rank_0, run_rank
 from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
-from hzero.reasons import PeerError
 from hzero.slurm.preflight import BLAMED
 from hzero.topology import Grid, declared_grid, resolve_grid
-from hzero.topology.bootstrap import Bootstrap, bootstrap
 from hzero.topology.local import machine_of
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, PeerError
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hzero.collectives.record import Lane
 from hzero.collectives.recorder import shared_recorder
-from hzero.reasons import PeerError, PlainError
+from hzero.validation import PeerError, PlainError
 
 
 class HopError(PlainError):

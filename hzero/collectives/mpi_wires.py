@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hzero.collectives.errors import DisagreementError, MissingPeerError
 from hzero.collectives.pause import Pause
 from hzero.collectives.record import Lane
-from hzero.topology.mpi import abort_at_exit, gpu_aware, import_mpi
+from hzero.mpi import abort_at_exit, gpu_aware, import_mpi
 from hzero.validation import ConfigError, some
 
 T = TypeVar("T")

@@ -33,8 +33,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
 from hzero.collectives.record import HopCount, Lane, Record, frames_of, main_thread, where
-from hzero.reasons import PeerError
-from hzero.validation import some
+from hzero.validation import PeerError, some
 
 T = TypeVar("T")
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.

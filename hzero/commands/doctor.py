@@ -15,15 +15,15 @@ from typing import Any
 from hzero import __version__
 from hzero.arguments import Parser
 from hzero.block import find
+from hzero.bootstrap import bootstrap
 from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
 from hzero.commands.environment import examine_environment, site_of
+from hzero.mpi import gpu_aware, import_mpi
 from hzero.parsing import parse_config
 from hzero.terminal import console
-from hzero.topology.bootstrap import bootstrap
 from hzero.topology.discovery import TIMEOUT_S, discover
 from hzero.topology.local import host_identity, machine_of
 from hzero.topology.machine import Device, Link, Machine, link_text, product
-from hzero.topology.mpi import gpu_aware, import_mpi
 from hzero.topology.preset import PRESETS
 from hzero.topology.rank_report import by_host, node_of
 from hzero.topology.show import show_table

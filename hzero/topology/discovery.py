@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hzero.topology.bootstrap import Bootstrap, bootstrap
+from hzero.bootstrap import Bootstrap, bootstrap
 from hzero.topology.exchange import Exchange
 from hzero.topology.grid import Grid
 from hzero.topology.local import machine_of, own_report, visible_count
@@ -99,7 +99,7 @@ def foresee(source: str, ranks: int, environ: Mapping[str, str] = os.environ) ->
         ConfigError: As `discover`; also if ranks outnumber devices.
     """
     machine = machine_of(source, environ)
-    places = (Bootstrap(rank, ranks, rank, rank, ranks, "127.0.0.1", 0, "alone") for rank in range(ranks))
+    places = (Bootstrap(rank, ranks, rank, ranks, "127.0.0.1", 0, "alone") for rank in range(ranks))
     return assemble([own_report(place, machine, environ) for place in places])
 
 

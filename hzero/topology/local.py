@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from hzero.topology.bootstrap import Bootstrap
+from hzero.bootstrap import Bootstrap
 from hzero.topology.machine import Device, Machine
 from hzero.topology.preset import PRESETS, preset
 from hzero.topology.rank_report import RankReport, report_of

@@ -9,9 +9,8 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from hzero.topology.bootstrap import Bootstrap
+from hzero.bootstrap import Bootstrap
 from hzero.topology.exchange import AloneExchange, Exchange, StoreExchange, one_line
-from hzero.topology.mpi import MpiExchange
 from hzero.validation import ConfigError
 
 _HANDSHAKE_S = 5.0  # longest wait for a store to answer once it is connected to
@@ -21,7 +20,7 @@ _stores: dict[tuple[str, int, int], Any] = {}
 
 
 def open_exchange(bootstrap: Bootstrap, timeout_s: float = 300.0) -> Exchange:
-    """An exchange through the store of the process group if it is up, else through one at the master address, or MPI.
+    """An exchange through the store of the process group if it is up, else through one at the master address.
 
     A store that is made here is kept until `release_store`, so that a process group that is initialised later on the same
     address and port shares it: closed at once, it would take away what other ranks are connecting to.
@@ -42,8 +41,6 @@ def open_exchange(bootstrap: Bootstrap, timeout_s: float = 300.0) -> Exchange:
         return StoreExchange(dist.distributed_c10d._get_default_store(), rank, world_size, timeout_s)
     if bootstrap.world_size == 1:
         return AloneExchange()
-    if bootstrap.address_from == "mpi":
-        return MpiExchange(timeout_s=timeout_s)
     return StoreExchange(_store(bootstrap, timeout_s), bootstrap.rank, bootstrap.world_size, timeout_s)
 
 

@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hzero.bootstrap import bootstrap
 from hzero.files import FULL, cannot_write
 from hzero.formatting import size_text
 from hzero.launcher import (
@@ -39,7 +40,6 @@ from hzero.settings.settings import Settings
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.slurm.job import INSIDE, job_with
 from hzero.slurm.submission import submit
-from hzero.topology.bootstrap import bootstrap
 from hzero.train import checkpoint, corpus, data, export, folder, monitor, stop
 from hzero.train import status as run_status
 from hzero.train.overrides import check

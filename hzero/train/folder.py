@@ -21,8 +21,7 @@ import yaml
 
 from hzero.files import cannot_write, open_regular, read_small, replacing
 from hzero.launcher import STARTED
-from hzero.reasons import PlainError
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, PlainError
 
 METRICS, SUMMARY, CONFIG, CHECKPOINTS, LOGS = "metrics.jsonl", "summary.json", "config.yaml", "checkpoints", "logs"
 #: In a checkpoint's folder, once it is complete.

@@ -24,7 +24,6 @@ import hzero
 from hzero.collectives import WireLog, for_dimension, shared_recorder
 from hzero.launcher import STARTED
 from hzero.progress import Progress
-from hzero.reasons import PeerError, PlainError
 from hzero.settings.settings import Settings, model_numels, model_vocab
 from hzero.train import checkpoint, folder, model
 from hzero.train.batches import Batch, batches_of
@@ -41,7 +40,7 @@ from hzero.train.stop import Reason, Stop
 from hzero.train.stragglers import Stragglers, described
 from hzero.train.summary import build_summary, print_summary
 from hzero.train.tensor_parallel import Groups
-from hzero.validation import seconds_of
+from hzero.validation import PeerError, PlainError, seconds_of
 from hzero.zero import StageState
 from hzero.zero.guard import scaling_can_help
 

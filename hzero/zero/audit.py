@@ -13,9 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from hzero.collectives import Bucket, Chain, TieredCollectives, WireLog, blaming
 from hzero.collectives.checksum import checksums
 from hzero.config import Role
-from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan, plain
-from hzero.validation import some
+from hzero.validation import PlainError, some
 from hzero.zero import noise
 from hzero.zero.managed import Managed
 from hzero.zero.partition import speaks

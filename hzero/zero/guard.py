@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from hzero.reasons import PlainError
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import owned_numel
-from hzero.validation import some
+from hzero.validation import PlainError, some
 from hzero.zero import noise
 from hzero.zero.partition import speaks
 from hzero.zero.refusals import ZeroParameter

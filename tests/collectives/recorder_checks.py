@@ -21,9 +21,9 @@ import torch.distributed.distributed_c10d as c10d
 from hzero.collectives import HopError, Transport, blaming, recorder, shared_recorder
 from hzero.config import Role, Tier
 from hzero.parsing import parse_config
-from hzero.reasons import PeerError
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
+from hzero.validation import PeerError
 from tests.rank_main import TRANSPORT, begin_anew
 
 #: Faster than life: a rank is silent after 1.2 s, and the store has 1 s to answer.

@@ -60,7 +60,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hzero.collectives import Communicator, HopError, recorder, shared_recorder
-from hzero.topology.bootstrap import bootstrap
+from hzero.bootstrap import bootstrap
 recorder.PERIOD_S, recorder._ANSWER_S = 0.3, 1.0
 os.environ.update(bootstrap(visible=0).environment())
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -103,7 +103,7 @@ import os
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hzero.collectives import Communicator, HopError
-from hzero.topology.bootstrap import bootstrap
+from hzero.bootstrap import bootstrap
 from hzero.validation import ConfigError
 os.environ.update(bootstrap(visible=0).environment())
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hzero.launcher import die_with_parent
+from hzero.launch import die_with_parent
 
 #: What the daemons and commands are called, and the Debian packages that have them.
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sbcast", "scontrol", "squeue", "scancel", "sinfo")

@@ -1,7 +1,7 @@
-"""One of 16 ranks that stand for 2 Frontier nodes: ``python -m tests.topology.pretended_ranks FOLDER``.
+"""One of 16 ranks that stand for 2 Frontier nodes, for test_launch.py.
 
-Run by test_launch.py under mpiexec and by hzero's own launcher. Each rank is given the environment and the sysfs tree that
-a way of launching would give it; every way has to find the same machine, and the collectives on it the right results.
+Each rank is given the environment and the sysfs tree that a way of launching would give it; every way has to find the same
+machine, and the collectives on it the right results.
 """
 
 from __future__ import annotations
@@ -9,25 +9,20 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
+from hzero.bootstrap import bootstrap
 from hzero.config import TIERS
-from hzero.topology.bootstrap import bootstrap
 from hzero.topology.discovery import Discovery, discover
-from hzero.topology.mpi import MpiExchange
 from hzero.validation import ConfigError
 from tests.topology import trees
 
 WORLD, NODES, LOCAL = 16, 2, 8
 #: GCDs by local rank with `--gpu-bind=closest` (OLCF user guide).
 OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
-#: Set where torch stands in by a stub, which starts in a tenth of the time: for what needs no torch.
-STUBBED = "PRETENDED_RANKS_WITHOUT_TORCH"
 SCRAMBLED = random.Random(4).sample(range(WORLD), WORLD)
 
 
@@ -127,9 +122,7 @@ def physical(found: Discovery) -> dict[str, list[list[str]]]:
 
 
 def _discover(folder: Path, style: Callable[[int], tuple[int, dict[str, str]]], rank: int) -> Discovery:
-    """Through a store, or through MPI where there is no torch."""
-    exchange = MpiExchange(60) if STUBBED in os.environ else None
-    return discover(environ=environment(folder, style, rank), exchange=exchange, timeout_s=60)
+    return discover(environ=environment(folder, style, rank), timeout_s=60)
 
 
 def check(folder: Path, rank: int) -> dict[str, object]:
@@ -142,7 +135,7 @@ def check(folder: Path, rank: int) -> dict[str, object]:
     }
     if rank == 0:
         outcome["physical"] = {name: physical(each) for name, each in found.items()}
-    return outcome if STUBBED in os.environ else {**outcome, **_check_with_torch(folder, rank, found)}
+    return {**outcome, **_check_with_torch(folder, rank, found)}
 
 
 def _check_with_torch(folder: Path, rank: int, found: dict[str, Discovery]) -> dict[str, object]:
@@ -187,22 +180,13 @@ def _error(folder: Path, rank: int, style: Callable[[int], tuple[int, dict[str, 
     return ""
 
 
-def main() -> None:
+def leave_outcome(folder: Path) -> int:
     """Leaves ``rank<r>.json`` in the folder; a failure is in it."""
-    folder = Path(sys.argv[1])
-    rank = int(os.environ.get("RANK") or os.environ["PMI_RANK"])
-    if STUBBED in os.environ:
-        cuda = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
-        sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]
+    rank = int(os.environ["RANK"])
     try:
         outcome = check(folder, rank)
     except BaseException:
         outcome = {"failure": traceback.format_exc()}
     (folder / f"rank{rank}.partial").write_text(json.dumps(outcome))
     (folder / f"rank{rank}.partial").rename(folder / f"rank{rank}.json")
-    if "failure" in outcome:
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    return int("failure" in outcome)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hzero.bootstrap import Bootstrap
 from hzero.parsing import parse_config
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid, resolve
-from hzero.topology.bootstrap import Bootstrap
 from hzero.topology.discovery import Discovery, assemble, exchanged
 from hzero.topology.grid import chosen_group
 from hzero.topology.local import machine_of, own_report
@@ -89,7 +89,7 @@ def _answer(sources: list[str], width: int) -> Discovery:
     reports = []
     for rank in range(world):
         node, local = divmod(rank, width)
-        place = Bootstrap(rank, world, local, local, width, "127.0.0.1", 0, "alone")
+        place = Bootstrap(rank, world, local, width, "127.0.0.1", 0, "alone")
         with patch("hzero.topology.local.host_identity", lambda _, node=node: f"node{node}"):
             reports.append(own_report(place, machines[node], {}).encode())
     sent: list[Any] = []

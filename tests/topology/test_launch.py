@@ -1,62 +1,34 @@
-"""16 ranks on 2 pretended Frontier nodes: the same grid under every way of launching, by mpiexec and by hzero itself."""
+"""16 ranks on 2 pretended Frontier nodes: the same grid under every way of launching."""
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hzero.config import BASE_TIERS
-from hzero.launcher import Ranks, free_port, local_ranks
+from hzero.launch import run_ranks
 from tests.forks import fork, join
-from tests.ranks import ROOT
-from tests.topology.pretended_ranks import NODES, STUBBED, STYLES, WORLD, write_trees
+from tests.topology.pretended_ranks import NODES, STYLES, WORLD, leave_outcome, write_trees
 
 TIMEOUT_S = 200
 
 
-def _by_mpiexec(folder: Path) -> None:
-    scripts = sysconfig.get_path("scripts")
-    mpiexec = shutil.which("mpiexec", path=scripts) or shutil.which("mpiexec")
-    pytest.importorskip("mpi4py", reason='mpi4py is not installed: pip install "hzero[mpi]"')
-    if mpiexec is None:
-        pytest.skip("mpiexec is not installed")
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    subprocess.run(
-        [mpiexec, "-n", str(WORLD), sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), STUBBED: "1"},
-        cwd=folder,
-        timeout=TIMEOUT_S,
-        check=False,
-        capture_output=True,
-    )
-
-
-def _by_hzero(folder: Path) -> None:
-    log = folder / "launcher.log"
-    process = fork(_launch, folder, folder=folder, env={}, out=log, err=log)
-    join(process, TIMEOUT_S)
-
-
 def _launch(folder: Path) -> int:
-    command = [sys.executable, "-m", "tests.topology.pretended_ranks", str(folder)]
     imports = ("hzero.collectives.tiered", "hypothesis", "pytest")
-    return Ranks(command, local_ranks(WORLD), folder, imports=imports, start_timeout=TIMEOUT_S).run()
+    return run_ranks(functools.partial(leave_outcome, folder), WORLD, logs=folder, imports=imports)
 
 
-@pytest.fixture(scope="module", params=[_by_mpiexec, _by_hzero], ids=["mpiexec", "hzero"])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found, from one launch."""
     folder = tmp_path_factory.mktemp("ranks")
     write_trees(folder)
-    request.param(folder)
+    log = folder / "launcher.log"
+    join(fork(_launch, folder, folder=folder, env={}, out=log, err=log), TIMEOUT_S)
     results = [folder / f"rank{rank}.json" for rank in range(WORLD)]
     missing = [path.name for path in results if not path.exists()]
     outcomes = [json.loads(path.read_text()) for path in results if path.exists()]

@@ -21,12 +21,12 @@ from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.utils import safe_get_full_optimizer_state
 
 import hzero
-from hzero.reasons import PlainError
 from hzero.train import checkpoint, reshard, safe_load
 from hzero.train.folder import WriteError
 from hzero.train.saver import Saver
 from hzero.train.stragglers import EVERY, Stragglers
 from hzero.train.writer import HostCopy
+from hzero.validation import PlainError
 from hzero.zero import saved
 from tests.zero.training import (
     LR,

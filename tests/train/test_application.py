@@ -17,15 +17,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from hzero import cli
-from hzero.reasons import PlainError
 from hzero.settings.conf import compose, plain
 from hzero.settings.settings import Settings
 from hzero.slurm.job import INSIDE
 from hzero.train import application, folder, status
 from hzero.train.application import _rank_of_a_launcher
 from hzero.train.stop import TIME_SIGNAL
-from hzero.validation import ConfigError
-from tests.topology.test_bootstrap import mpich, srun, torchrun
+from hzero.validation import ConfigError, PlainError
+from tests.test_bootstrap import mpich, srun, torchrun
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +76,7 @@ def test_no_rank(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> No
 def test_two_launchers_that_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**srun(3), "RANK": "4", "WORLD_SIZE": "16"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="RANK=4 and SLURM_PROCID=3"):
+    with pytest.raises(ConfigError, match="RANK=4 of WORLD_SIZE=16 and SLURM_PROCID=3"):
         _rank_of_a_launcher()
 
 

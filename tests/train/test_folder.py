@@ -11,9 +11,8 @@ from typing import NoReturn
 
 import pytest
 
-from hzero.reasons import PlainError
 from hzero.train import folder
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, PlainError
 
 ROW = json.dumps({"kind": "step", "step": 1, "loss": 2.0}) + "\n"
 

@@ -144,7 +144,7 @@ def test_a_forked_rank_has_a_thread_pool_before_its_threads_come() -> None:
 RANK = """
 import ctypes, os, sys, time
 from omegaconf import OmegaConf
-from hzero.topology.bootstrap import bootstrap
+from hzero.bootstrap import bootstrap
 from hzero.train import application
 application.Settings = lambda *args, **named: (open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60))
 ctypes.CDLL(None).prctl(1, 0)  # torch's forks end with their agent, and ranks that torchrun starts as programs do not

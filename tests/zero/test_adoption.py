@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hzero import autoload, cli
-from hzero.launcher import free_port
+from hzero.launch import free_port
 from tests.ranks import ROOT
 
 STAGE, STOCK = "HZeroStage3", "DeepSpeedZeroOptimizer_Stage3"

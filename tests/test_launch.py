@@ -1,0 +1,224 @@
+"""The ranks of a command on this machine: statuses, messages, signals, and that none of them lives on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forks import fork, join, run_script, torchrun
+from tests.ranks import ROOT
+
+#: A command of three ranks, whose body knows `rank`, `folder` and `wait`, which waits until all ranks are there.
+COMMAND = """
+import errno, os, signal, sys, time
+from pathlib import Path
+from hzero.launch import run_ranks
+from hzero.validation import ConfigError, PeerError
+folder = Path(sys.argv[1])
+def wait():
+    (folder / os.environ["RANK"]).touch()
+    while not all((folder / name).exists() for name in "012"): time.sleep(0.01)
+def work():
+    rank = int(os.environ["RANK"])
+{body}
+print("status", run_ranks(work, 3, logs=folder / "logs"), flush=True)
+"""
+
+
+class _Command:
+    """`COMMAND` in a process of its own."""
+
+    def __init__(self, folder: Path, body: str) -> None:
+        self._folder, self._out, self._err = folder, folder / "out", folder / "err"
+        code = COMMAND.replace("{body}", "\n".join(f"    {line}" for line in body.splitlines()))
+        (folder / "command.py").write_text(code)
+        words = (str(folder / "command.py"), str(folder))
+        self.process = fork(run_script, *words, folder=folder, env={}, out=self._out, err=self._err)
+
+    def all_ranks_wait(self) -> None:
+        while not all((self._folder / name).exists() for name in "012"):
+            assert self.process.is_alive(), self._err.read_text()
+            time.sleep(0.01)
+        time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid or 0, number)
+
+    def finish(self) -> tuple[str, str]:
+        """Output and errors."""
+        join(self.process, 60)
+        return self._out.read_text(), self._err.read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ("wait()", 0, ""),
+        ("wait()\nreturn 75 if rank == 1 else 0", 75, ""),
+        ("wait()\nraise ConfigError('steps: found 0')", 2, "hzero: error: steps: found 0\n"),
+        (
+            "wait()\nif rank == 1: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full/file')\ntime.sleep(60)",
+            1,
+            "No space left on device: /full/file\nhzero: rank 1 failed; all ranks are ended\nhzero: logs of the other ranks: ",
+        ),
+        (
+            "wait()\nif rank == 2: print('step 3'); os.kill(os.getpid(), 9)\ntime.sleep(60)",
+            1,
+            "step 3\nhzero: rank 2 died: signal SIGKILL, perhaps out of memory; all ranks are ended\nhzero: logs of",
+        ),
+        (  # who waited for another rank is not to blame, though its error comes first
+            "wait()\nif rank == 0: raise PeerError('waited', [1])\ntime.sleep(0.3)\nif rank == 1: 1 / 0\ntime.sleep(60)",
+            1,
+            "ZeroDivisionError: division by zero\nhzero: rank 1 failed; all ranks are ended\n",
+        ),
+        (
+            "wait()\nif rank == 0: os.kill(os.getpid(), 19)\nif rank == 1: raise PeerError('waited 9 s', [0])\ntime.sleep(60)",
+            1,
+            "waited 9 s\nhzero: rank 0 did not come; stopped (SIGSTOP): ranks [0]; all ranks are ended\n",
+        ),
+        (
+            "wait()\nif rank == 1: sys.exit('no such file')\ntime.sleep(60)",
+            1,
+            "no such file\nhzero: rank 1 died: exit status 1;",
+        ),
+    ],
+    ids=["well", "unfinished", "refused", "full disk", "killed", "waited", "stopped", "exit"],
+)
+def test_how_ranks_end(tmp_path: Path, body: str, status: int, told: str) -> None:
+    begun = time.monotonic()
+    out, err = _Command(tmp_path, body).finish()
+    assert out == f"status {status}\n", err
+    assert told in err and err.count("Traceback") <= 1 and len(err.splitlines()) <= 12, err
+    assert bool(err) == bool(told)
+    assert time.monotonic() - begun < 30
+
+
+def test_rank_0_has_the_terminal_and_the_others_have_logs(tmp_path: Path) -> None:
+    body = "wait()\nprint('rank', rank, 'of', os.environ['WORLD_SIZE'])\nos.write(2, b'y' * 300_000)"
+    out, err = _Command(tmp_path, body).finish()
+    assert out == "rank 0 of 3\nstatus 0\n" and err == "y" * 300_000
+    for rank in (1, 2):
+        said = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert sorted(said) == sorted(f"rank {rank} of 3\n" + "y" * 300_000)
+
+
+#: A trainer that saves upon a signal, as a rank finds it after its step.
+SAVES = "told = []\nsignal.signal(signal.SIG{}, lambda *_: told.append(1))\nwait()\nwhile not told: time.sleep(0.01)\nreturn 75"
+
+
+@pytest.mark.parametrize(
+    ("sent", "body", "status"),
+    [
+        (signal.SIGUSR1, SAVES.format("USR1"), 75),
+        (signal.SIGTERM, SAVES.format("TERM"), 75),
+        (signal.SIGINT, SAVES.format("TERM"), 130),
+        (signal.SIGUSR1, "wait()\ntime.sleep(60)", 75),  # before training
+        (signal.SIGINT, "wait()\ntime.sleep(60)", 130),
+        (signal.SIGTERM, "wait()\ntime.sleep(60)", 130),
+    ],
+)
+def test_signals(tmp_path: Path, sent: signal.Signals, body: str, status: int) -> None:
+    command = _Command(tmp_path, body)
+    command.all_ranks_wait()
+    command.signal(sent)
+    out, err = command.finish()
+    assert out == f"status {status}\n", err
+    assert err == ("" if sent == signal.SIGUSR1 else f"hzero: stopping the ranks, which save if they train ({AGAIN})\n")
+
+
+AGAIN = "Ctrl-C again ends them at once"
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:
+    command = _Command(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()\ntime.sleep(60)")
+    command.all_ranks_wait()
+    for _ in range(2):
+        command.signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert command.finish()[0] == "status 130\n"
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for whoever adopted it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def _all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank lives on"
+        time.sleep(0.02)
+
+
+def test_no_rank_outlives_the_command(tmp_path: Path) -> None:
+    command = _Command(tmp_path, "(folder / f'pid{rank}').write_text(str(os.getpid()))\nwait()\ntime.sleep(60)")
+    command.all_ranks_wait()
+    command.process.kill()
+    _all_end([int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)])
+
+
+#: A rank under torchrun.
+RANK = """
+import ctypes, os, sys, time
+from hzero.bootstrap import launched
+assert launched()
+ctypes.CDLL(None).prctl(1, 0)  # torch's forks end with their agent, and ranks that torchrun starts as programs do not
+open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w"), time.sleep(60)
+"""
+
+
+def test_ranks_end_with_the_agent_that_started_them(tmp_path: Path) -> None:
+    """torchrun's agent is killed, so it cannot end its ranks. Each of them notices by itself."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "ranks").mkdir()
+    log = tmp_path / "log"
+    words = ("--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py"), str(tmp_path / "ranks"))
+    agent = fork(torchrun, *words, folder=tmp_path, env={"OMP_NUM_THREADS": "1"}, out=log, err=log)
+    while len(found := list((tmp_path / "ranks").iterdir())) < 2:
+        assert agent.is_alive(), log.read_text()
+        time.sleep(0.02)
+    os.kill(agent.pid or 0, signal.SIGKILL)
+    agent.join()
+    _all_end([int(path.name.split("-")[1]) for path in found])
+    assert log.read_text().count("ends, since the process that started it") == 2, log.read_text()
+
+
+#: Forks from a process that was forked itself before PyTorch made its pool, as a rank is; threads of C need the pool at once.
+POOL = """
+import ctypes, os, sys, torch
+from hzero.launch import renew_thread_pool
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+torch.set_num_threads(1)
+need = ctypes.cast(ctypes.CDLL(sys.argv[1])._ZN2at16init_num_threadsEv, ctypes.c_void_p)
+pthread, threads = ctypes.CDLL(None), (ctypes.c_ulong * 8)()
+for _ in range(100):
+    if not os.fork():
+        renew_thread_pool()
+        for number in range(8):
+            pthread.pthread_create(ctypes.byref(threads, 8 * number), None, need, None)
+        for thread in threads:
+            pthread.pthread_join(ctypes.c_ulong(thread), None)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(1)
+"""
+
+
+def test_a_forked_rank_has_a_thread_pool_before_its_threads_come() -> None:
+    """Without `renew_thread_pool` about one fork in three dies of PyTorch's "Invalid thread pool!"."""
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not hasattr(ctypes.CDLL(str(torch_cpu)), "_ZN2at16init_num_threadsEv"):
+        pytest.skip("this build of PyTorch does not export at::init_num_threads")
+    command = [sys.executable, "-c", POOL, torch_cpu]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
