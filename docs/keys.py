@@ -56,16 +56,6 @@ def trainer_table() -> str:
     return _table(lines)
 
 
-def slurm_table() -> str:
-    """Keys of the jobs under Slurm, with the values of launcher=frontier."""
-    schema = groups.SlurmBlock.model_json_schema()
-    frontier = plain(compose(["launcher=frontier"]))["launcher"]["slurm"]
-    lines = []
-    for path, owner, key, field, _ in _leaves(schema, schema, "SlurmBlock"):
-        lines.append((path, _values(field), _written(frontier[key]), _meanings(owner)[key]))
-    return _table(lines)
-
-
 def constants_table() -> str:
     """All constants of the performance model, with the values and sources of the profile frontier-2026."""
     profile = load_profile("frontier-2026")
@@ -79,7 +69,7 @@ def constants_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"block": block_table, "trainer": trainer_table, "slurm": slurm_table, "constants": constants_table}
+TABLES = {"block": block_table, "trainer": trainer_table, "constants": constants_table}
 
 
 def _leaves(root: dict[str, Any], node: dict[str, Any], owner: str, prefix: str = "") -> Iterator[Any]:

@@ -33,10 +33,6 @@ COMMANDS = {
     ),
     "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
     "bench": ("hzero.bench:run_bench", "measure bandwidth and latency of every tier (bench links)"),
-    "slurm": (
-        "hzero.slurm.command:run_slurm",
-        "write, queue, show and cancel the jobs of a run (render|submit|status|logs|cancel)",
-    ),
     "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
 }
 #: Packages that only the extras bring.
@@ -63,7 +59,6 @@ _EXAMPLES = """examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero bench links --topology 2x2x2                      rates of every tier, for hzero plan --links links.json
   hzero report runs/default runs/mild
-  hzero slurm submit --chain 12h experiment=paper_20b nodes=48 machine=frontier account=PROJECT environment=ARCHIVE
   hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
 
 `hzero COMMAND --help` shows the options of a command."""

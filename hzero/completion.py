@@ -110,10 +110,6 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, parser: argparse.Ar
         from hzero.plan import command as plan
 
         return matches(prefix, before, plan.SHORT)
-    if parser.prog.startswith("hzero slurm"):
-        from hzero.slurm import command as slurm
-
-        return matches(prefix, before, slurm.SHORT)
     return matches(prefix, before, {})
 
 

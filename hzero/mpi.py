@@ -52,6 +52,7 @@ def from_rank_0(text: str, rank: int, size: int) -> str:
         ConfigError: mpi4py is missing or is of another MPI than the launcher, or rank 0 does not come.
     """
     mpi = import_mpi()
+    _abort_after_errors()
     comm = mpi.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (rank, size):
         raise ConfigError(
@@ -66,6 +67,17 @@ def from_rank_0(text: str, rank: int, size: int) -> str:
             raise ConfigError(f"rank {rank} has waited {TIMEOUT_S:g} s for the address of rank 0; set MASTER_ADDR")
         time.sleep(0.005)
     return line.decode().strip()
+
+
+def _abort_after_errors() -> None:
+    """A rank that ends by an exception ends the MPI job: MPI_Finalize would wait for the others, and they for this rank."""
+    stock = sys.excepthook
+
+    def hook(*error: Any) -> None:
+        stock(*error)
+        abort_at_exit()
+
+    sys.excepthook = hook
 
 
 def gpu_aware() -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hzero import autoload
+from hzero.bootstrap import launched
+from hzero.validation import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  hzero run train.py --deepspeed ds_config.json\n"
         "  torchrun --nproc-per-node=8 -m hzero.run train.py --deepspeed ds_config.json\n"
+        "  srun -n16 --gpus-per-task=1 hzero run train.py --deepspeed ds_config.json    (sets RANK and the like)\n"
         "  accelerate launch -m hzero.run train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -35,11 +38,16 @@ def run_script(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. What the script raises passes through untouched.
 
     Returns:
-        0, or 2 for a script that is not there, after one line on stderr.
+        0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
     """
     parsed = parser().parse_args(list(arguments))
     if not parsed.module and not Path(parsed.script).is_file():
         print(f"hzero: error: SCRIPT: no file {parsed.script!r}", file=sys.stderr)
+        return 2
+    try:
+        launched()
+    except ConfigError as error:
+        print(f"hzero: error: {error}", file=sys.stderr)
         return 2
     sys.argv = [parsed.script, *parsed.rest]
     # As python does: the script's own folder, or with -m the current one, comes first.

@@ -24,8 +24,6 @@ LINES = {
     "hzero train che": {"checkpoint.every=", "checkpoint.keep="},  # not the only "checkpoint.", with a blank behind it
     "hzero plan topology=frontier accu": {"accumulation="},
     "hzero plan preset=lo": {"lossless "},
-    "hzero slurm render machine=fr": {"frontier "},
-    "hzero slurm submit experiment=pa": {"paper_10b", "paper_20b"},
 }
 
 

@@ -23,7 +23,7 @@ LAYERS = [
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.reasons", "hzero.launcher", "hzero.manifest", "hzero.stop",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
-    "hzero.model", "hzero.settings", "hzero.commands.experiment", "hzero.plan", "hzero.slurm",
+    "hzero.model", "hzero.settings", "hzero.commands.experiment", "hzero.plan",
     "hzero.train", "hzero.bench", "hzero.run",
     "hzero.commands",
     "hzero.completion", "hzero.cli", "hzero.__main__",

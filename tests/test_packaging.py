@@ -160,7 +160,6 @@ def test_wheel_holds_configuration_and_types(wheel: Path) -> None:
         "hzero/conf/train.yaml",
         "hzero/conf/model/gpt_neox_20b.yaml",
         "hzero/py.typed",
-        "hzero/slurm/scripts/job.sh",
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     for path in (ROOT / "conf").rglob("*.yaml"):

@@ -25,7 +25,6 @@ from hzero.bootstrap import Bootstrap, bootstrap
 from hzero.config import Topology
 from hzero.launcher import INTERRUPTED, REFUSED, Ranks, end_with_parent, local_ranks, on_rank_0, run_rank
 from hzero.plan.links_file import SCHEMA, LinksFile, tier_rate, write_links
-from hzero.slurm.preflight import BLAMED
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.local import machine_of
 from hzero.validation import ConfigError, PeerError
@@ -110,8 +109,6 @@ def _as_launched(settings: LinksSettings) -> NoReturn:
     except (ConfigError, PeerError) as error:
         if not getattr(error, "elsewhere", False):
             print(f"hzero: error: {error}", file=sys.stderr)
-        if isinstance(error, PeerError) and error.ranks:
-            print(BLAMED + ", ".join(map(str, error.ranks)), file=sys.stderr)
         status = REFUSED if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         status = INTERRUPTED

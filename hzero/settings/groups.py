@@ -142,44 +142,12 @@ class TopologyGroup(Frozen):
     bandwidth_gb_s: Bandwidth | None = None
 
 
-class SlurmBlock(Frozen):
-    """The jobs of a run under Slurm.
-
-    Attributes:
-        machine: Whose rules hold (``hzero/slurm/machines``).
-        account: Who pays.
-        partition: null takes the machine's main one.
-        qos: Quality of service, such as debug.
-        time: Of one job, such as 2h or 1:30:00; null takes the longest that the rules allow.
-        signal_s: Seconds before that time at which the ranks are told to save and stop.
-        wait_s: Seconds that the other ranks have, once the first has ended, to say whom they have waited for; null takes
-            train.timeout_s and a minute.
-        environment: Archive or container with Python, torch and hzero.
-        check: Whether a job checks its nodes and their links before it trains.
-        restarts: How often a job that is not finished is started again. In a chain the next job goes on instead.
-        options: More options of sbatch, such as --mail-type=END.
-    """
-
-    machine: Name
-    account: Name | None
-    partition: Name | None
-    qos: Name | None
-    time: Any
-    signal_s: Positive
-    wait_s: Positive | None
-    environment: Name | None
-    check: bool
-    restarts: Count
-    options: list[Name]
-
-
 class LauncherGroup(Frozen):
-    """How `hzero train` starts its ranks: itself, or as a job of ``slurm``."""
+    """How `hzero train` starts its ranks."""
 
     world_size: Positive | None
     threads: Positive
     start_timeout_s: Timeout
-    slurm: SlurmBlock | None = None
 
 
 class RunBlock(Frozen):

@@ -38,8 +38,6 @@ from hzero.settings.buffers import buffers_of
 from hzero.settings.conf import conf_dir, one_line, plain
 from hzero.settings.settings import Settings
 from hzero.sharding.memory import plan_memory, zero3_memory
-from hzero.slurm.job import INSIDE, job_with
-from hzero.slurm.submission import submit
 from hzero.train import checkpoint, corpus, data, export, folder, monitor, stop
 from hzero.train import status as run_status
 from hzero.train.overrides import check
@@ -113,8 +111,6 @@ def _train(config: DictConfig, began: float) -> int:
         os.environ.update(outside)
         return _train_as_rank(config, began)
     settings = Settings(plain(config))
-    if settings["launcher"].get("slurm") is not None and INSIDE not in os.environ:
-        return _submit(settings)
     if settings.plan is not None and settings.plan.transport == "mpi":
         raise ConfigError(
             "zero.transport: found 'mpi', whose ranks mpiexec or srun starts, as in mpiexec -n "
@@ -179,7 +175,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
     """
     directory, resume, overwrite = str(settings["run"]["dir"]), settings["resume"], settings["run"]["overwrite"]
     directory += _suffix(settings.preset)
-    run_dir = folder.choose(directory, resume, overwrite, fixed=INSIDE in os.environ)
+    run_dir = folder.choose(directory, resume, overwrite, fixed="SLURM_JOB_ID" in os.environ)
     claimed = run_dir.is_dir()
     if claimed:
         claims.enter_context(folder.lock(run_dir))
@@ -207,7 +203,7 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
         _say("no checkpoint to resume from: starting at the first step (existing metrics are kept as metrics.N.jsonl)")
     if not claimed:
         # Another run may have come while text was tokenised.
-        run_dir = folder.choose(directory, resume, overwrite, fixed=INSIDE in os.environ)
+        run_dir = folder.choose(directory, resume, overwrite, fixed="SLURM_JOB_ID" in os.environ)
         claims.enter_context(folder.lock(run_dir))
     if run_dir != Path(directory).expanduser():
         why = (
@@ -236,13 +232,6 @@ def _prepare(settings: Settings, claims: contextlib.ExitStack, began: float) -> 
     grid, preset = settings.grid, settings.preset
     _say(f"{settings['model']['name']} on {tokens.source}, {settings.world_size} ranks: {grid}, preset {preset}")
     return run_dir
-
-
-def _submit(settings: Settings) -> int:
-    """Sends the run to the cluster of its launcher as a job, whose ranks come here again."""
-    job = job_with(settings, list(HydraConfig.get().overrides.task), _suffix(settings.preset))
-    _say(f"submitted: job {submit(job)[0]} of {job.nodes:,} nodes; `hzero slurm status {job.run_dir}`")
-    return 0
 
 
 def _suffix(preset: str) -> str:

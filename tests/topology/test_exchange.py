@@ -329,9 +329,6 @@ from hzero.topology.rendezvous import open_exchange
 from hzero.validation import ConfigError
 start = bootstrap(visible=0)
 exchange = open_exchange(start, 1.0 if len(sys.argv) > 1 else 30.0)
-def say(*what):
-    # One write: lines of several ranks must not be mixed.
-    os.write(1, (json.dumps(what) + chr(10)).encode())
 """
 
 
@@ -341,19 +338,11 @@ def test_a_missing_rank_under_mpiexec() -> None:
         + """
 if start.rank == 1:
     time.sleep(100)
-time.sleep(0.5 * (start.rank == 3))
-try:
-    exchange.gather(b"x")
-    exchange.broadcast(None)
-except ConfigError as error:
-    say(start.rank, str(error))
-    sys.exit(2)
+exchange.gather(b"x")
+exchange.broadcast(None)
 """
     )
     begun = time.monotonic()
     done = under_mpi(code)
-    assert time.monotonic() - begun < 30
-    assert done.returncode != 0
-    text = "topology: 1 of 4 ranks have not reported within 1 s: rank 1"
-    found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert found == [[rank, text] for rank in (0, 2, 3)]
+    assert time.monotonic() - begun < 30 and done.returncode != 0
+    assert "topology: 1 of 4 ranks have not reported within 1 s: rank 1" in done.stderr

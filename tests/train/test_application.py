@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pkgutil
@@ -17,9 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hzero import cli
-from hzero.settings.conf import compose, plain
-from hzero.settings.settings import Settings
-from hzero.slurm.job import INSIDE
+from hzero.settings.conf import compose
 from hzero.train import application, folder, status
 from hzero.train.application import _rank_of_a_launcher
 from hzero.train.stop import TIME_SIGNAL
@@ -146,21 +143,6 @@ def test_an_error_of_rank_0_that_says_all_is_not_taken_for_its_silence(monkeypat
     monkeypatch.setattr(application, "on_rank_0", refuse)
     with pytest.raises(PlainError, match=r"^the disk is full$"):
         application._train_as_rank(OmegaConf.create({}), 0.0)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_job_keeps_to_the_folder_that_it_was_sent_for(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
-    asked = []
-
-    def choose(*_: object, fixed: bool) -> NoReturn:
-        asked.append(fixed)
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv(INSIDE, "runs/x") if inside else monkeypatch.delenv(INSIDE, raising=False)
-    monkeypatch.setattr(folder, "choose", choose)
-    with pytest.raises(KeyboardInterrupt):
-        application._prepare(Settings(plain(compose(["resume=auto"]))), contextlib.ExitStack(), 0.0)
-    assert asked == [inside]
 
 
 def test_a_signal_that_comes_late_does_not_change_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
