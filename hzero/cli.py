@@ -97,10 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_script(parsed.rest)  # what a user's script raises is not of this command
     signalled = arguments is None and parsed.command == "train"
     if signalled:
-        from hzero.launcher import UNFINISHED
+        from hzero.launch import UNFINISHED
 
-        # A batch system's signal may come while modules are imported, for seconds on a busy machine: not finished, no failure.
-        # At once, since an exception could come inside a destructor, which swallows it. Nothing has been written yet.
+        # A batch system's signal may come before training has its own handler, which takes seconds: not finished, no failure.
+        # At once, since an exception could come inside a destructor, which swallows it. Nothing is lost.
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(UNFINISHED))
     try:
         if parsed.command not in COMMANDS:
@@ -111,8 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in _AT_THE_END.get(parsed.command, ()) if not {"-h", "--help"} & set(parsed.rest) else ():
                 if importlib.util.find_spec(name) is None:
                     raise ModuleNotFoundError(name=name)
-            if signalled:
-                signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the command has its own handler, and afterwards
             status = int(command(parsed.rest))
         if why := lost_output():
             print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
@@ -122,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if not error.elsewhere:
             print(f"hzero: error: {error}", file=sys.stderr)
+        if "mpi4py.MPI" in sys.modules:
+            pkgutil.resolve_name("hzero.mpi:abort_at_exit")()
         return 2
     except ModuleNotFoundError as error:
         return _missing(parsed.command, error)

@@ -4,8 +4,8 @@ The command imports what takes long once, and forks: eight imports of DeepSpeed 
 terminal; the output of the others goes to ``rank<r>.log``. A rank tells its parent through a pipe why it fails, so a full disk
 hides nothing, and the user reads one error: that of the rank that failed first, not of those that waited for it.
 
-This is not `torch.distributed.launcher.api`, which ends the other ranks by SIGTERM (a rank that saves upon it waits for the one
-that has failed), names the failed rank with the lowest number in place of the first, and logs through its own loggers.
+This is not `torch.distributed.launcher.api`. After a failure it ends the other ranks by SIGTERM, upon which a trainer saves: 30 s
+pass until it kills them. It reports the failed rank with the lowest number in place of the first, in 40 lines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from hzero.files import FULL
+from hzero.terminal import keep_streams
 from hzero.validation import WAIT_S, ConfigError, PeerError, PlainError
 
 #: Exit statuses: after Ctrl-C, for input that is refused, and for work that has saved and is to be started again (EX_TEMPFAIL of
@@ -274,6 +275,7 @@ def _enter(
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.dup2(file, 1)
             os.dup2(file, 2)
+    keep_streams()
     with contextlib.suppress(AttributeError):  # another object in place of the stream
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     renew_thread_pool()
