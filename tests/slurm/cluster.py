@@ -115,10 +115,12 @@ class Cluster:
             process.kill()
             process.wait()
 
-    def run(self, *command: str, timeout: float = 60.0, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, timeout: float = 60.0, cwd: Path | None = None, **more: str
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a command with the cluster's environment, and ``more`` variables."""
         environment = {**self.environment, **more}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
     def log(self) -> str:
         """The ends of all logs of the daemons, for the message of a failed test."""
