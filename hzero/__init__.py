@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from hzero.manifest import SaveError, newest_checkpoint
     from hzero.stop import StopAndSave
     from hzero.validation import ConfigError
-    from hzero.zero import (
-        DivergenceError,
-        StaleWeightsError,
+    from hzero.zero import DivergenceError, StaleWeightsError
+    from hzero.zero.install import (  # not the module zero.state
         enable,
         exact_evaluation,
         exact_weights,

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hzero import mpi
 from hzero.launch import end_with_parent, free_port
+from hzero.mpi import from_rank_0
 from hzero.validation import ConfigError
 
 #: MASTER_PORT if nothing sets it: what OLCF's guide for PyTorch on Frontier uses.
@@ -198,7 +198,7 @@ def _master(environ: Mapping[str, str], inner: _Source, launchers: set[str], loc
         return "127.0.0.1" if one_host else _first_host(environ), port or DEFAULT_PORT
     if "mpi" in launchers and (not one_host or port is None):
         ours = f"{'127.0.0.1' if one_host else socket.gethostname()} {free_port()}"
-        address, free = mpi.from_rank_0(ours, inner.rank, inner.size).split()
+        address, free = from_rank_0(ours, inner.rank, inner.size).split()
         return address, port or int(free)
     if one_host:
         return "127.0.0.1", port or DEFAULT_PORT
