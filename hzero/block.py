@@ -24,8 +24,9 @@ def load(ds_config: Any) -> Mapping[str, Any] | None:
 
     try:
         if os.path.exists(ds_config):
-            with open(ds_config, encoding="utf-8") as file:
-                text = file.read()
+            from hzero.files import read_text as read_file
+
+            text = read_file(ds_config)  # no pipe, which would be empty for DeepSpeed afterwards
         else:
             text = base64.urlsafe_b64decode(ds_config).decode("utf-8")
         found = read_text(text)

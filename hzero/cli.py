@@ -32,7 +32,7 @@ COMMANDS = {
         "check this machine, its ranks, and a DeepSpeed configuration (JSON)",
     ),
     "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
-    "bench": ("hzero.bench:run_bench", "measure bandwidth and latency of every tier (bench links)"),
+    "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
     "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
 }
 #: Packages that only the extras bring.
@@ -48,16 +48,16 @@ EXTRAS = (
     "xxhash",
 )
 #: Commands that the extra `tools` is enough for. The others compose the trainer's configuration, which takes `train`.
-_TOOLS = ("doctor", "topology", "bench", "completion")
+_TOOLS = ("doctor", "topology", "links", "completion")
 #: What a command imports when its work is done, and has to ask for before.
-_AT_THE_END = {"train": ("transformers", "tokenizers", "xxhash", "matplotlib"), "bench": ("matplotlib",)}
+_AT_THE_END = {"train": ("transformers", "tokenizers", "xxhash", "matplotlib")}
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild      another preset
   hzero train model=hf model.path=CHECKPOINT data=chat data.path=chat.jsonl     fine-tune on conversations
   hzero export runs/default -o my-model                   a folder for from_pretrained
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
-  hzero bench links --topology 2x2x2                      rates of every tier, for hzero plan --links links.json
+  hzero links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
   hzero report runs/default runs/mild
   hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
 

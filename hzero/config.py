@@ -287,7 +287,7 @@ class NodeAllGather(Frozen):
     Attributes:
         algorithm: For short messages; long ones take the library's. `doubling` (Bruck et al. 1997) needs log2 of the nodes
             in rounds, where a ring needs one per node; `pairs` sends to every peer at once. The bytes are the same.
-            `hzero bench links` measures all three, and prints the block where another one than the library's is faster.
+            `hzero links` measures all three, and prints the block where another one than the library's is faster.
         below_bytes: Messages of fewer bytes per rank are short.
     """
 
@@ -534,7 +534,7 @@ class HZeroConfig(Block):
             in float32 and rounded stochastically.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
             `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
-            `hzero bench links` prints the size from which latency takes less than a tenth of a hop.
+            `hzero links` prints the size from which latency takes less than a tenth of a hop.
         refresh_differences: Whether a refresh sends the difference between the new weights and the copy that the receivers
             hold, and not the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, and the copy
             is nearer to the weights. An error of one step is part of the next difference, so none adds up. The copy is kept

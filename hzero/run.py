@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hzero import autoload
 from hzero.bootstrap import launched
+from hzero.terminal import keep_streams
 from hzero.validation import ConfigError
 
 
@@ -40,6 +41,7 @@ def run_script(arguments: Sequence[str]) -> int:
     Returns:
         0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
     """
+    keep_streams()
     parsed = parser().parse_args(list(arguments))
     if not parsed.module and not Path(parsed.script).is_file():
         print(f"hzero: error: SCRIPT: no file {parsed.script!r}", file=sys.stderr)

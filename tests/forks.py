@@ -18,7 +18,7 @@ from hzero.launch import die_with_parent, renew_thread_pool
 from hzero.train.worker import RANK_IMPORTS
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.bench.probe", *RANK_IMPORTS])
+_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.probe", *RANK_IMPORTS])
 
 
 def fork(

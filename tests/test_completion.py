@@ -13,12 +13,12 @@ from tests.ranks import ROOT
 
 #: Lines, in which TAB follows the last character, and words among the answers; the values without those of a key or option.
 LINES = {
-    "hzero ": {"train", "plan", "report", "runs", "doctor", "topology", "bench", "completion"},
+    "hzero ": {"train", "plan", "report", "runs", "doctor", "topology", "links", "completion"},
     "hzero report --o": {"--output "},
     "hzero report runs/": {"runs/one", "runs/two"},
     "hzero topology show fr": {"frontier "},
     "hzero doctor --expect lu": {"lumi "},
-    "hzero bench links --it": {"--iterations "},
+    "hzero links --it": {"--iterations "},
     "hzero train zero=": {"topo", "mild", "lossless"},
     "hzero train zero=mild train.gr": {"train.grad_accumulation=", "train.grad_clip="},
     "hzero train che": {"checkpoint.every=", "checkpoint.keep="},  # not the only "checkpoint.", with a blank behind it

@@ -19,12 +19,12 @@ from tests.ranks import ROOT
 #: The map of layers, lowest first. A module belongs to the longest name that it starts with, and may import modules of
 #: its own layer and of those before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
-    "hzero.validation", "hzero.arguments", "hzero.block", "hzero.files", "hzero.terminal", "hzero.formatting", "hzero.progress",
+    "hzero.validation", "hzero.arguments", "hzero.files", "hzero.block", "hzero.terminal", "hzero.formatting", "hzero.progress",
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.reasons", "hzero.launcher", "hzero.manifest", "hzero.stop",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
     "hzero.model", "hzero.settings", "hzero.commands.experiment", "hzero.plan",
-    "hzero.train", "hzero.bench", "hzero.run",
+    "hzero.train", "hzero.run",
     "hzero.commands",
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.training", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",

@@ -73,3 +73,18 @@ def test_names_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.Captur
     assert "a\\x1b]0;title\\x07" in shown and "b\\x1b[2J[red]" in shown and "c\\x9b31m\\rd" in shown
     done = shell(f"{SHOW} $'./no\\e[2J.yaml'; {SHOW} $'./no\\n.yaml'", tmp_path)
     assert done.stderr.count("\n") == 2 and "no\\x1b[2J.yaml: cannot be read" in done.stderr
+
+
+def test_a_script_of_hzero_run_reaches_its_end(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("[print('line', n) for n in range(9999)]\nopen('end', 'w').write('end')\n")
+    done = shell(f"{sys.executable} -m hzero run script.py > /dev/full", tmp_path)
+    assert done.returncode == 0 and (tmp_path / "end").read_text() == "end", done.stderr
+
+
+def test_a_configuration_in_a_pipe_is_left_to_deepspeed(tmp_path: Path) -> None:
+    """As in ``--deepspeed <(make_config)``: what hzero read from it, DeepSpeed would miss."""
+    from hzero import block
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text('{"hzero": {"preset": "topo"}}')
+    assert block.find(str(tmp_path / "pipe")) is None and block.find(str(tmp_path / "file")) == {"preset": "topo"}

@@ -8,18 +8,16 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hzero import __version__
 from hzero.arguments import Parser
-from hzero.block import find
 from hzero.bootstrap import bootstrap
 from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
 from hzero.commands.environment import examine_environment, site_of
 from hzero.mpi import gpu_aware, import_mpi
-from hzero.parsing import parse_config
 from hzero.terminal import console
 from hzero.topology.discovery import TIMEOUT_S, discover
 from hzero.topology.local import host_identity, machine_of
@@ -108,7 +106,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     grid, fabric = None, ""
     try:
         if start.world_size > 1 and parsed.topology is None:
-            found = discover(_source(config), timeout_s=parsed.timeout)
+            found = discover(source_of(config or {}), timeout_s=parsed.timeout)
             if start.rank:
                 return None
             grid, fabric = found.grid, "+".join(found.clusters)
@@ -145,15 +143,6 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         findings += more
     status = max((status for status, _ in findings), default=GOOD)
     return {**sections, "remarks": [text for _, text in findings], "verdict": STATES[status], "status": status}
-
-
-def _source(config: Mapping[str, Any] | None) -> str:
-    """The source from which a run with this configuration discovers its ranks; ``auto`` for a wrong one, which is named later."""
-    try:
-        block = find(config)
-        return (source_of(parse_config(block).topology) if block is not None else None) or "auto"
-    except ConfigError:
-        return "auto"
 
 
 def _row(device: Device | None) -> dict[str, Any]:

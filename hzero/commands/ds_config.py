@@ -47,11 +47,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def source_of(topology: Topology) -> str | None:
-    """The source from which a run discovers its grid, ``auto`` for its own nodes; None where the block declares a grid."""
-    if declared_grid(topology, WHERE) is not None:
-        return None
-    source = topology if isinstance(topology, str) else topology.source  # type: ignore[union-attr]
+def source_of(config: Mapping[str, Any]) -> str:
+    """The source from which a run discovers its grid; ``auto`` where it declares one, and for a wrong block, named later."""
+    with contextlib.suppress(ConfigError):
+        topology = parse_config(find(config) or {}).topology
+        if declared_grid(topology, WHERE) is None:
+            return _source(topology)
+    return "auto"
+
+
+def _source(topology: Topology) -> str:
+    source = topology.source if isinstance(topology, TopologySource) else str(topology)
     return "auto" if source == "discover" else source
 
 
@@ -67,12 +73,12 @@ def grid_of(topology: Topology, machine: Machine, nodes: int | None, discovered:
     Raises:
         ConfigError: A file cannot be read, packages are ambiguous, or the ranks do not form the grid.
     """
-    declared, source = declared_grid(topology, WHERE), source_of(topology)
+    declared, source = declared_grid(topology, WHERE), _source(topology)
     groups = {"nodes_per_group": topology.nodes_per_group} if isinstance(topology, TopologySource) else {}
     if discovered is not None and declared is None:
         return discovered.grouped(**groups) if groups else discovered
     if declared is None:
-        machine = machine if source in (None, "auto") else machine_of(source, where=WHERE)
+        machine = machine if source == "auto" else machine_of(source, where=WHERE)
         sizes = {len(package) for package in packages_of(machine)} if machine.devices else set()
         if not sizes:
             return None

@@ -132,11 +132,8 @@ def without_extras() -> None:
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             return [cli.main(arguments), errors.getvalue()]
 
-    arguments = {"topology": ["show", "frontier"], "bench": ["links"], "completion": ["bash"], "slurm": ["status"]}
-    said = {command: ran(command, *arguments.get(command, [])) for command in cli.COMMANDS.keys() - {"run"}}
-    # It draws pictures when it has worked, and says at its start that it cannot.
-    Missing.names = {"matplotlib"}
-    said["bench without matplotlib"] = ran("bench", "links")
+    arguments = {"topology": ["show", "frontier"], "completion": ["bash"], "slurm": ["status"]}
+    said = {command: ran(command, *arguments.get(command, [])) for command in cli.COMMANDS.keys() - {"run", "links"}}
     _say(stage=stage, said=said)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hzero.bench.show import summary
 from hzero.cli import main
+from hzero.commands.links import summary
 from hzero.config import NodeAllGather
 from hzero.plan.links_file import (
     LinkRow,
