@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,6 @@ def test_exceptions_take_the_defaults_of_the_block() -> None:
 
 BAD: list[tuple[Any, str]] = [
     ({"preset": "tpoo"}, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
-    ({"preset": 3}, "hzero.preset"),
     ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
     ({"shard": {"weight": "node"}}, "hzero.shard: unknown key 'weight'; did you mean 'weights'"),
     ({"shard": {"weights": "nod"}}, "hzero.shard.weights: unknown value 'nod'; did you mean 'node'"),
@@ -137,11 +137,8 @@ BAD: list[tuple[Any, str]] = [
     ({"codecs": {"weights": {"gpuu": "int8"}}}, "hzero.codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
     ({"codecs": {"weights": {"gpu": "int9"}}}, "hzero.codecs.weights.gpu.codec: unknown value 'int9'"),
     ({"codecs": {"tensors": "int8"}}, "hzero.codecs: unknown key 'tensors'; did you mean 'tensor'"),
-    ({"codecs": {"tensor": "int9"}}, "hzero.codecs.tensor.gcd.codec: unknown value 'int9'"),
     ({"codecs": {"tensor": 8}}, "hzero.codecs.tensor: found 8"),
-    ({"codecs": {"weights": {"gpu": 8}}}, "hzero.codecs.weights.gpu.codec: unknown value 8"),
     ({"codecs": {"weights": {"gpu": {"codec": "int8", "rounding": "up"}}}}, "hzero.codecs.weights.gpu.rounding"),
-    ({"codecs": {"weights": {"gpu": {"codec": "int8", "scale": "fp16"}}}}, "hzero.codecs.weights.gpu.scale"),
     (
         {"codecs": {"weights": {"gpu": {"codec": "int8", "block_size": 8}}}},
         "hzero.codecs.weights.gpu.block_size: found 8",
@@ -156,23 +153,16 @@ BAD: list[tuple[Any, str]] = [
         "block_size of 32, 64, 128, 256",
     ),
     (
-        {"codecs": {"gradients": {"gpu": {"codec": "none", "rotation": 64}}}},
-        "hzero.codecs.gradients.gpu: found rotation 64 with codec none",
-    ),
-    (
         {"codecs": {"gradients": {"gpu": {"codec": "int4", "rotation": 32}}}},
         "hzero.codecs.gradients.gpu.rotation: unknown value 32. Possible: 0, 64, 128",
     ),
     ({"block_size": "128"}, "hzero.block_size: found '128'"),
-    ({"block_size": True}, "hzero.block_size: found True"),
-    ({"error_feedback": "node"}, "hzero.error_feedback: found 'node'"),
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
     ({"node_all_gather": "doubling"}, "hzero.node_all_gather: found 'doubling', expected a block with keys algorithm"),
     (
         {"node_all_gather": {"algorithm": "doubled", "below_bytes": 1}},
         "hzero.node_all_gather.algorithm: unknown value 'doubled'; did you mean 'doubling'",
     ),
-    ({"node_all_gather": {"below": 1}}, "hzero.node_all_gather: unknown key 'below'; did you mean 'below_bytes'"),
     ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "hzero.node_all_gather.below_bytes: found -1"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "hzero.node_all_gather: found algorithm 'pairs' without below_bytes"),
     ({"exact_evaluation": "yes"}, "hzero.exact_evaluation: found 'yes'"),
@@ -216,15 +206,10 @@ BAD: list[tuple[Any, str]] = [
         "with int4, int8, bf16, zfp in hzero.codecs.weights",
     ),
     (
-        {"codecs": {"except": {"*norm*": "nine"}}},
-        "hzero.codecs.except.*norm*.codec: unknown value 'nine'; did you mean 'none'",
-    ),
-    (
         {"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}},
         "hzero.codecs.except.*: unknown key 'size'; did you mean 'block_size'",
     ),
     ({"codecs": {"except": ["*norm*"]}}, "hzero.codecs.except: found ['*norm*']"),
-    ({"codecs": {"excepts": {"*": "none"}}}, "hzero.codecs: unknown key 'excepts'; did you mean 'except'"),
     (
         {"codecs": {"except": {"*": "exp"}}},
         "hzero.codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, int",
@@ -235,14 +220,9 @@ BAD: list[tuple[Any, str]] = [
     ({"resident": "whole"}, "hzero.resident: unknown value 'whole'. Possible: decoded, payload"),
     ({"checksum": 1}, "hzero.checksum: found 1"),
     ({"canary": 100}, "hzero.canary: found 100, expected a block with keys every_steps"),
-    ({"canary": {"every": 100}}, "hzero.canary: unknown key 'every'; did you mean 'every_steps'"),
-    ({"canary": {"every_steps": -1}}, "hzero.canary.every_steps: found -1"),
     ({"canary": {"bytes": 8}}, "hzero.canary.bytes: found 8"),
     ({"guard": 5.5}, "hzero.guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
-    ({"guard": None}, "hzero.guard: found None, expected a number"),
     ({"guard": -1}, "hzero.guard.discarded_steps: found -1"),
-    ({"guard": {"ever": 3}}, "hzero.guard: unknown key 'ever'; did you mean 'every'"),
-    ({"guard": {"every": -3}}, "hzero.guard.every: found -3"),
     ({"topology": 8}, "hzero.topology: found 8"),
     ({"topology": {"nodes": 2}}, "hzero.topology.gpus_per_node: missing"),
     ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "hzero.topology.nodes: found '2'"),
@@ -259,35 +239,20 @@ def test_bad_blocks_are_named(block: Any, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+KEYS = re.findall(
+    r"\w+",
+    "preset shard codecs weights gcd block_size error_feedback node_all_gather algorithm below_bytes exact_evaluation checksum "
+    "canary every_steps topology nodes gpus_per_node order",
+)
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(CODECS),
         lambda inner: (
             st.lists(inner, max_size=2)
             | st.dictionaries(
-                st.sampled_from(
-                    [
-                        "preset",
-                        "shard",
-                        "codecs",
-                        "weights",
-                        "gcd",
-                        "block_size",
-                        "error_feedback",
-                        "node_all_gather",
-                        "algorithm",
-                        "below_bytes",
-                        "exact_evaluation",
-                        "checksum",
-                        "canary",
-                        "every_steps",
-                        "topology",
-                        "nodes",
-                        "gpus_per_node",
-                        "order",
-                    ]
-                )
-                | st.text(max_size=3),
+                st.sampled_from(KEYS) | st.text(max_size=3),
                 inner,
                 max_size=3,
             )
