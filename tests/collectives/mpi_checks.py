@@ -64,18 +64,6 @@ def check_messages_of_any_size_in_any_window() -> None:
     assert not wires.under_way
 
 
-def check_short_all_gathers_of_many_ranks_are_those_of_mpi() -> None:
-    rank, wires, everyone = dist.get_rank(), _wires(), _everyones(100)
-    for window, swaps in ((2, 0), (2 * (WORLD - 1), 1)):
-        with (
-            mock.patch.object(mpi_wires, "MESSAGES", window),
-            mock.patch.object(MpiWires, "_swap", autospec=True, side_effect=MpiWires._swap) as swap,
-        ):
-            output = torch.empty(WORLD * 100, dtype=torch.uint8)
-            wires.all_gather(output, everyone[rank]).wait()
-            assert torch.equal(output, everyone.view(-1)) and swap.call_count == swaps
-
-
 def check_the_bits_of_gloo() -> None:
     """Of every operation, with codecs and without; both transports under way at once in one pipeline."""
     rank = dist.get_rank()

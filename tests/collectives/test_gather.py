@@ -14,9 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.collectives.transport import Transport, _peers, rounds
+from hzero.collectives.transport import Transport, rounds
 from hzero.collectives.wires import TorchWires
-from hzero.topology import Grid
 
 LANE: Any = ("weights", "node")
 #: Of an all-to-all: what is received and sent, and the bytes from and to every rank.
@@ -77,10 +76,3 @@ def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: 
         results = [_result(gather) for gather in gathers]
     assert rounds("doubling", size) == math.ceil(math.log2(size)) and received == (size - 1) * count
     assert all(torch.equal(result, torch.cat(messages)) for result in results)
-
-
-def test_peers_are_ranks_of_the_world() -> None:
-    """Of a group smaller than the world, whose ranks have other numbers there."""
-    plan = mock.Mock(grid=Grid(2, 1, 2))
-    assert [list(_peers(plan, (7, 5, 3, 1), tier, 5)) for tier in ("gcd", "node")] == [[7, 5], [5, 1]]
-    assert list(_peers(plan, range(4), "node", 1)) == [1, 3]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from hzero.collectives import Bucket, WireLog
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.settings import parse_communicator
-from hzero.config import BASE_TIERS, TIERS, CodecsConfig
+from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
-from hzero.topology import Grid, resolve, sub_grid
-from hzero.validation import ConfigError
+from hzero.topology import Grid
 from tests.sharding.test_plan import GRIDS
 
 
@@ -87,31 +85,3 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
             one.broadcast(bucket, values[rank, 0], source, same)
     for got in _run(submitted, [hop.tier for hop in hops]):
         assert torch.equal(got, values[source, 0])
-
-
-def test_one_codec_stands_for_all_tiers_and_gather_follows_codecs() -> None:
-    whole = parse_communicator({"codecs": "int8", "block_size": 64})
-    assert {(whole.codecs[t].codec, whole.codecs[t].block_size) for t in TIERS} == {("int8", 64)}
-    assert whole.gather == whole.codecs
-    some = parse_communicator({"codecs": {"node": {"codec": "int4", "block_size": 32}}, "gather": {"gpu": "bf16"}})
-    assert [(some.codecs[t].codec, some.gather[t].codec) for t in BASE_TIERS] == [
-        ("none", "none"),
-        ("none", "bf16"),
-        ("int4", "none"),
-    ]
-    assert some.codecs.node.block_size == 32 and parse_communicator(None) == parse_communicator({})
-    with pytest.raises(ConfigError, match=r"communicator\.codecs: unknown key 'nodes'; did you mean 'node'"):
-        parse_communicator({"codecs": {"nodes": "int8"}})
-
-
-def test_a_discovered_group_keeps_its_places() -> None:
-    with mock.patch.object(resolve, "_discovered", return_value=Grid(2, 2, 2)):
-        assert sub_grid("discover", [0, 2, 4, 6], 8, "here") == Grid(2, 2, 1)
-        assert sub_grid("discover", [4, 5, 6, 7], 8, "here") == Grid(1, 2, 2)
-        assert set(sub_grid("discover", [6, 0, 2, 4], 8, "here").tier_group(0, "gpu")) == {0, 3}
-        with pytest.raises(
-            ConfigError,
-            match=r"ranks 0, 1, 4 fills no part of 2 nodes x 2 GPUs x 2 GCDs evenly: .*3 ranks",
-        ):
-            sub_grid("discover", [0, 1, 4], 8, "here")
-    assert sub_grid("frontier", list(range(8)), 16, "here") == Grid(1, 4, 2)

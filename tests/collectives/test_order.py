@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -169,29 +168,6 @@ def test_order_of_collectives(preset: str) -> None:
         assert not wrong, (seed, wrong)
 
 
-def test_chains_that_go_on_where_they_are_waited_for_get_out_of_order() -> None:
-    """The recorder sees what the pipeline is for."""
-
-    class Eager(Pipeline):
-        def pump(self) -> None:
-            pass
-
-        def _advance(self, chain: Chain[Any]) -> None:
-            queue = self._queues[chain._steps[0]] if chain._steps else None
-            if queue is not None:  # first of its lane, whoever was there before
-                for step in chain._steps:
-                    self._queues[step].remove(chain)
-                    self._queues[step].appendleft(chain)
-            super()._advance(chain)
-
-    global TIMEOUT_S
-    before, TIMEOUT_S = TIMEOUT_S, 0.5
-    try:
-        assert any(_play(seed, Eager, "zero3") for seed in range(20))
-    finally:
-        TIMEOUT_S = before
-
-
 class _ByHand:
     """A hop that arrives when the test says so."""
 
@@ -245,28 +221,6 @@ def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
     assert _soon(lambda: one.done and len(second) == 2)
     second[1].arrive()
     assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
-
-
-def test_the_thread_that_moves_hops_on_ends_when_there_are_none_and_starts_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hzero.collectives.pipeline._LINGER_S", 0.01)
-    pipeline = Pipeline()
-    lanes: list[Any] = [("gradients", "gcd"), ("gradients", "node")]
-    movers = []
-    for number in range(3):
-        hops: list[_ByHand] = []
-        chain = pipeline.submit(_by_hand(hops, lanes, number), lanes)
-        movers.append(pipeline._mover)
-        time.sleep(0.05)
-        assert movers[-1] is not None and movers[-1].is_alive()  # it stays while a hop is in flight
-        hops[0].arrive()
-        assert _soon(lambda: len(hops) == 2)  # noqa: B023 - called here
-        hops[1].arrive()
-        assert _soon(lambda: chain.done and pipeline._mover is None)  # noqa: B023
-        movers[-1].join(TIMEOUT_S)
-        assert not movers[-1].is_alive() and chain.wait() == number
-    assert len(set(movers)) == 3
 
 
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
@@ -351,16 +305,6 @@ def test_a_chain_after_one_that_failed_fails_alike() -> None:
         with pytest.raises(HopError, match="gone"):
             chain.wait()
     pipeline.drain()
-
-
-def test_a_process_has_one_pipeline_for_as_long_as_its_world_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = mock.Mock()
-    monkeypatch.setattr(pipeline, "_of_world", None)
-    monkeypatch.setattr(pipeline.dist, "group", world)
-    first = shared_pipeline(None)
-    assert shared_pipeline(None) is first
-    world.WORLD = mock.Mock()
-    assert shared_pipeline(None) is not first
 
 
 @pytest.mark.parametrize(

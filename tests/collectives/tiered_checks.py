@@ -9,12 +9,10 @@ import random
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from hzero.codecs import Codec
 from hzero.collectives import (
@@ -27,7 +25,7 @@ from hzero.collectives import (
     WireLog,
 )
 from hzero.collectives.transport import rounds, world_timeout
-from hzero.config import ALGORITHMS, ROLES, TIERS, CodecConfig
+from hzero.config import ALGORITHMS, ROLES, CodecConfig
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
@@ -376,69 +374,6 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
                         assert torch.equal(stop.value, everyones[coordinates].view(-1)), (ranks, count, algorithm)
                         break
                 assert started == rounds(algorithm, ranks)
-
-
-def check_the_size_of_a_message_chooses_the_algorithm_and_nothing_else_changes() -> None:
-    """Chains of both algorithms are under way at once; results, hops and bytes are those of the library's."""
-    rank = dist.get_rank()
-    grids = {8: [Grid(8, 1, 1), Grid(4, 1, 2)], 6: [Grid(6, 1, 1), Grid(3, 2, 1)]}[WORLD]
-    mixes = [dict.fromkeys(TIERS, "int8"), {"node": "int4", "gpu": "int8", "gcd": "none"}]
-    sizes = (1, 5 * 129, 1024, 17 * 5, 40_000)
-    for grid, mix in itertools.product(grids, mixes):
-        found: dict[str, tuple] = {}
-        for algorithm in ALGORITHMS:
-            setting = {"algorithm": algorithm, "below_bytes": 500}
-            collectives = _collectives(grid, weights=mix, node_all_gather=setting)
-            used = []
-            gather = collectives._transport.gather
-
-            def noted(one, lane, message, *rest, gather=gather, used=used, **keywords):
-                used.append((one, message.numel()))
-                return gather(one, lane, message, *rest, **keywords)
-
-            chains = []
-            with mock.patch.object(collectives._transport, "gather", noted):
-                for index, numel in enumerate(sizes):
-                    bucket = Bucket((index,), (chunk_numel(numel, WORLD),), torch.float32, "weights")
-                    whole = torch.randn(numel, generator=torch.Generator().manual_seed(index))
-                    shard = whole[rank * bucket.chunks[0] : (rank + 1) * bucket.chunks[0]]
-                    codec = Codec.from_config(collectives.plan.gather_hops()[0].codec)
-                    payload = partial(_encoded, collectives, bucket, codec, [shard])
-                    decode = partial(collectives.decode_gathered, bucket)
-                    hops = collectives.plan.gather_hops()
-                    chains.append(collectives.gather(hops, bucket, payload, decode))
-                for index in random.Random(rank).sample(range(len(chains)), len(chains)):
-                    chains[index].wait()
-            kinds = {one for one, size in used if size < 500 and one != "library"}
-            assert kinds == ({algorithm} if algorithm != "library" else set()), used
-            assert all(one == "library" for one, size in used if size >= 500)
-            assert len(used) == len(sizes) * len(collectives.plan.gather_hops())
-            counts = [(e.tier, e.codec, e.hops, e.elements, e.wire_bytes) for e in collectives.wire_log.entries()]
-            assert all(entry.seconds > 0 for entry in collectives.wire_log.entries())
-            found[algorithm] = counts, torch.cat([chain.wait()[0] for chain in chains])
-        for algorithm in ("doubling", "pairs"):
-            assert found[algorithm][0] == found["library"][0], (grid, mix, found)
-            assert torch.equal(found[algorithm][1], found["library"][1]), (grid, mix)
-
-
-def check_groups_of_a_tier_have_colours_of_their_own() -> None:
-    """What torch would pass to ncclCommSplit where the world is bound to a device; its own is back afterwards."""
-    if TRANSPORT == "mpi":
-        pytest.skip("of process groups")
-    made, stock, new_group = [], c10d._process_group_color, dist.new_group
-    plan = _collectives(GRIDS[WORLD][0]).plan
-
-    def noted(ranks: list[int], **keywords: object) -> object:
-        made.append((keywords["group_desc"], c10d._process_group_color(ranks), tuple(ranks)))
-        return new_group(ranks, **keywords)
-
-    with mock.patch.object(dist, "new_group", noted):
-        Transport(plan, timedelta(seconds=91))
-    assert len(made) == 2 * sum(GRIDS[WORLD][0].size(tier) > 1 for tier in TIERS) and c10d._process_group_color is stock
-    everyone: list = [None] * WORLD
-    dist.all_gather_object(everyone, made)
-    groups = set(itertools.chain(*everyone))
-    assert len({(what, colour) for what, colour, _ in groups}) == len(groups)
 
 
 def check_a_peer_that_does_not_come_is_named() -> None:

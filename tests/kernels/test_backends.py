@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import sys
 import types
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from hzero import cli
 from hzero.codecs import Codec, backends, device, host, reference
 from hzero.codecs.arguments import Rounding, Rows
 from hzero.codecs.descriptor import BUCKET, VERSION
@@ -311,29 +309,6 @@ def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch
 
 
 # ---- hzero doctor ---------------------------------------------------------------------------------------------------
-
-
-@needs_library
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose backend is another question")
-def test_doctor_finds_a_good_machine_good(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "good" and torch.__version__ in found["versions"]
-    (row,) = found["codecs"]
-    assert (row["backend"], row["tried"]) == ("host", "equal to the reference") and "compiled library" in row["why"]
-    assert cli.main(["doctor"]) == 0
-    assert "verdict: good" in capsys.readouterr().out
-
-
-def test_doctor_finds_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(host.HostLibrary.__init__, "__defaults__", (Path("/nowhere/library"),))
-    assert cli.main(["doctor"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "verdict: degraded" in said and "/nowhere/library is not there" in said
-    monkeypatch.setenv(backends.VARIABLE, "host")
-    backends.choice.cache_clear()
-    assert cli.main(["doctor"]) == 2
-    assert "HZERO_BACKEND: host cannot be used" in capsys.readouterr().err
 
 
 def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
 import hzero
-from hzero.collectives import Canary
 from hzero.zero.weights import Weights
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
 
@@ -140,18 +138,6 @@ def check_an_audit_comes_first_then_every_so_many_steps_and_after_a_load() -> No
     train(engine, 1, 2, first=4)
     assert own.ratios is not before
     engine.destroy()
-
-
-def check_a_canary_comes_first_and_then_every_so_many_steps() -> None:
-    with mock.patch.object(Canary, "send", autospec=True) as sent:
-        for every, counts in ((0, [0, 0, 0]), (2, [1, 1, 2])):
-            sent.reset_mock()
-            engine, found = _engine("topo", guard={"every": 0}, canary={"every_steps": every}), []
-            for step in range(3):
-                found.append(sent.call_count)
-                train(engine, 1, 2, first=step)
-            assert found == counts, found
-            engine.destroy()
 
 
 class _Unused(AwkwardNet):
