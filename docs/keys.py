@@ -13,8 +13,8 @@ from griffe import Docstring
 from pydantic import BaseModel
 
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig
-from hzero.model.profile import Constants, load_profile
 from hzero.parsing import parse_config
+from hzero.plan.profile import CONSTANTS, load_profile
 from hzero.settings import groups
 from hzero.settings.conf import compose, conf_dir, plain
 
@@ -61,11 +61,11 @@ def constants_table() -> str:
     profile = load_profile("frontier-2026")
     head = "| constant | meaning | frontier-2026 | kind | source, date, stack |"
     lines = [head, "|---|---|---|---|---|"]
-    for name in Constants.model_fields:
-        constant = getattr(profile.constants, name)
+    for name, meaning in CONSTANTS.items():
+        constant = profile.constants[name]
         source = profile.sources[constant.source]
         where = f"{source.what}; {source.date}; {source.stack}"
-        lines.append(f"| `{name}` | {_meanings('Constants')[name]} | {constant.value:g} | {source.kind} | {where} |")
+        lines.append(f"| `{name}` | {meaning} | {constant.value:g} | {source.kind} | {where} |")
     return "\n".join(lines)
 
 

@@ -25,8 +25,7 @@ COMMANDS = {
     "report": ("hzero.train.report:run_report", "draw curves, speed, memory and bytes of one or more runs (PNG, HTML)"),
     "export": ("hzero.train.export:run_export", "write a run's model as a Hugging Face folder"),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
-    "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and link times of a model on a machine"),
-    "presets": ("hzero.plan.presets:run_presets", "list the presets: bytes, memory, and when to take each"),
+    "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and a predicted step of a model on a machine"),
     "doctor": (
         "hzero.commands.doctor:run_doctor",
         "check this machine, its ranks, and a DeepSpeed configuration (JSON)",

@@ -106,10 +106,10 @@ def _overrides(prefix: str, parsed_args: argparse.Namespace, parser: argparse.Ar
     from hzero.settings.complete import matches
 
     before = parsed_args.overrides or []
-    if parser.prog in ("hzero plan", "hzero presets"):
-        from hzero.plan import command as plan
+    if parser.prog == "hzero plan":
+        from hzero.commands.experiment import SHORT
 
-        return matches(prefix, before, plan.SHORT)
+        return matches(prefix, before, SHORT)
     return matches(prefix, before, {})
 
 

@@ -385,9 +385,9 @@ class TopologyConfig(Frozen):
             with ``gpu``, ``group`` and ``cluster`` with ``node``.
     """
 
-    nodes: int | None = Field(None, ge=1)
-    gpus_per_node: int = Field(ge=1)
-    gcds_per_gpu: int = Field(1, ge=1)
+    nodes: int | None = Field(None, ge=1, le=1_000_000)
+    gpus_per_node: int = Field(ge=1, le=1000)
+    gcds_per_gpu: int = Field(1, ge=1, le=1000)
     gpus_per_hive: int = Field(1, ge=1)
     nodes_per_group: Groups = AUTOMATIC
     switch_nodes: int | None = Field(None, ge=1)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,6 @@ import hzero
 from hzero.cli import main
 from hzero.config import DEFAULT_PRESET, PRESETS
 from hzero.parsing import parse_config
-from hzero.plan.presets import PURPOSES, STATES
 from tests.ranks import ROOT
 
 DOCS = ROOT / "docs"
@@ -106,39 +106,29 @@ def test_table_of_presets() -> None:
         names = [one if isinstance(one, str) else one["codec"] for one in codecs]
         names[1] = f"{preset.inner_codec}/{names[1]}" if preset.inner_codec else names[1]
         assert rows[name][:2] == [f"{preset.weights}, {preset.gradients}", ", ".join(names)], name
-    assert {name: cells[2] for name, cells in rows.items()} == PURPOSES
     assert list(rows) == list(PRESETS)
-    assert [name for name, purpose in PURPOSES.items() if "the default" in purpose] == [DEFAULT_PRESET]
+    assert [name for name, cells in rows.items() if "the default" in cells[2]] == [DEFAULT_PRESET]
 
 
-def _planned(preset: str, accumulation: int) -> dict[str, float]:
-    """GB of `hzero plan` for the table's job."""
+def _planned(preset: str, accumulation: int) -> dict[str, Any]:
+    """What `hzero plan` says of the tables' job."""
+    job = ["model=gpt_neox_20b", "topology=frontier", "nodes=48", "train.micro_batch=1"]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        job = [
-            "model=gpt_neox_20b",
-            "topology=frontier",
-            "nodes=48",
-            f"preset={preset}",
-            f"accumulation={accumulation}",
-            "train.micro_batch=1",
-        ]
-        assert main(["plan", *job, "--json"]) == 0
-    plan = json.loads(out.getvalue())
-    return {
-        "states": sum(row["bytes"] for row in plan["memory"] if row["name"] in STATES) / 1e9,
-        "all": plan["memory_bytes"] / 1e9,
-        "node": plan["node_bytes"][f"hzero {preset}"] / 1e9,
-    }
+        assert main(["plan", *job, f"preset={preset}", f"accumulation={accumulation}", "--json"]) == 0
+    return json.loads(out.getvalue())
 
 
 def test_figures_of_presets() -> None:
     traffic, memory = _rows("| | 1 micro-batch"), _rows("| | states")
     assert traffic.keys() == memory.keys() == PRESETS.keys()
+    states = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
     for preset in PRESETS:
-        one, many = _planned(preset, 1), _planned(preset, 8)
-        assert traffic[preset] == [f"{plan['node']:.1f} GB" for plan in (one, many)], preset
-        assert memory[preset] == [f"{plan[of]:.1f} GB" for of in ("states", "all") for plan in (one, many)], preset
+        plans = [_planned(preset, count) for count in (1, 8)]
+        held = [sum(row["bytes"] for row in plan["memory"] if row["name"] in states) for plan in plans]
+        figures = [*held, *(plan["memory_bytes"] for plan in plans)]
+        assert memory[preset] == [f"{size / 1e9:.1f} GB" for size in figures], preset
+        assert traffic[preset] == [f"{plan['node_bytes'][f'hzero {preset}'] / 1e9:.1f} GB" for plan in plans], preset
 
 
 @cache

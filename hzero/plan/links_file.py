@@ -1,4 +1,4 @@
-"""Links file: bandwidth and latency of every tier as `hzero bench links` has measured them, kept as JSON.
+"""Links file: bandwidth and latency of every tier as `hzero links` has measured them, kept as JSON.
 
 Sizes, algorithm and bus bandwidth are those of rccl-tests (its doc/PERFORMANCE.md): the size is that of the whole array
 over the group, ``algbw`` is size / time, and ``busbw`` is the rate at which every device sends or receives.
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 from pydantic import Field, FiniteFloat, model_validator
 
 from hzero.config import ALGORITHMS, BASE_TIERS, TIERS, CodecName, NodeAllGather, Tier
-from hzero.files import replacing
+from hzero.files import read_json, refusing, replacing
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, validated
 
@@ -25,8 +25,6 @@ Operation: TypeAlias = Literal[
 ]
 #: Value of the key ``schema`` in the files that this release writes and reads.
 SCHEMA: Final = "hzero-links-1"
-#: Maximum size of a file that is read: many times what a probe of all sizes writes.
-MAX_BYTES = 16 << 20
 
 
 def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
@@ -125,15 +123,9 @@ class LinksFile(Frozen):
     @model_validator(mode="after")
     def _agrees(self) -> LinksFile:
         if not set(BASE_TIERS) <= set(self.grid) or min(self.grid.values()) < 1:
-            raise ValueError(
-                f"grid: found {self.grid}, expected a size of at least 1 for each of {', '.join(BASE_TIERS)}"
-            )
-        measured = {tier for tier in TIERS if self.grid.get(tier, 1) > 1}
-        if set(self.tiers) != measured:
-            raise ValueError(
-                f"tiers: found {', '.join(self.tiers) or 'none'}, but the grid {self.grid} has more than one rank on "
-                f"{', '.join(sorted(measured)) or 'no tier'}"
-            )
+            raise ValueError(f"grid: found {self.grid}, expected sizes of at least 1 for {', '.join(BASE_TIERS)}")
+        if set(self.tiers) != {tier for tier, size in self.grid.items() if size > 1}:
+            raise ValueError(f"tiers: found {', '.join(self.tiers) or 'none'}, expected those of the grid {self.grid}")
         for index, row in enumerate(self.rows):
             if row.ranks != (size := self.grid.get(row.tier, 1)):
                 raise ValueError(f"rows.{index}.ranks: found {row.ranks}, but tier {row.tier} has {size}")
@@ -171,16 +163,20 @@ def node_all_gather(rows: list[LinkRow]) -> NodeAllGather:
 
 
 def write_links(path: Path, links: LinksFile) -> None:
-    """Writes a links file: whole or not at all.
+    """Writes a links file: whole or not at all. Raises `ConfigError` if it cannot be written."""
+    with refusing("--out", path), replacing(path) as file:
+        file.write(json.dumps(links.model_dump(by_alias=True), indent=1) + "\n")
 
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        with replacing(path) as file:
-            file.write(json.dumps(links.model_dump(by_alias=True), indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {str(path)!r}: {error.strerror}") from None
+
+def read_links(path: Path) -> LinksFile:
+    """Reads a links file. Raises `ConfigError` with the file and the key if it is none."""
+    content = read_json(path)
+    found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+    if found != SCHEMA:
+        raise ConfigError(
+            f"{path}: schema: found {reprlib.repr(found)}, expected {SCHEMA!r}, which `hzero links` writes"
+        )
+    return validated(LinksFile, content, f"{path}:")
 
 
 def links_for(path: Path, grid: Grid) -> LinksFile:
@@ -199,30 +195,3 @@ def links_for(path: Path, grid: Grid) -> LinksFile:
                 f"{', '.join(links.tiers) or 'none'}, on a grid of {links.grid_text()}"
             )
     return links
-
-
-def read_links(path: Path) -> LinksFile:
-    """Reads a links file.
-
-    Raises:
-        ConfigError: The file cannot be read or is no links file; the message names the file and the key.
-    """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; the limit is {MAX_BYTES >> 20} MiB")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; `hzero bench links` writes links files") from None
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise ConfigError(
-            f"{path}: schema: found {reprlib.repr(found)}, expected {SCHEMA!r}, which `hzero bench links` writes"
-        )
-    try:
-        return validated(LinksFile, content, "")
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""Scenario: what a prediction is about, read from the command's arguments."""
+"""Scenario: the model, the machine and the step that a plan is about, read from the command's arguments."""
 
 from __future__ import annotations
 
@@ -6,33 +6,29 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from hzero.config import TIERS
-from hzero.model.job import Attention, Job
-from hzero.model.profile import Profile, Source, load_profile, profile_names
-from hzero.model.shape import ModelShape, gpt_neox_shape
-from hzero.plan.links_file import links_for
-from hzero.settings.architecture import architecture, is_general
-from hzero.settings.buffers import buffers_of, elements_of
-from hzero.settings.conf import compose, plain
-from hzero.settings.settings import Settings
+from hzero.commands.experiment import Experiment, compose
+from hzero.parsing import parse_config
+from hzero.plan.cost import Machine
+from hzero.plan.job import Job
+from hzero.plan.links_file import LinksFile, links_for
+from hzero.plan.profile import Profile, Source, load_profile, profile_names
+from hzero.plan.step import Prediction
 from hzero.sharding.memory import LIVE_NUMEL
+from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
 
-#: What codecs may lose: nothing, bits of the weights alone, bits of everything.
+#: What codecs may lose: nothing, bits of the weights only, bits of everything.
 Quality = Literal["lossless", "weights", "all"]
-#: Keys of a prediction that the trainer's configuration does not have.
-KEYS = ("memory", "attention", "global_batch", "codecs", "profile")
-#: The profile that stands for a topology of ``conf/``.
-PROFILES = {
-    "frontier": "frontier-2026",
-    "lumi": "lumi",
-    "dgx_h200": "dgx_h200",
-    "emulated_2x2x2": "emulated",
-}
+#: Keys of a plan that the trainer's configuration does not have. The last two are of a search.
+KEYS = ("memory", "profile", "global_batch", "codecs")
+#: The profile of the machine that a topology of ``conf/`` describes.
+PROFILES = {"frontier": "frontier-2026", "lumi": "lumi", "dgx_h200": "dgx_h200"}
+#: The topology of a run on CPU, with float32 weights by default; it has no profile.
+CPU_TOPOLOGY = "emulated_2x2x2"
 #: Other engines that predictions compare with.
 OTHERS = {
     "DDP": Scheme("ddp"),
@@ -52,42 +48,57 @@ class Scenario:
     """A model on a machine.
 
     Attributes:
-        settings: The trainer's configuration.
+        experiment: The trainer's configuration.
         job: What is trained.
         grid: The machine's devices.
-        profile: Its constants.
-        memory_bytes: Of a device, at most.
+        links: Measured rates of its tiers; None without a file.
+        profile: Its constants, or why they are not known.
+        memory: Bytes of a device, at most; None where they are not known.
         quality: What codecs may lose.
         global_batch: Sequences of a step, of all devices.
+        batch_given: Whether the user has given them.
         given: The user's overrides of the trainer's configuration.
-        batch_given: Whether the user has given the sequences of a step.
     """
 
-    settings: Settings
+    experiment: Experiment
     job: Job
     grid: Grid
-    profile: Profile
-    memory_bytes: int
+    links: LinksFile | None
+    profile: Profile | ConfigError
+    memory: int | None
     quality: Quality
     global_batch: int
-    given: tuple[str, ...] = ()
-    batch_given: bool = False
+    batch_given: bool
+    given: tuple[str, ...]
+
+    @property
+    def machine(self) -> Machine:
+        """What predictions simulate. Raises `ConfigError` where no profile is known."""
+        if isinstance(self.profile, ConfigError):
+            raise self.profile
+        return Machine(self.grid, self.profile)
 
     def on(self, nodes: int) -> Scenario:
         """The same with other nodes and equal work per device."""
-        batch = self.job.micro_batch * self.job.accumulation * nodes * self.grid.scope_size("node")
         group = self.grid.nodes_per_group  # which an automatic grid chooses again
         if group is not None and nodes % group and not self.grid.automatic:
             if nodes > group:
                 raise ConfigError(f"nodes: found {nodes:,}, expected a multiple of topology.nodes_per_group, {group}")
             group = None
-        grid = replace(self.grid, nodes=nodes, ranks=None, nodes_per_group=group)
-        return replace(self, grid=grid, global_batch=batch)
+        return replace(self, grid=replace(self.grid, nodes=nodes, ranks=None, nodes_per_group=group))
+
+    def holds(self, step: Prediction) -> bool:
+        """Whether a predicted step fits into a device."""
+        return step.memory_bytes <= (self.memory or 0)
+
+    def shard_plan(self, preset: str) -> ShardPlan:
+        """The shard plan of a preset on this machine."""
+        return ShardPlan.from_config(parse_config({"preset": preset}), self.grid, 0)
 
     def others(self) -> dict[str, Scheme]:
         """Other engines; ZeRO++ as the machine's usual launch line has it."""
-        found = dict(OTHERS)
-        if (visible := self.profile.visible) is not None and visible < self.grid.scope_size("node"):
+        found, visible = dict(OTHERS), self.machine.profile.visible
+        if visible is not None and visible < self.grid.scope_size("node"):
             found["ZeRO++"] = replace(found["ZeRO++"], visible=visible)
         return found
 
@@ -96,201 +107,98 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     """Reads a scenario.
 
     Args:
-        overrides: Keys of the trainer's configuration by their long names, and those of `KEYS`.
+        overrides: Keys of the trainer's configuration, and those of `KEYS`.
         links: File of measured rates that replace those of the profile.
 
     Raises:
-        ConfigError: A key is unknown, the machine has no profile, or the profile does not know it.
+        ConfigError: A key or a value is wrong, or the given profile's machine cannot have such a grid.
     """
-    own, kept = split_keys(overrides)
-    settings = settings_of(kept)
-    profile = profile_of(kept, own.get("profile"))
-    if profile is None:
-        raise ConfigError(
-            f"profile: none is known for topology={_topology(kept)}; give profile=NAME or a .yaml, possible: "
-            f"{', '.join(profile_names())}"
-        )
-    scenario = scenario_of(settings, own, profile if links is None else with_links(profile, links, settings.grid))
-    return replace(scenario, given=tuple(kept))
-
-
-def settings_of(overrides: Sequence[str]) -> Settings:
-    """The settings of the trainer's configuration.
-
-    Raises:
-        ConfigError: A key is wrong.
-    """
-    config = plain(compose(list(overrides)))
-    config["sample"]["at_end"] = False  # which pipeline stages refuse, and no plan reads
-    return Settings(config)
-
-
-def split_keys(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The keys of `KEYS`, and the other overrides."""
-    own, kept = {}, []
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        if sign and key in KEYS:
-            own[key] = value
-        else:
-            kept.append(override)
-    return own, kept
-
-
-def scenario_of(settings: Settings, own: dict[str, str], profile: Profile, itemsize: int | None = None) -> Scenario:
-    """The scenario of checked settings; ``itemsize`` is that of a weight, None that of ``train.dtype``."""
-    grid = settings.grid
-    if (grid.gpus_per_node, grid.gcds_per_gpu) != (profile.gpus_per_node, profile.gcds_per_gpu):
-        raise ConfigError(
-            f"profile {profile.name}: found nodes of {grid.gpus_per_node} x {grid.gcds_per_gpu} devices, expected "
-            f"{profile.gpus_per_node} x {profile.gcds_per_gpu}"
-        )
-    job = replace(job_of(settings, itemsize or itemsize_of(settings, profile)), attention=attention_of(own))
-    quality = own.get("codecs", "all")
-    if quality not in ("lossless", "weights", "all"):
-        raise one_of("codecs", quality, ("lossless", "weights", "all"))
+    split = [override.partition("=") for override in overrides]
+    own = {key: value for key, sign, value in split if sign and key in KEYS}
+    kept = tuple("".join(parts) for parts in split if parts[0] not in own)
+    experiment = compose(list(kept))
+    grid = experiment.grid
+    quality: Any = own.get("codecs", "all")
+    if quality not in get_args(Quality):
+        raise one_of("codecs", quality, get_args(Quality))
+    topology = next((value for key, _, value in split[::-1] if key == "topology"), CPU_TOPOLOGY)
+    profile = _profile_of(topology, own.get("profile"), grid)
+    measured = None if links is None else links_for(links, grid)
+    if measured is not None and links is not None and isinstance(profile, Profile):
+        profile = with_links(profile, measured, links)
+    job = _job(experiment, topology)
     batch = job.micro_batch * job.accumulation * grid.world_size
-    if "global_batch" in own:
-        batch = _count("global_batch", own["global_batch"])
-        if batch % grid.world_size:
+    if (text := own.get("global_batch")) is not None:
+        batch = int(text) if text.isdecimal() and len(text) < 13 else 0
+        if not batch or batch % grid.world_size:
             near = max(round(batch / grid.world_size), 1) * grid.world_size
             raise ConfigError(
-                f"global_batch: found {batch:,}, expected a multiple of the {grid.world_size:,} devices, such as {near:,}"
+                f"global_batch: found {text!r}; expected a multiple of the {grid.world_size:,} devices, such as {near}"
             )
-    memory = memory_of(own, profile)
-    return Scenario(settings, job, grid, profile, memory, quality, batch, batch_given="global_batch" in own)  # type: ignore[arg-type]
+    memory = _bytes_of(own["memory"]) if "memory" in own else None
+    if memory is None and isinstance(profile, Profile):
+        memory = int(profile.value("memory_gb") * 1e9)
+    return Scenario(experiment, job, grid, measured, profile, memory, quality, batch, "global_batch" in own, kept)
 
 
-def attention_of(own: dict[str, str]) -> Attention:
-    """How attention is computed."""
-    found = own.get("attention", "flash")
-    if found not in ("flash", "math"):
-        raise one_of("attention", found, ("flash", "math"))
-    return found  # type: ignore[return-value]
+def _profile_of(topology: str, name: str | None, grid: Grid) -> Profile | ConfigError:
+    """The profile of that name, or else the one of the chosen topology, if its machine can have such a grid."""
+    if name is None and topology not in PROFILES:
+        return ConfigError(
+            f"profile: none is known for topology={topology}; give profile=NAME or a .yaml, possible: "
+            f"{', '.join(profile_names())}"
+        )
+    profile = load_profile(name or PROFILES[topology])
+    if (why := profile.mismatch(grid)) is None:
+        return profile
+    if name is not None:
+        raise ConfigError(why)
+    return ConfigError(why)  # the topology's name stands for the machine, but not for this shape
 
 
-def memory_of(own: dict[str, str], profile: Profile) -> int:
-    """Bytes of a device: those given, or else the profile's."""
-    return bytes_of(own["memory"]) if "memory" in own else int(profile.value("memory_gb") * 1e9)
+def with_links(profile: Profile, links: LinksFile, path: Path) -> Profile:
+    """The profile with measured rates and latencies, matched by the names of tiers.
+
+    A tier's rate is measured with all its groups at once, so a node's is that of a device times its devices.
+    """
+    values: dict[str, float] = {"launch_us": min(rate.latency_us for rate in links.tiers.values())}
+    for tier, measured in links.tiers.items():
+        if tier == "gcd":
+            values["gcd_gb_s"] = measured.gb_s
+        elif tier == "gpu":
+            values |= {"gpu_ring_gb_s": measured.gb_s, "gpu_pairs_gb_s": measured.gb_s}
+        elif tier == "node":  # the model has one rate between nodes, and no hives
+            rate = measured.gb_s * links.grid["gpu"] * links.grid["gcd"]
+            values |= {"net_rails_gb_s": rate, "net_ring_gb_s": rate}
+    stack = f"{links.backend} on {links.device}"
+    source = Source(what=f"hzero links: {path}", date=links.date, stack=stack, kind="measured")
+    return profile.with_values(source, **values)
 
 
-def shape_of(model: dict[str, Any]) -> ModelShape | None:
-    """The shape of a group ``model``; None where its layers differ. Needs transformers for ``model=hf`` alone."""
-    if not is_general(model):
-        return gpt_neox_shape(model)
-    found = architecture(model)
-    if found.layer is None:
-        return None
-    length, head = model["seq_length"], found.vocab_size * found.hidden
-    return ModelShape(
-        name=str(model["name"]),
-        seq_length=length,
-        hidden=found.hidden,
-        layers=found.layers,
-        heads=found.heads,
-        intermediate=found.intermediate,
-        vocab=found.vocab_size,
-        before=found.before,
-        layer=found.layer,
-        after=found.after,
-        layer_flops=2.0 * (found.multiplied - head) / found.layers,
-        attention_flops=4.0 * length * found.attention / found.layers,
-        after_flops=2.0 * head,
-    )
-
-
-def itemsize_of(settings: Settings, profile: Profile | None) -> int:
-    """Bytes of a weight on the wire: ``train.dtype`` auto is float32 on processors, as in the trainer."""
-    on_processors = profile is not None and profile.cores is not None
-    return {"fp32": 4, "bf16": 2, "fp16": 2, "auto": 4 if on_processors else 2}[settings["train"]["dtype"]]
-
-
-def job_of(settings: Settings, itemsize: int) -> Job:
-    """What a configuration trains; ``itemsize`` is that of a weight.
+def _job(experiment: Experiment, topology: str) -> Job:
+    """What a configuration trains.
 
     DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
     used again soon.
-
-    Raises:
-        ConfigError: The layers of the model differ, or are split over ranks.
     """
-    if settings.layout.pipeline > 1:
-        raise ConfigError(
-            f"model.pipeline_parallel: found {settings.layout.pipeline}, which predictions do not know; possible: 1"
-        )
-    if settings.readers.tensor > 1:
-        raise ConfigError(
-            f"{settings.readers.key}: found {settings.readers.tensor}, which predictions do not know; possible: 1, or hzero plan "
-            "without --tune, --fit, --sweep, --from and --trace"
-        )
-    shape = shape_of(settings["model"])
-    if shape is None:
-        raise ConfigError(
-            f"model: the layers of {settings['model']['name']} differ, and predictions need equal ones; possible: the "
-            "models of conf/model, and model=hf with equal layers"
-        )
-    train = settings["train"]
-    buffers = buffers_of(settings, shape.module)
+    train, model = experiment["train"], experiment.architecture
+    buffers = experiment.buffers(max(sum(model.layer or ()), *model.before, *model.after))
     return Job(
-        shape,
+        str(experiment["model"]["name"]),
+        model,
+        experiment["model"]["seq_length"],
         micro_batch=train["micro_batch"],
         accumulation=train["grad_accumulation"],
         checkpointing=train["activation_checkpointing"],
-        itemsize=itemsize,
+        itemsize={"fp32": 4, "auto": 4 if topology == CPU_TOPOLOGY else 2}.get(train["dtype"], 2),
         bucket_numel=buffers.prefetch,
         reuse_numel=buffers.reuse,
-        ahead=int(elements_of(settings, "stage3_max_live_parameters", LIVE_NUMEL) >= 2 * buffers.prefetch),
+        ahead=int(experiment.elements("stage3_max_live_parameters", LIVE_NUMEL) >= 2 * buffers.prefetch),
         buffers=buffers,
     )
 
 
-def profile_of(overrides: Sequence[str], name: str | None) -> Profile | None:
-    """The profile of that name, or else the one that stands for the chosen topology; None where there is none."""
-    if name is None:
-        name = PROFILES.get(_topology(overrides))
-    return load_profile(name) if name is not None else None
-
-
-def _topology(overrides: Sequence[str]) -> str:
-    chosen = [override.partition("=")[2] for override in overrides if override.startswith("topology=")]
-    return chosen[-1] if chosen else "emulated_2x2x2"
-
-
-def with_links(profile: Profile, path: Path, grid: Grid) -> Profile:
-    """The profile with the rates and latencies that `hzero bench links` has measured, matched by the names of tiers.
-
-    A tier's rate is that of its groups all at once, so a node's is as many times a device's as it had devices.
-
-    Raises:
-        ConfigError: As `links_for`.
-    """
-    links = links_for(path, grid)
-    values: dict[str, float] = {}
-    for tier in TIERS:
-        if tier not in links.tiers:
-            continue
-        rate = links.tiers[tier].gb_s
-        if tier == "gcd":
-            values["gcd_gb_s"] = rate
-        elif tier == "gpu":
-            values |= {"gpu_ring_gb_s": rate, "gpu_pairs_gb_s": rate}
-        elif tier == "node":  # the model has one rate between nodes, and no hives
-            devices = links.grid["gpu"] * links.grid["gcd"]
-            values |= {"net_rails_gb_s": rate * devices, "net_ring_gb_s": rate * devices}
-    values["launch_us"] = min(rate.latency_us for rate in links.tiers.values())
-    source = Source(
-        what=f"hzero bench links: {path}", date=links.date, stack=f"{links.backend} on {links.device}", kind="measured"
-    )
-    return profile.with_values(source, **values)
-
-
-def _count(key: str, text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,9}", text.replace("_", "")):
-        raise ConfigError(f"{key}: found {text!r}, expected a number of at least 1")
-    return int(text.replace("_", ""))
-
-
-def bytes_of(text: str) -> int:
+def _bytes_of(text: str) -> int:
     """Bytes of a text such as ``64GB``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)?", text)
     if found is None:

@@ -76,7 +76,7 @@ def plan_memory(
 ) -> list[StateMemory]:
     """Bytes of every state of the stage on one rank, without activations.
 
-    Transient states are not all there at once; `hzero.model.footprint` says how much is.
+    Transient states are not all there at once; `hzero.plan.memory` says how much is.
 
     Args:
         plan: The shard plan.

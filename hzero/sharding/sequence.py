@@ -1,7 +1,7 @@
 """Sequence: the collectives that a bucket of parameters starts in one step, in order. No process group, no tensor.
 
 The stage's are read off the shard plan, those of other engines off their `Scheme`. `hzero.sharding.traffic` adds up the
-bytes of these chains, and `hzero.model` simulates their time: both see the same sequence.
+bytes of these chains, and `hzero.plan` simulates their time: both see the same sequence.
 """
 
 from __future__ import annotations

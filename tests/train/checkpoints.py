@@ -224,14 +224,13 @@ def check_architectures(folder: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hzero.plan.command import compute
     from hzero.settings.architecture import architecture
     from hzero.train.model import flops_per_token
 
     for name in ("llama", "gpt2"):
         model = AutoModelForCausalLM.from_pretrained(folder / name)
-        plan = compute(["model=hf", f"model.path='{folder / name}'", "model.seq_length=64", "topology=single_node"])
-        assert plan["parameters"] == sum(param.numel() for param in model.parameters())
+        group = {"path": str(folder / name), "config": None, "seq_length": 64}
+        assert sum(architecture(group).numels) == sum(param.numel() for param in model.parameters())
     group = {"path": str(folder / "gpt2"), "config": None, "seq_length": 64}
     tied = sum(param.numel() for param in model.parameters())
     assert flops_per_token(group) == 6 * tied + 12 * 2 * 32 * 64

@@ -173,8 +173,8 @@ def test_bad_override(
 ARGUMENTS = {
     "plan foo": "foo: expected KEY=VALUE",
     "plan --steps 10": "hzero plan: unknown option '--steps'; keys are given as KEY=VALUE, as in train.steps=10",
-    "plan topology=lumi": "topology.nodes: not given",
-    "plan zero.codecs.weights.node=exp": "zero.codecs.weights.node: found 'exp', which holds bfloat16 numbers, with weights of 4",
+    "plan topology=lumi": "topology.nodes: found null",
+    "plan zero.codecs.weights.node=exp": "zero.codecs.weights.node: found 'exp', which holds bfloat16; expected train.dtype=bf16",
     "train --steps 10": "hzero train: unknown option '--steps'; keys are given as KEY=VALUE, as in train.steps=10",
     "train --cfg jb": "hzero train: argument --cfg/-c: invalid choice: 'jb'",
     "report --png x.txt": "hzero report: unknown argument '--png'",

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from hzero.cli import main
 from hzero.formatting import size_text
-from hzero.plan.command import compute
 from hzero.train import curves
 from hzero.train.summary import ends, print_summary, traffic_rows
 
@@ -231,22 +230,6 @@ def test_summary_shows_what_was_measured_and_what_was_computed() -> None:
 
 def test_sizes_are_readable() -> None:
     assert [size_text(n) for n in (0, 999, 1500, 2.5e9)] == ["0 B", "999 B", "1.50 kB", "2.50 GB"]
-
-
-def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "model=gpt_neox_20b", "topology=frontier", "nodes=48"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for expected in ("384 devices", "resident weights", "nominal rates, not measured", "ZeRO++"):
-        assert expected in text, expected
-    assert main(["plan", "topology=frontier", "nodes=2", "--json", "accumulation=4", "preset=mild"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["preset"], result["accumulation"], result["world_size"]) == ("mild", 4, 16)
-    assert result["link_seconds"].keys() == {"gcd", "gpu", "node"}
-    twice = compute(["model=gpt_neox_20b", "topology=frontier", "nodes=48", "accumulation=8"], 2)
-    assert twice["node_bytes"]["hzero topo"] < 0.8 * twice["node_bytes"]["ZeRO-3"] / 24 * 8
-    assert main(["plan", "zero=stock"]) == 2
-    assert main(["plan", "preset=tpoo"]) == 2
-    assert "did you mean 'topo'" in capsys.readouterr().err
 
 
 def test_a_tier_with_two_codecs_has_a_row_of_each() -> None:

@@ -27,7 +27,6 @@ STAGE = (
     "tests.zero.pipeline_checks",
     "tests.zero.checkpoint_checks",
     "tests.train.saver_checks",
-    "tests.train.memory_checks",
 )
 
 

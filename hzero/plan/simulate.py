@@ -1,20 +1,53 @@
-"""Simulate: discrete events of tasks on lanes, which share resources while they run.
+"""Simulation: discrete events of tasks on lanes, which share resources while they run.
 
-Ranks are alike, so one rank's tasks stand for all. A lane is what runs one task at a time in order: a stream, or the host.
+All ranks do the same, so one rank's tasks represent all. A lane runs one task at a time in order: a stream, or the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hzero.model.collectives import Phase
-from hzero.model.sharing import speeds
+from hzero.plan.cost import Phase
 
 COMPUTE = "compute"
+
+
+def speeds(usages: Sequence[Mapping[Any, float]]) -> list[float]:
+    """Max-min fair speeds of at most 1: all grow equally until a resource is full, whose users then keep theirs.
+
+    Args:
+        usages: For each transfer the share of every resource that it takes at speed 1.
+
+    Returns:
+        Speeds such that the shares of no resource add up to more than 1.
+    """
+    found = [1.0] * len(usages)
+    growing, left = set(range(len(usages))), {}
+    for usage in usages:
+        left.update(dict.fromkeys(usage, 1.0))
+    level = 0.0
+    while growing:
+        demand: dict[Any, float] = {}
+        for index in growing:
+            for resource, share in usages[index].items():
+                demand[resource] = demand.get(resource, 0.0) + share
+        step, full = 1.0 - level, None
+        for resource, total in demand.items():
+            if total > 0 and left[resource] / total < step:
+                step, full = left[resource] / total, resource
+        level += step
+        if full is None:
+            return found
+        for resource, total in demand.items():
+            left[resource] = max(left[resource] - step * total, 0.0)
+        for index in [index for index in growing if usages[index].get(full, 0.0) > 0]:
+            found[index] = level
+            growing.remove(index)
+    return found
 
 
 @dataclass
@@ -23,17 +56,19 @@ class Task:
 
     Attributes:
         lane: Its lane; `COMPUTE` for the device's own work.
-        name: For traces.
+        name: For tests and debuggers.
         phases: One after the other.
         after: Tasks that end before it starts.
-        details: For traces.
+        tier: Outermost tier that it crosses; "" for compute.
+        boundary: Whether it waits for the last micro-step.
     """
 
     lane: str
     name: str
     phases: Sequence[Phase]
     after: Sequence[Task] = field(default=(), repr=False)  # each has its own: a text of all would grow without end
-    details: dict[str, Any] = field(default_factory=dict)
+    tier: str = ""
+    boundary: bool = False
     start: float = -1.0
     end: float = math.inf
     waits: int = 0
@@ -47,14 +82,12 @@ class Timeline:
         seconds: From the first start to the last end.
         tasks: With their times.
         exposed: Seconds without compute, by the ``tier`` of the task that compute waits for; "" for one without.
-        latency: Of these, seconds in which that task took no resource.
         busy: Seconds for which each resource was full.
     """
 
     seconds: float
     tasks: list[Task]
     exposed: dict[str, float]
-    latency: float
     busy: dict[str, float]
 
 
@@ -91,7 +124,6 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
     exposed: dict[str, float] = defaultdict(float)
-    latency = 0.0
     busy: dict[str, float] = defaultdict(float)
     ready = list(lanes)
     while done < len(tasks):
@@ -112,9 +144,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         for run, rate in zip(flows, rates):
             step = min(step, run.left / rate if run.left > 0 else 0.0)
         if COMPUTE not in running:
-            waited = _waited_for(lanes, running)
-            exposed[waited.task.details.get("tier", "")] += step
-            latency += step if not waited.fluid else 0.0
+            exposed[_waited_for(lanes, running).tier] += step
         full: dict[str, float] = defaultdict(float)
         for run, rate in zip(flows, rates):
             run.left -= step * rate
@@ -139,17 +169,17 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                     task.waits -= 1
                     if not task.waits:
                         ready.append(task.lane)
-    return Timeline(now, list(tasks), dict(exposed), latency, dict(busy))
+    return Timeline(now, list(tasks), dict(exposed), dict(busy))
 
 
-def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, _Running]) -> _Running:
+def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, _Running]) -> Task:
     """The running task that the next compute waits for."""
     task = lanes[COMPUTE][0] if lanes[COMPUTE] else None
     while task is not None:
         if task.lane in running:  # itself, or what its lane has before it
-            return running[task.lane]
+            return running[task.lane].task
         if lanes[task.lane] and lanes[task.lane][0] is not task:
             task = lanes[task.lane][0]
         else:
             task = next((other for other in task.after if other.end == math.inf), None)
-    return next(iter(running.values()))
+    return next(iter(running.values())).task

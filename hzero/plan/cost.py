@@ -1,0 +1,187 @@
+"""Cost: time of collectives, codec kernels and compute, as a latency and seconds of every resource that they use.
+
+All-gather and reduce-scatter are rings: RCCL and NCCL have no other algorithm for them, so a flat one over p ranks waits
+p - 1 steps, each at least as long as a message takes to the next rank. An all-reduce is a ring on few nodes and a tree on
+many. An all-to-all sends a message to every peer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hzero.config import NET_TIERS, Algorithm
+from hzero.plan.profile import Profile
+from hzero.sharding.sequence import Crossing
+from hzero.topology import Grid
+from hzero.validation import ConfigError
+
+#: What transfers and kernels share: links of a device in its package and between packages, the NICs of a node, the links
+#: between switch groups, the device's memory and compute.
+Resource = Literal["gcd", "gpu", "node", "uplink", "memory", "compute"]
+#: Bytes of an element that Adam reads and writes: gradient, float32 master and two moments, 16-bit weight.
+ADAM_BYTES = 4 + 2 * 12 + 2
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a task.
+
+    Attributes:
+        latency_s: Seconds in which it takes no resource.
+        work: Then, seconds for which it would keep each resource busy if alone; the longest sets its pace.
+    """
+
+    latency_s: float
+    work: Mapping[Resource, float] = field(default_factory=dict)
+
+    @property
+    def alone_s(self) -> float:
+        """Its time with every resource to itself."""
+        return self.latency_s + max(self.work.values(), default=0.0)
+
+
+class Machine:
+    """What a machine of accelerators needs for collectives, kernels and compute. All groups of a kind work at once.
+
+    Attributes:
+        grid: Its devices.
+        profile: Its constants.
+
+    Raises:
+        ConfigError: The profile's machine cannot have such a grid.
+    """
+
+    def __init__(self, grid: Grid, profile: Profile) -> None:
+        if (why := profile.mismatch(grid)) is not None:
+            raise ConfigError(why)
+        self.grid, self.profile = grid, profile
+        self._value = profile.value
+
+    def transfer(self, crossing: Crossing, size: float, algorithm: Algorithm = "library") -> Phase:
+        """Time of one collective.
+
+        Args:
+            crossing: The collective.
+            size: Bytes of the whole array over a group.
+            algorithm: Of an all-gather between nodes.
+        """
+        if crossing.ranks == 1 or not size:
+            return Phase(0.0)
+        if crossing.kind == "all_to_all" or (algorithm == "pairs" and set(crossing.tiers) <= set(NET_TIERS)):
+            phase = self._pairs(crossing, size)
+        elif crossing.kind == "all_reduce":
+            phase = self._all_reduce(crossing, size)
+        else:
+            phase = self._ring(crossing, size, algorithm)
+        stolen = self._value("stolen_share") * max(phase.work.values(), default=0.0)
+        return Phase(phase.latency_s, {**phase.work, "compute": stolen}) if stolen else phase
+
+    def places(self, crossing: Crossing) -> tuple[int, int, int]:
+        """Nodes of a group, its ranks on each, and the groups that share a node."""
+        nodes = math.prod(self.grid.size(tier) for tier in crossing.tiers if tier in NET_TIERS)
+        ranks = crossing.ranks // nodes
+        return nodes, ranks, self.grid.scope_size("node") // ranks
+
+    def _seconds(self, sent: float, rate: str) -> float:
+        return sent / self._value(rate) / 1e9
+
+    def _inside(self, crossing: Crossing, sent: float, pairs: bool) -> dict[Resource, float]:
+        """Seconds of a node's links for what a device sends to the others of its group on the node."""
+        within, how = [tier for tier in crossing.tiers if tier not in NET_TIERS], "pairs" if pairs else "ring"
+        if not within:
+            return {}
+        if within == ["gcd"]:
+            return {"gcd": self._seconds(sent, "gcd_gb_s")}
+        if within == ["gpu"]:
+            return {"gpu": self._seconds(sent, f"gpu_{how}_gb_s")}
+        seconds = self._seconds(sent, f"flat_{how}_gb_s")
+        return {"gcd": seconds, "gpu": seconds}
+
+    def _ring(self, crossing: Crossing, size: float, algorithm: Algorithm) -> Phase:
+        nodes, ranks, groups = self.places(crossing)
+        sent = size * (crossing.ranks - 1) / crossing.ranks
+        work = self._inside(crossing, sent, pairs=False)
+        between = nodes - 1
+        inside = crossing.ranks - 1 - between
+        if nodes > 1:
+            work["node"] = self._seconds(sent * groups, "net_ring_gb_s" if ranks > 1 else "net_rails_gb_s")
+            doubling = algorithm == "doubling" and ranks == 1
+            if doubling:
+                between = (nodes - 1).bit_length()
+            work |= self._uplink(work["node"], nodes, crossing, neighbours=not doubling)
+        choices = []
+        for protocol, share in (("", 1.0), ("_ll", self._value("ll_share"))):
+            steps = inside * self._value(f"ring_inside{protocol}_us") + between * self._value(f"ring_net{protocol}_us")
+            slowed = {resource: seconds / share for resource, seconds in work.items()}
+            choices.append(Phase((self._value("launch_us") + steps) / 1e6, slowed))
+        return min(choices, key=lambda phase: phase.alone_s)
+
+    def _pairs(self, crossing: Crossing, size: float) -> Phase:
+        nodes, ranks, groups = self.places(crossing)
+        part = size / crossing.ranks
+        work = self._inside(crossing, part * (ranks - 1), pairs=True)
+        latency = self._value("launch_us") + (nodes - 1) * ranks * self._value("pair_us")
+        if nodes > 1:
+            # Every rank of the node sends to all ranks of the group on other nodes.
+            work["node"] = self._seconds(part * (nodes - 1) * ranks * ranks * groups, "net_rails_gb_s")
+            work |= self._uplink(work["node"], nodes, crossing)
+        return Phase(latency / 1e6, work)
+
+    def _uplink(
+        self, node_s: float, nodes: int, crossing: Crossing, *, neighbours: bool = False
+    ) -> dict[Resource, float]:
+        """Messages that leave the switch group.
+
+        Those to all peers do in proportion to the nodes outside it. A ring, and nearly all edges of a tree, join neighbours;
+        nodes are numbered group by group, so one in each leaves. On tier ``group`` all do.
+        """
+        group = self.profile.group_nodes
+        if group is None or ("node" in crossing.tiers and nodes <= group):
+            return {}
+        leaving = node_s * self.profile.taper
+        if "node" in crossing.tiers:
+            leaving *= 1 / group if neighbours else (nodes - group) / nodes
+        return {"uplink": leaving}
+
+    def _all_reduce(self, crossing: Crossing, size: float) -> Phase:
+        nodes, ranks, groups = self.places(crossing)
+        levels = math.log2(nodes)
+        filled = size / (size + 1024 * self._value("fill_kib"))
+        latency = self._value("launch_us") + levels * self._value("level_us")
+        latency += filled * (self._value("fill_node_us") * (ranks > 1) + levels * self._value("fill_us"))
+        work: dict[Resource, float] = {}
+        if ranks > 1:
+            inside = 2 * size * (ranks - 1) / ranks
+            if "gcd" in crossing.tiers and "gpu" in crossing.tiers:
+                seconds = self._seconds(inside, "node_all_reduce_gb_s")
+                work |= {"gcd": seconds, "gpu": seconds}
+            else:
+                work |= self._inside(crossing, inside, pairs=False)
+        if nodes > 1:
+            tree = nodes == 2 or nodes >= self.profile.tree_nodes
+            sent = 2 * size if tree else 2 * size * (crossing.ranks - 1) / crossing.ranks
+            if nodes == 2:  # either tree of the two is one message each way
+                sent = size
+            work["node"] = self._seconds(sent * groups, "net_tree_gb_s" if tree else "net_all_reduce_gb_s")
+            work |= self._uplink(work["node"], nodes, crossing, neighbours=True)
+        return Phase(latency / 1e6, work)
+
+    def kernel(self, touched: float) -> Phase:
+        """A codec's kernel that reads and writes ``touched`` bytes."""
+        return Phase(self._value("kernel_us") / 1e6, {"memory": self._seconds(touched, "hbm_gb_s")})
+
+    def compute(self, flops: float, tokens: int) -> Phase:
+        """``flops`` operations in a micro-batch of ``tokens`` tokens per rank."""
+        host = self._value("host_us") / 1e6
+        return Phase(host, {"compute": flops / self.rate(tokens)}) if flops else Phase(host)
+
+    def rate(self, tokens: int) -> float:
+        """Operations per second of a device. Short micro-batches use it badly."""
+        return self._value("compute_tflops") * 1e12 * tokens / (tokens + self._value("half_tokens"))
+
+    def optimizer(self, numel: int) -> Phase:
+        """Adam on a rank's ``numel`` elements."""
+        return Phase(self._value("step_us") / 1e6, {"memory": self._seconds(numel * ADAM_BYTES, "hbm_gb_s")})

@@ -1,0 +1,251 @@
+"""Step: the tasks of one optimizer step under a scheme, and their simulation.
+
+One device represents all. Its lanes are compute and one stream per communicator: the stage has one for each role and tier,
+other engines one for each group. Which collectives there are, and in what order, comes from `hzero.sharding.sequence`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hzero.plan.cost import Machine, Phase
+from hzero.plan.job import Bucket, Job, buckets_of
+from hzero.plan.memory import footprint
+from hzero.plan.simulate import COMPUTE, Task, Timeline, simulate
+from hzero.sharding.memory import IN_FLIGHT
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.records import chunk_numel
+from hzero.sharding.sequence import Chain, Scheme, scheme_chains, stage_chains
+from hzero.sharding.traffic import CHECKSUM_BYTES
+from hzero.validation import ConfigError
+
+#: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
+MICRO_STEPS, LAYERS = 3, (2, 4)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step.
+
+    Attributes:
+        step_s: Seconds of a step.
+        tflops: Model operations per second and device in 1e12, without what is computed again.
+        tokens_per_s: Of all devices.
+        exposed_s: Seconds in which compute waits for communication, by tier.
+        busy: Share of the step for which each resource is full.
+        memory_bytes: Of a device.
+    """
+
+    step_s: float
+    tflops: float
+    tokens_per_s: float
+    exposed_s: dict[str, float]
+    busy: dict[str, float]
+    memory_bytes: int
+
+
+def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Prediction:
+    """Predicts one step of the stage's shard plan, or of another engine.
+
+    Raises:
+        ConfigError: The model's layers differ.
+    """
+    if job.model.layer is None:
+        raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
+    job = _as_cut(scheme, job)
+    found = _many_micro_steps(scheme, job, machine)
+    seconds, tokens = found["seconds"], job.tokens * job.accumulation
+    # Forward and backward, without what is computed again.
+    flops = 3.0 * tokens * sum(bucket.flops for bucket in buckets_of(job))
+    return Prediction(
+        step_s=seconds,
+        tflops=flops / seconds / 1e12,
+        tokens_per_s=tokens * machine.grid.world_size / seconds,
+        exposed_s={name[8:]: time for name, time in found.items() if name.startswith("exposed ")},
+        busy={name[5:]: time / seconds for name, time in found.items() if name.startswith("busy ")},
+        memory_bytes=footprint(scheme, machine.grid, job).bytes,
+    )
+
+
+def simulated(scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: int | None = None) -> Timeline:
+    """Simulates every layer and micro-step, or only some ``layers``."""
+    job = _as_cut(scheme, job)
+    return simulate(_Builder(scheme, job, machine, buckets_of(job, layers)).tasks())
+
+
+def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
+    """The job with the buckets of a scheme: FSDP gathers and reduces a layer at once."""
+    if isinstance(scheme, Scheme) and scheme.engine == "fsdp":
+        return replace(job, bucket_numel=job.layer)
+    return job
+
+
+def _many_micro_steps(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
+    """Figures of a step. The middle micro-steps are all alike: each adds what the third adds to two."""
+    if job.accumulation <= MICRO_STEPS:
+        return _many_layers(scheme, job, machine)
+    longer, shorter = (
+        _many_layers(scheme, replace(job, accumulation=count), machine) for count in (MICRO_STEPS, MICRO_STEPS - 1)
+    )
+    return _extended(shorter, longer, job.accumulation - MICRO_STEPS)
+
+
+def _many_layers(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
+    """The same over layers, which are alike too, but for those that backward finds still gathered."""
+    layers, behind = job.model.layers, sum(job.model.after)
+    kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse_numel), 0)
+    few, more = (kept + count * job.layers_together for count in LAYERS)
+    if layers <= more:
+        return _figures(simulated(scheme, job, machine))
+    shorter, longer = (_figures(simulated(scheme, job, machine, count)) for count in (few, more))
+    return _extended(shorter, longer, (layers - more) / (more - few))
+
+
+def _extended(shorter: dict[str, float], longer: dict[str, float], times: float) -> dict[str, float]:
+    return {name: max(value + times * (value - shorter.get(name, 0.0)), 0.0) for name, value in longer.items()}
+
+
+def _figures(timeline: Timeline) -> dict[str, float]:
+    return {
+        "seconds": timeline.seconds,
+        **{f"exposed {tier}": time for tier, time in timeline.exposed.items() if tier},
+        **{f"busy {resource}": time for resource, time in timeline.busy.items()},
+    }
+
+
+class _Builder:
+    """Makes the tasks of a step."""
+
+    def __init__(self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket]) -> None:
+        self._job, self._machine, self._buckets, self._world = job, machine, buckets, machine.grid.world_size
+        self._stage = self._engine = None
+        if isinstance(scheme, ShardPlan):
+            self._stage, chains = scheme, stage_chains(scheme, job.accumulation)
+        else:
+            self._engine, chains = scheme.engine, scheme_chains(scheme, machine.grid, job.accumulation)
+        self._chains: dict[tuple[str, int], Chain] = {(chain.phase, chain.micro): chain for chain in chains}
+        # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
+        self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
+        # Crossings of a reduction before those that wait for the last micro-step.
+        self._inside = len(scheme.micro_hops()) if isinstance(scheme, ShardPlan) else 1
+        # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
+        behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
+        keeps = self._engine in (None, "deepspeed")
+        self._kept = [keeps and (numel < job.reuse_numel or not numel) for numel in behind]
+        self._tasks: list[Task] = []
+        self._phases: dict[tuple[object, ...], Sequence[Phase]] = {}
+        # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
+        self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
+
+    def tasks(self) -> list[Task]:
+        """All tasks, lane by lane in order of submission."""
+        job, count = self._job, len(self._buckets)
+        refreshed = self._refresh()
+        reductions: list[Task] = []
+        pending: list[Task] = []  # of each bucket's reduction what backward waits for, in order
+        computed: list[Task] = []
+        order = [
+            (phase, micro, index)
+            for micro in range(job.accumulation)
+            for phase, indices in (("forward", range(count)), ("backward", range(count - 1, -1, -1)))
+            for index in indices
+        ]
+        gathered: list[list[Task]] = []
+        for place, (phase, micro, index) in enumerate(order):
+            for other, step, ahead in order[len(gathered) : place + 1 + job.ahead]:
+                kept = other == "backward" and self._kept[ahead]
+                chain = self._chains.get((other, step))
+                needs = [*computed[-1:], *([refreshed[ahead]] if refreshed else [])]
+                gathered.append([] if chain is None or kept else self._chain(chain, ahead, needs)[-1:])
+            needs = gathered[place]
+            if phase == "backward" and len(pending) > self._in_flight:
+                needs = [*needs, pending[-1 - self._in_flight]]
+            computed.append(self._compute(phase, index, needs))
+            if phase == "backward" and (chain := self._chains.get(("reduce", micro))) is not None:
+                made = self._chain(chain, index, computed[-1:])
+                reductions += made[-1:]
+                inside = [one for one in made if not one.boundary]
+                pending.append((inside or computed)[-1])
+        stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
+        if (chain := self._chains.get(("after", job.accumulation - 1))) is not None:
+            ends = [task for index in range(count) for task in self._chain(chain, index, [stepped])[-1:]]
+            self._add(Task(COMPUTE, "gathered", [Phase(0.0)], ends))
+        return self._tasks
+
+    def _refresh(self) -> list[Task]:
+        """The refresh of every bucket; several share a message where the block asks for long ones."""
+        chain = self._chains.get(("refresh", 0))
+        if chain is None or self._stage is None:
+            return []
+        limit = self._stage.refresh_numel(self._job.bucket_numel, self._job.itemsize)
+        groups: list[list[int]] = [[]]
+        for index, bucket in enumerate(self._buckets):
+            if groups[-1] and sum(self._buckets[i].numel for i in groups[-1]) + bucket.numel > limit:
+                groups.append([])
+            groups[-1].append(index)
+        ends: list[Task] = []
+        for group in groups:
+            numels = tuple(numel for index in group for numel in self._buckets[index].numels)
+            last = self._chain(chain, Bucket("+".join(self._buckets[i].name for i in group), numels, 0.0), [])[-1]
+            ends += [last] * len(group)
+        return ends
+
+    def _add(self, task: Task) -> Task:
+        self._tasks.append(task)
+        return task
+
+    def _compute(self, phase: str, index: int, needs: list[Task]) -> Task:
+        bucket, job = self._buckets[index], self._job
+        factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
+        key = (COMPUTE, bucket.name, factor)
+        if key not in self._phases:
+            flops = bucket.flops * job.tokens * factor * self._late
+            self._phases[key] = [self._machine.compute(flops, job.tokens)]
+        return self._add(Task(COMPUTE, f"{phase} {bucket.name}", self._phases[key], needs))
+
+    def _optimizer(self) -> Phase:
+        ranks = 1 if self._engine == "ddp" else self._world
+        if self._engine == "fsdp":
+            ranks = self._chains["forward", 0].crossings[0].ranks
+        return self._machine.optimizer(sum(bucket.numel for bucket in self._buckets) // ranks)
+
+    def _chain(self, chain: Chain, where: int | Bucket, needs: Sequence[Task]) -> list[Task]:
+        bucket = where if isinstance(where, Bucket) else self._buckets[where]
+        made: list[Task] = []
+        for number, crossing in enumerate(chain.crossings):
+            key = (chain.phase, chain.crossings, bucket.name, number)
+            if key not in self._phases:
+                self._phases[key] = self._hop(chain, number, bucket)
+            tier = crossing.tiers[-1] if crossing.tiers else "gcd"
+            lane = f"{crossing.role} {tier}" if self._stage is not None else "+".join(crossing.tiers)
+            boundary = chain.phase == "reduce" and number >= self._inside
+            task = Task(lane, f"{chain.phase} {bucket.name}", self._phases[key], made[-1:] or needs, tier, boundary)
+            made.append(self._add(task))
+        return made or list(needs)[-1:]
+
+    def _hop(self, chain: Chain, number: int, bucket: Bucket) -> list[Phase]:
+        """One collective between the kernels that read and write its messages.
+
+        Encoding reads whole elements and writes the payload; a reduction reads the payloads of all peers and writes their
+        sum; the last hop of a gather writes whole elements. Codec ``none`` copies.
+        """
+        crossing, last = chain.crossings[number], number == len(chain.crossings) - 1
+        machine, stage, itemsize = self._machine, self._stage, self._job.itemsize
+        chunks = [chunk_numel(numel, self._world) for numel in bucket.numels]
+        message = crossing.message_bytes(chunks, itemsize)
+        array = crossing.array_bytes(chunks, itemsize)
+        phases = []
+        encodes = number == 0 and (crossing.kind != "all_gather" or chain.phase == "refresh" or stage is None)
+        if encodes and (crossing.role == "gradients" or crossing.codec.codec != "none"):
+            phases.append(machine.kernel(crossing.rows * sum(chunks) * itemsize + message))
+        phases.append(machine.transfer(crossing, array, stage.node_all_gather.of(message) if stage else "library"))
+        if stage is not None and stage.checksum:
+            phases.append(machine.transfer(crossing, CHECKSUM_BYTES * crossing.ranks))
+        if crossing.kind == "all_gather" and last:
+            whole = array if chain.phase == "refresh" else bucket.numel * itemsize
+            phases.append(machine.kernel(array + whole))
+        elif crossing.kind == "all_to_all":
+            phases.append(machine.kernel(array + 4 * array / crossing.ranks))
+        return phases

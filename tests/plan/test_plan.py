@@ -1,0 +1,291 @@
+"""`hzero plan` and its modes: what they compute, choose, print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzero.cli import main
+from hzero.commands.experiment import compose
+from hzero.config import PRESETS
+from hzero.parsing import parse_config
+from hzero.plan.scenario import read_scenario
+from hzero.plan.sweep import node_counts
+from hzero.sharding.plan import ShardPlan
+from hzero.validation import ConfigError
+
+FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def _text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+# ---- a plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_shows_bytes_memory_times_and_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _text(capsys, *FRONTIER, "nodes=48")
+    for expected in ("384 devices", "resident weights", "nominal rates, not measured", "ZeRO++", "predicted step"):
+        assert expected in text, expected
+    assert all(f"│ {preset} " in text for preset in PRESETS)
+    result = _json(capsys, "topology=frontier", "nodes=2", "accumulation=4", "preset=mild")
+    assert (result["preset"], result["accumulation"], result["world_size"]) == ("mild", 4, 16)
+    assert result["link_seconds"].keys() == {"gcd", "gpu", "node"}
+    assert list(result["predicted"]["steps"]) == ["hzero mild", "HSDP, node", "ZeRO-3", "hpZ", "ZeRO++"]
+    assert _json(capsys, "topology=mi300x", "nodes=2")["predicted"] is None
+
+
+def test_all_presets_have_the_figures_of_their_own_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*FRONTIER, "nodes=48", "accumulation=8"]
+    presets = _json(capsys, *keys)["presets"]
+    assert list(presets) == list(PRESETS)
+    for name in ("replica", "mild"):
+        plan = _json(capsys, *keys, f"preset={name}")
+        assert presets[name]["memory_bytes"] == plan["memory_bytes"]
+        assert presets[name]["node_bytes"] == plan["node_bytes"][f"hzero {name}"]
+    changed = _json(capsys, *keys, "zero.codecs.weights.node=int4")
+    assert changed["presets"]["topo"]["weights"] == "package, int8/int4", "what is written counts"
+    assert changed["presets"]["topo"]["node_bytes"] == changed["node_bytes"]["hzero topo"]
+
+
+def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*FRONTIER, "nodes=48", "preset=topo", "train.grad_accumulation=2"]
+    assert "topo fits into 80.00 GB" in _text(capsys, *keys, "memory=80GB")
+    assert "topo does not fit, " in _text(capsys, *keys), "64 GB are the profile's"
+
+    def states(*more: str) -> dict[str, int]:
+        return {state["name"]: state["bytes"] for state in _json(capsys, *keys, *more)["memory"]}
+
+    zero = "deepspeed.zero_optimization"
+    small = states(f"+{zero}.reduce_bucket_size=1000000")
+    assert states()["gradient buffer"] == 10**9 and small["gradient buffer"] == 2_000_000
+    assert states(f"+{zero}.contiguous_gradients=false")["gradient buffer"] == 0
+    assert states(f"+{zero}.offload_optimizer.device=cpu")["optimizer"] == 0
+    assert states("+deepspeed.data_types.grad_accum_dtype=fp32")["gradient shard"] == 2 * states()["gradient shard"]
+
+
+def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
+    job = read_scenario(["model=gpt_neox_4m"]).job
+    assert (job.bucket_numel, job.reuse_numel, job.ahead) == (50_000_000, 10**9, 1), "DeepSpeed's defaults"
+    assert job.itemsize == 4, "with dtype auto a run on CPU sends float32"
+    keys = {
+        "stage3_prefetch_bucket_size": 800_000,
+        "stage3_max_live_parameters": 900_000,
+        "stage3_max_reuse_distance": 7,
+    }
+    told = [f"+deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
+    job = read_scenario(["model=gpt_neox_4m", "train.dtype=bf16", *told]).job
+    assert (job.bucket_numel, job.reuse_numel, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
+
+
+def _links(path: Path, **tiers: float) -> Path:
+    sizes = {"gcd": 2, "gpu": 4, "node": 2}
+    content = {
+        "schema": "hzero-links-1", "date": "2026-11-22", "machine": {}, "versions": {}, "backend": "nccl", "device": "cuda",
+        "codecs": "device", "launcher": "", "settings": {}, "rows": [],
+        "grid": {tier: sizes[tier] if tier in tiers else 1 for tier in sizes},
+        "tiers": {tier: {"gb_s": rate, "latency_us": 30.0} for tier, rate in tiers.items()},
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_measured_links_replace_those_of_topology_and_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = _links(tmp_path / "links.json", gcd=150.0, gpu=70.0, node=9.0)
+    profile = read_scenario([*FRONTIER, "topology.nodes=48"], links).machine.profile
+    assert (profile.value("net_rails_gb_s"), profile.value("launch_us")) == (72.0, 30.0)
+    assert profile.sources["given"].kind == "measured"
+    result = _json(capsys, *FRONTIER, "nodes=48", "--links", str(links))
+    assert result["rates_gb_s"] == {"gcd": 150.0, "gpu": 70.0, "node": 9.0}
+    assert "measured 2026-11-22 on 2 node x 4 gpu x 2 gcd, nccl" in _text(
+        capsys, *FRONTIER, "nodes=48", "--links", str(links)
+    )
+    inside = _links(tmp_path / "one.json", gcd=150.0, gpu=70.0)
+    with pytest.raises(ConfigError, match=r"one\.json: tiers\.node: missing, and the plan's grid"):
+        read_scenario([*FRONTIER, "topology.nodes=48"], inside)
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_other_architectures_by_their_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    keys = ["model=hf", f"model.path={file}", "model.seq_length=128", "topology=frontier", "nodes=2"]
+    plan = _json(capsys, *keys)
+    assert plan["predicted"]["steps"]["hzero topo"]["step_s"] > 0
+    layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 160 + 2 * 64
+    assert plan["parameters"] == 2 * 512 * 64 + 6 * layer + 64
+    tuned = _json(capsys, "--tune", *keys)
+    assert compose(shlex.split(tuned["command"])[2:]).plan is not None
+    # Layers that differ have bytes and memory, and no prediction.
+    file.write_text(json.dumps({**LLAMA, "model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2,
+                                "num_experts_per_tok": 1, "moe_intermediate_size": 32}))  # fmt: skip
+    assert _json(capsys, *keys)["predicted"] is None
+    assert main(["plan", "--tune", *keys]) == 2
+    assert "layers of qwen2_moe differ; expected equal layers" in capsys.readouterr().err
+
+
+# ---- searches -----------------------------------------------------------------------------------------------------------
+
+
+def test_tune_chooses_what_fits_and_what_loses_no_more_than_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["--tune", *FRONTIER, "nodes=48", "global_batch=384", "codecs=lossless", "memory=45GB"]
+    result = _json(capsys, *keys)
+    found = list(result["settings"].values())
+    steps = [one["step_s"] for one in found]
+    assert 1 < len(found) <= 10 and steps == pytest.approx(sorted(steps), rel=2e-3)
+    assert all(one["memory_bytes"] <= 45e9 for one in found) and result["left_out"] > 0
+    best = result["best"]
+    assert best == found[0] and parse_config(best["block"]).codecs.weights.node.codec == "none"
+    experiment = compose([*FRONTIER, "nodes=48", *best["overrides"]])
+    assert experiment["train"]["micro_batch"] * experiment["train"]["grad_accumulation"] * 384 == 384
+    assert experiment.plan == ShardPlan.from_config(parse_config(best["block"]), experiment.grid, 0)
+    assert "net_rails_gb_s" in result["assumed"]
+
+
+def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [
+        "model=gpt_neox_125m",
+        "topology=frontier",
+        "nodes=2",
+        "global_batch=48",
+        "train.dtype=bf16",
+        "train.steps=7",
+    ]
+    bucket = "stage3_prefetch_bucket_size"
+    result = _json(capsys, "--tune", *keys, f"+deepspeed.zero_optimization.{bucket}=7900000")
+    command = shlex.split(result["command"])
+    assert command[:2] == ["hzero", "train"]
+    experiment = compose(command[2:])
+    assert experiment.plan == ShardPlan.from_config(parse_config(result["best"]["block"]), experiment.grid, 0)
+    train, zero = experiment["train"], experiment["deepspeed"]["zero_optimization"]
+    assert (train["dtype"], train["steps"]) == ("bf16", 7)
+    assert (zero[bucket], zero["reduce_bucket_size"]) == (7_900_000, 7_900_000), "the bucket is kept as it was given"
+    # Three sequences of a rank at once: every divisor is tried. Equal settings appear once.
+    assert (train["micro_batch"], train["grad_accumulation"]) == (3, 1)
+    ranked = [one for name, one in result["settings"].items() if name.isdigit()]
+    assert len({(one["step_s"], one["memory_bytes"]) for one in ranked}) == len(ranked)
+
+
+def test_tune_shows_what_loses_less(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["--tune", "model=gpt_neox_1b", "topology=frontier", "nodes=4"]
+    result = _json(capsys, *keys)
+    assert {"lossless", "weights"} <= result["settings"].keys()
+    assert result["settings"]["lossless"]["step_s"] > result["best"]["step_s"]
+    text = _text(capsys, *keys)
+    assert "take the one that loses less" in text and '"hzero": {"preset": ' in text and "hzero train" in text
+
+
+def test_fit_finds_the_largest_that_plans_say_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [*FRONTIER, "nodes=48", "global_batch=12288", "memory=40GB"]
+    result = _json(capsys, "--fit", *keys)
+    found = result["settings"]
+    assert not found["zero1, checkpointing"]["fits"] and found["zero1, checkpointing"]["memory_bytes"] > 40e9
+    half = found["half, checkpointing"]
+    assert half["fits"] and half["micro_batch"] * half["accumulation"] == 32 and half["memory_bytes"] <= 40e9
+
+    def plan(micro: int) -> dict[str, Any]:
+        step = [f"train.micro_batch={micro}", f"accumulation={32 // micro}", "train.activation_checkpointing=true"]
+        return _json(capsys, *FRONTIER, "nodes=48", "memory=40GB", "preset=half", *step)
+
+    same, larger = plan(half["micro_batch"]), plan(2 * half["micro_batch"])
+    assert same["memory_bytes"] == half["memory_bytes"] == same["presets"]["half"]["memory_bytes"]
+    assert {state["name"]: state["bytes"] for state in same["memory"]} == half["states"]
+    assert larger["memory_bytes"] > 40e9, "a larger one fits too"
+    assert result["best"]["sequence_s"] == min(one["sequence_s"] for one in found.values() if one["fits"])
+    text = _text(capsys, "--fit", *keys)
+    assert result["command"] in text and "too much" in text
+
+
+# ---- sweeps -------------------------------------------------------------------------------------------------------------
+
+
+def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "scaling.png"
+    curves = _json(capsys, "--sweep", "nodes=2,48", *FRONTIER, "--out", str(out))["curves"]
+    assert out.read_bytes().startswith(b"\x89PNG")
+    others = {"DDP", "FSDP2", "HSDP, node", "HSDP, package", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hpZ", "ZeRO++"}
+    assert set(curves) == {f"hzero {preset}" for preset in PRESETS} | others
+    assert [point["nodes"] for point in curves["hzero topo"]] == [2, 48]
+    assert not curves["DDP"][0]["fits"]
+    assert node_counts("nodes=1..9408")[:3] == [1, 2, 4] and node_counts("nodes=1..9408")[-2:] == [8192, 9408]
+    text = _text(capsys, "--sweep", "nodes=64,254", *FRONTIER, "--out", str(out))
+    assert "254 nodes form no groups" in text and "64 nodes form" not in text and f"drawn in {out}" in text
+
+
+@pytest.mark.parametrize("model", ["gpt_neox_10b", "gpt_neox_20b"])
+@pytest.mark.parametrize("accumulation", [1, 8])
+def test_topo_keeps_its_rate_on_many_nodes(
+    model: str, accumulation: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = [f"model={model}", "topology=frontier", "train.micro_batch=1", f"accumulation={accumulation}"]
+    curves = _json(capsys, "--sweep", "nodes=16,128,1024,9408", *keys, "--out", str(tmp_path / "scaling.png"))["curves"]
+    topo = [point["tflops"] for point in curves["hzero topo"]]
+    assert all(point["fits"] for point in curves["hzero topo"]) and min(topo) >= 0.93 * topo[0]
+    for other in ("HSDP, node", "FSDP2", "ZeRO-3"):
+        assert all(own >= point["tflops"] for own, point in zip(topo, curves[other]) if point["fits"]), other
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tune", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20.00 GB, and the smallest setting"),
+        (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "at backward: optimizer"),
+        (["--tune", *FRONTIER, "nodes=9409"], "nodes: found 9,409; frontier-2026 has 9,408"),
+        (["--tune", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
+        (["--fit", *FRONTIER, "nodes=48", f"global_batch={'9' * 5000}"], "expected a multiple of the 384 devices"),
+        (["--tune", *FRONTIER, "nodes=48", "memory=much"], "memory: found 'much', expected GB as in memory=64GB"),
+        (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
+        ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices, expected 8 x 1"),
+        (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for topology=mi300x"),
+        (["--fit", "topology=mi300x", "nodes=2", "memory=64GB"], "profile: none is known for topology=mi300x"),
+        (["--tune", "topology=frontier", "nodes=2", "profile=none.yaml"], "profile: cannot read 'none.yaml'"),
+        (["--sweep", "nodes=9..2", *FRONTIER], "--sweep: found 'nodes=9..2', expected nodes=1..9408"),
+        (["--sweep", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "nodes=3"], "topology.nodes: found with --sweep, which sets it itself"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "preset=topo"], "zero.preset: found with --sweep, which sets it itself"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: found with --sweep, which does not read it; expected"),
+        (["--sweep", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
+        (["--tune", "+deepspeed.zero_optimization.stage3_prefetch_bucket_size=auto"], "found 'auto'; expected a number of"),
+        (["--tune", *FRONTIER, "nodes=2", "zero=topo"], "zero: found with --tune, which sets it itself"),
+        (["--tune", *FRONTIER, "nodes=2", "train.activation_checkpointing=true"], "found with --tune, which sets it itself"),
+        (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
+        (["--fit", *FRONTIER, "nodes=48", "train.micro_batch=2"], "train.micro_batch: found with --fit, which sets it"),
+        ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
+        ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --sweep"),
+        ([*FRONTIER, "nodes=2", "--trace", "x"], "hzero plan: unknown option '--trace'"),
+        (["zero=stock"], "zero.preset: found none; expected one"),
+        (["preset=tpoo"], "did you mean 'topo'"),
+        (["zero.codecs.weights.node=exp"], "zero.codecs.weights.node: found 'exp', which holds bfloat16; expected train.dtype"),
+        (["model.num_layers=1000000000"], "model.num_layers: found 1000000000"),
+        (["topology=frontier", "nodes=1000000000000"], "topology.nodes: found 1000000000000"),
+    ],
+)  # fmt: skip
+def test_input_that_cannot_be_used_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
