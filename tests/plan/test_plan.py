@@ -187,10 +187,8 @@ def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureF
 
 def test_tune_shows_what_loses_less(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["--tune", "model=gpt_neox_1b", "topology=frontier", "nodes=4"]
-    result = _json(capsys, *keys)
-    assert {"lossless", "weights"} <= result["settings"].keys()
-    assert result["settings"]["lossless"]["step_s"] > result["best"]["step_s"]
     text = _text(capsys, *keys)
+    assert "│ lossless " in text and "│ weights " in text
     assert "take the one that loses less" in text and '"hzero": {"preset": ' in text and "hzero train" in text
 
 
