@@ -160,7 +160,7 @@ def test_what_is_no_links_file_is_refused(tmp_path: Path, text: bytes) -> None:
         read_links(path)
     assert "\n" not in str(error.value)
     for other in (tmp_path, tmp_path / "missing.json"):
-        with pytest.raises(ConfigError, match="cannot be read|is not a regular file"):
+        with pytest.raises(ConfigError, match=r"cannot be read|is not a regular file"):
             read_links(other)
 
 
