@@ -30,7 +30,10 @@ COMMANDS = {
         "hzero.commands.doctor:run_doctor",
         "check this machine, its ranks, and a DeepSpeed configuration (JSON)",
     ),
-    "topology": ("hzero.topology.command:run_topology", "show a node's packages, links and NICs (FILE|auto|PRESET)"),
+    "topology": (
+        "hzero.commands.topology:run_topology",
+        "show the packages, links and NICs of a node (auto|FILE|PRESET)",
+    ),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
     "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
 }

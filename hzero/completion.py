@@ -96,7 +96,7 @@ def _runs(prefix: str, **_: Any) -> list[str]:
 
 def _nodes(prefix: str, **_: Any) -> list[str]:
     """Names of presets of a node, and files."""
-    from hzero.topology.preset import PRESETS
+    from hzero.topology.sources import PRESETS
 
     return [*PRESETS, "auto", *FilesCompleter()(prefix)]
 
@@ -118,8 +118,7 @@ _VALUES: dict[str, Callable[..., list[str]]] = {
     "RUN": _runs,
     "FOLDER": lambda prefix, **_: list(DirectoriesCompleter()(prefix)),
     "KEY=VALUE": _overrides,
-    "show": lambda **_: ["show"],
     "SOURCE": _nodes,
-    "FILE|auto|PRESET": _nodes,
+    "auto|FILE|PRESET": _nodes,
     "PRESET|FILE": _nodes,
 }

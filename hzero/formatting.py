@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from hzero.validation import printable
@@ -33,3 +35,18 @@ def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     for row in rows:
         table.add_row(*map(printable, row))
     return table
+
+
+def show_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Prints a table without the columns in which no row states anything; nothing without rows."""
+    kept = [column for column in range(len(heads)) if any(row[column] not in (None, "") for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=title or None, title_justify="left")
+    for column in kept:
+        numbers = all(isinstance(row[column], (int, float, type(None))) for row in rows)
+        table.add_column(heads[column], justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        cells = ("-" if row[column] in (None, "") else row[column] for column in kept)
+        table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    if rows:
+        console.print(table)
+        console.print()

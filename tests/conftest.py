@@ -14,7 +14,6 @@ LONGEST = (
     "test_readme.py",
     "kernels/test_device_code.py",
     "benchmarks/test_compare.py",
-    "topology/test_exchange.py",
     "collectives/test_tiered.py",
     "examples/test_examples.py",
     "kernels/test_backends.py",

@@ -150,3 +150,10 @@ def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, Outco
         for name in missing[1:]:
             outcomes[name] = Outcome("skipped", f"not run: {missing[0]} failed before it")
     return outcomes
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Our environment without the variables of a launcher, and with others."""
+    ours = ("SLURM_", "PMI", "OMPI_", "MPI_", "RANK")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}

@@ -16,7 +16,7 @@ LINES = {
     "hzero ": {"train", "plan", "report", "runs", "doctor", "topology", "links", "completion"},
     "hzero report --o": {"--output "},
     "hzero report runs/": {"runs/one", "runs/two"},
-    "hzero topology show fr": {"frontier "},
+    "hzero topology fr": {"frontier "},
     "hzero doctor --expect lu": {"lumi "},
     "hzero links --it": {"--iterations "},
     "hzero train zero=": {"topo", "mild", "lossless"},

@@ -12,7 +12,7 @@ import pytest
 from hzero.terminal import console
 from tests.ranks import ROOT
 
-SHOW = f"{sys.executable} -m hzero topology show"
+SHOW = f"{sys.executable} -m hzero topology"
 #: More than a pipe's buffer of output, to both streams, then a file that shows that the script has reached its end.
 SCRIPT = (
     "import sys; from hzero.terminal import keep_streams; keep_streams(); "
@@ -57,7 +57,7 @@ def test_a_run_reaches_its_end(redirection: str, tmp_path: Path) -> None:
     "env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
 def test_what_an_encoding_lacks_is_written_as_an_escape(env: dict[str, str], tmp_path: Path) -> None:
-    done = shell(f"{SHOW} frontier && {sys.executable} -m hzero topology show nöne.yaml", tmp_path, **env)
+    done = shell(f"{SHOW} frontier && {sys.executable} -m hzero topology nöne.yaml", tmp_path, **env)
     assert done.returncode == 2 and "MI250X" in done.stdout
     assert done.stderr.isascii() and done.stderr.count("\n") == 1 and "ne.yaml: cannot be read" in done.stderr
 

@@ -17,14 +17,13 @@ from hzero.arguments import Parser
 from hzero.bootstrap import bootstrap
 from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
 from hzero.commands.environment import examine_environment, site_of
+from hzero.formatting import show_table
 from hzero.mpi import gpu_aware, import_mpi
 from hzero.terminal import console
-from hzero.topology.discovery import TIMEOUT_S, discover
-from hzero.topology.local import host_identity, machine_of
-from hzero.topology.machine import Device, Link, Machine, link_text, product
-from hzero.topology.preset import PRESETS
-from hzero.topology.rank_report import by_host, node_of
-from hzero.topology.show import show_table
+from hzero.topology.discovery import by_host, discover, host_identity, node_of
+from hzero.topology.exchange import TIMEOUT_S, Exchange
+from hzero.topology.machine import Device, Link, Machine, product
+from hzero.topology.sources import PRESETS, machine_of
 from hzero.topology.tiers import tiers_of
 from hzero.validation import ConfigError
 
@@ -106,17 +105,17 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     grid, fabric = None, ""
     try:
         if start.world_size > 1 and parsed.topology is None:
-            found = discover(source_of(config or {}), timeout_s=parsed.timeout)
+            environ = {**os.environ, **start.environment()}
+            found = discover(source_of(config or {}), Exchange.of_environment(parsed.timeout, environ), environ)
             if start.rank:
                 return None
-            grid, fabric = found.grid, "+".join(found.clusters)
+            grid, fabric = found.grid, "+".join({report.fabric for report in found.reports})
             findings += [(GOOD, note) for note in found.notes] + [(UNUSABLE, found.refusal)] * (grid is None)
             for report, place in zip(found.reports, found.places):
                 ranks.append(
                     {"rank": report.rank, "host": report.host, "package": place.package, **_row(report.device)}
                 )
-            for host, reports in by_host(found.reports).items():
-                nodes[host] = node_of(reports)[1] if reports[0].device is not None else Machine(f"node {host}", ())
+            nodes = {host: node_of(reports) for host, reports in by_host(found.reports).items()}
         else:
             machine = machine_of(parsed.topology or "auto")
             host = host_identity() if parsed.topology is None else Path(parsed.topology).name
@@ -226,7 +225,7 @@ def _strength(link: Link) -> tuple[float, int]:
 
 
 def _text(found: Link | None, expected: Link) -> str:
-    return f"expected {link_text(expected)}, found {link_text(found)}"
+    return f"expected {expected or 'none (routed)'}, found {found or 'none (routed)'}"
 
 
 def _weaker(found: Link | None, expected: Link) -> bool:

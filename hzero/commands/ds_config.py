@@ -19,8 +19,8 @@ from hzero.config import Topology, TopologyConfig, TopologySource
 from hzero.files import read_text
 from hzero.parsing import parse_config
 from hzero.topology import Grid, declared_grid, resolve_grid
-from hzero.topology.local import machine_of
 from hzero.topology.machine import Machine
+from hzero.topology.sources import machine_of
 from hzero.topology.tiers import packages_of
 from hzero.validation import ConfigError, one_of, validated
 

@@ -28,7 +28,7 @@ from hzero.parsing import parse_config, parse_topology
 from hzero.sharding.memory import BUCKET_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid, foreseen_grid, resolve_grid
-from hzero.topology.local import machine_of
+from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, Frozen, nearest, one_of, seconds_of, validated
 
 #: Keys that the old trainer still reads from ``conf/``; they go with it.

@@ -21,7 +21,7 @@ from hzero.config import NAMED, TRANSPORTS, Topology, TopologyConfig
 from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
 from hzero.topology import declared_grid, resolve_grid
-from hzero.topology.local import machine_of
+from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, one_of, validated
 
 #: Maximum number of ranks that the command starts on one machine.

@@ -14,7 +14,7 @@ from hzero.sharding.plan import ShardPlan
 from hzero.sharding.shapes import gpt_neox_numels
 from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import Grid, foreseen_grid, resolve_grid
-from hzero.topology.local import machine_of
+from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, validated
 
 #: DeepSpeed's keys that the trainer sets, and what to write instead.

@@ -1,32 +1,67 @@
 """Discovery: every rank reports where it sits, rank 0 finds the grid, and all ranks receive the same answer.
 
-A rank sends a few hundred bytes and receives about as many, whatever the size of the world: nothing is sent from every
-rank to every other.
+A rank sends a few hundred bytes and receives about as many, whatever the size of the world.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hzero.bootstrap import Bootstrap, bootstrap
+from hzero.topology.device import own_device
 from hzero.topology.exchange import Exchange
 from hzero.topology.grid import Grid
-from hzero.topology.local import machine_of, own_report, visible_count
+from hzero.topology.machine import Device, Link, Machine, merge_links
 from hzero.topology.placement import Place, grid_of
-from hzero.topology.rank_report import RankReport, by_host, places_of
-from hzero.topology.rendezvous import open_exchange
-from hzero.topology.visible import current_device
+from hzero.topology.sources import machine_of
+from hzero.topology.tiers import positions
 from hzero.validation import ConfigError
 
-#: Longest wait for the reports of all ranks, in seconds.
-TIMEOUT_S = 300.0
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's own device and that device's links.
+
+    Attributes:
+        rank: The rank.
+        host: Identity of its node.
+        device: Its device; None for a rank on a CPU.
+        links: Direct links of the device: identity of the other end, kind, count, GB/s.
+        package: Identities of the devices of its package where the source declares packages.
+        fabric: Kinds of the node's NICs, such as ``cxi``.
+        switch_nodes: Nodes of one switch group of the network, where the source declares it.
+    """
+
+    rank: int
+    host: str
+    device: Device | None
+    links: tuple[tuple[str, str, int | None, float | None], ...] = ()
+    package: tuple[str, ...] = ()
+    fabric: str = ""
+    switch_nodes: int | None = None
+
+    @classmethod
+    def of(cls, rank: int, host: str, machine: Machine, device: Device | None) -> RankReport:
+        """The report of a rank on a device of its node."""
+        own = device.number if device is not None else -1
+        ends = [(link, link.b if link.a == own else link.a) for link in machine.links if own in (link.a, link.b)]
+        links = [(machine.device(peer).identity, link.kind, link.count, link.gb_s) for link, peer in ends]
+        package = next((members for members in machine.packages or () if own in members), ())
+        identities = tuple(machine.device(number).identity for number in package)
+        fabric = "+".join(sorted({nic.kind for nic in machine.nics if nic.kind}))
+        return cls(rank, host, device, tuple(links), identities, fabric, machine.switch_nodes)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RankReport:
+        """The report that ``dataclasses.asdict`` and JSON have made values of."""
+        device = Device(**values["device"]) if values["device"] else None
+        links = tuple(map(tuple, values["links"]))
+        return cls(**{**values, "device": device, "links": links, "package": tuple(values["package"])})
 
 
 @dataclass(frozen=True)
@@ -35,9 +70,8 @@ class Discovery:
 
     Attributes:
         grid: The grid of the world; None where it is not rectangular.
-        refusal: Why no grid exists, and which ranks to drop; empty with a grid.
+        refusal: Why no grid exists; empty with a grid.
         notes: Remarks for the user: several fabrics, ranks without devices.
-        clusters: Fabrics and how many nodes each joins; one where all nodes are alike.
         reports: The report of each rank, in rank order; empty on all ranks but the first.
         places: Where each rank sits, in rank order; empty on all ranks but the first.
     """
@@ -45,7 +79,6 @@ class Discovery:
     grid: Grid | None
     refusal: str = ""
     notes: tuple[str, ...] = ()
-    clusters: Mapping[str, int] = field(default_factory=dict)
     reports: Sequence[RankReport] = ()
     places: Sequence[Place] = ()
 
@@ -57,76 +90,50 @@ class Discovery:
 
 
 def discover(
-    source: str = "auto",
-    *,
-    environ: Mapping[str, str] = os.environ,
-    exchange: Exchange | None = None,
-    timeout_s: float = TIMEOUT_S,
+    source: str = "auto", exchange: Exchange | None = None, environ: Mapping[str, str] = os.environ
 ) -> Discovery:
     """Finds where all ranks sit. Collective: every rank of the world calls it.
 
     Args:
         source: The source of a node: ``auto`` for this machine, a preset, or a file.
-        environ: The environment of this rank: its place in the world and the devices it sees.
-        exchange: Carries the reports; by default the process group's store, one made from the environment, or MPI.
-        timeout_s: Longest wait for the other ranks, in seconds.
+        exchange: Carries the reports; by default the store of the process group.
+        environ: The environment of this rank: the devices it sees, and its place among them.
 
     Raises:
-        ConfigError: A rank cannot identify its device, reports contradict each other, or packages are ambiguous: the same
-            message on all ranks.
+        ConfigError: A rank cannot identify its device, did not come in time, reports contradict each other, or packages
+            are ambiguous: the same message on all ranks.
     """
-    start = bootstrap(environ, visible=0)
-    exchange = exchange or open_exchange(start, timeout_s)
-    # With the address known it is not collective, so that a rank that fails here keeps nobody waiting.
-    address = {"MASTER_ADDR": start.master_addr, "MASTER_PORT": str(start.master_port)}
+    exchange = exchange or Exchange.of_group()
+    found: list[Discovery] = []
 
-    def own() -> bytes:
+    def own() -> dict[str, Any]:
         machine = machine_of(source, environ)
-        place = bootstrap({**environ, **address}, visible=visible_count(machine, environ))
-        if place.launcher == "alone":  # a process group was made without the environment's help
-            place = dataclasses.replace(
-                place, rank=exchange.rank, world_size=exchange.world_size, local_rank=current_device()
-            )
-        return own_report(place, machine, environ).encode()
+        report = RankReport.of(exchange.rank, host_identity(environ), machine, own_device(machine, environ))
+        return dataclasses.asdict(report)
 
-    return exchanged(exchange, own)
+    def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        found.append(assemble([RankReport.from_json(report) for report in reports]))
+        return dataclasses.asdict(dataclasses.replace(found[0], reports=(), places=()))
+
+    answer = exchange.agree(own, combine)
+    if found:
+        return found[0]
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in (answer["grid"] or {}).items()}
+    return Discovery(Grid(**values) if values else None, answer["refusal"], tuple(answer["notes"]))
 
 
-def foresee(source: str, ranks: int, environ: Mapping[str, str] = os.environ) -> Discovery:
-    """The discovery of ``ranks`` ranks on this node, if they were started with ``LOCAL_RANK`` from 0.
+def host_identity(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of this node: ``NCCL_HOSTID`` where it is set, as for NCCL and RCCL; else host name and boot id.
 
-    Raises:
-        ConfigError: As `discover`; also if ranks outnumber devices.
+    The boot id distinguishes machines of one name.
     """
-    machine = machine_of(source, environ)
-    places = (Bootstrap(rank, ranks, rank, ranks, "127.0.0.1", 0, "alone") for rank in range(ranks))
-    return assemble([own_report(place, machine, environ) for place in places])
-
-
-def exchanged(exchange: Exchange, own: Callable[[], bytes]) -> Discovery:
-    """The collective part: gathers reports, finds the grid on rank 0, and spreads the answer.
-
-    Args:
-        exchange: Carries the reports.
-        own: Makes this rank's report; all ranks raise its errors.
-
-    Raises:
-        ConfigError: A rank could not report, did not come in time, or the reports do not go together.
-    """
+    if stated := environ.get("NCCL_HOSTID"):
+        return stated
     try:
-        report: bytes | Exception = own()
-    except Exception as error:
-        report = error
-    reports = exchange.gather(report)
-    if reports is None:
-        return _decode(exchange.broadcast(None))
-    try:
-        found = assemble([RankReport.decode(each) for each in reports])
-        answer: bytes | Exception = _encode(found)
-    except Exception as error:
-        answer = error
-    exchange.broadcast(answer)
-    return found
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        return socket.gethostname()
+    return f"{socket.gethostname()}/{boot}"
 
 
 def assemble(reports: Sequence[RankReport]) -> Discovery:
@@ -135,21 +142,12 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
     Raises:
         ConfigError: Reports contradict each other, or packages are ambiguous.
     """
-    for rank, report in enumerate(reports):
-        if (report.rank, report.world_size) != (rank, len(reports)):
-            raise ConfigError(
-                f"topology: rank {rank} of {len(reports)} was assigned rank {report.rank} of {report.world_size}: ranks do not "
-                "have the same world size (WORLD_SIZE, or that of their launcher)"
-            )
     hosts = by_host(reports)
     places = sorted((place for ranks in hosts.values() for place in places_of(ranks)), key=lambda place: place.rank)
-    clusters = Counter(ranks[0].fabric for ranks in hosts.values())
+    fabrics = {ranks[0].fabric or "no known NIC" for ranks in hosts.values()}
     notes = []
-    if len(clusters) > 1:
-        joined = ", ".join(
-            f"{count} nodes with {fabric or 'no known NIC'}" for fabric, count in sorted(clusters.items())
-        )
-        notes.append(f"nodes are on {len(clusters)} fabrics ({joined}), which tier node joins")
+    if len(fabrics) > 1:
+        notes.append(f"nodes are on {len(fabrics)} fabrics ({', '.join(sorted(fabrics))}), which tier node joins")
     if all(report.device is None for report in reports):
         notes.append("no GPUs found: each rank is treated as a package of one device")
     declared = {report.switch_nodes for report in reports}
@@ -163,18 +161,59 @@ def assemble(reports: Sequence[RankReport]) -> Discovery:
             )
     except ConfigError as error:
         grid, refusal = None, str(error)
-    return Discovery(grid, refusal, tuple(notes), clusters, tuple(reports), tuple(places))
+    return Discovery(grid, refusal, tuple(notes), tuple(reports), tuple(places))
 
 
-def _encode(found: Discovery) -> bytes:
-    grid = dataclasses.asdict(found.grid) if found.grid is not None else None
-    answer = {"grid": grid, "refusal": found.refusal, "notes": found.notes, "clusters": dict(found.clusters)}
-    return zlib.compress(json.dumps(answer, separators=(",", ":")).encode())  # the ranks of an irregular grid are many
+def by_host(reports: Iterable[RankReport]) -> dict[str, list[RankReport]]:
+    """Reports of each node, nodes in the order of their first report."""
+    hosts: dict[str, list[RankReport]] = {}
+    for report in reports:
+        hosts.setdefault(report.host, []).append(report)
+    return hosts
 
 
-def _decode(answer: bytes) -> Discovery:
-    values = json.loads(zlib.decompress(answer))
-    grid: dict[str, Any] | None = values["grid"]
-    if grid is not None:
-        grid = {key: tuple(value) if isinstance(value, list) else value for key, value in grid.items()}
-    return Discovery(Grid(**grid) if grid else None, values["refusal"], tuple(values["notes"]), values["clusters"])
+def places_of(reports: Sequence[RankReport]) -> list[Place]:
+    """Where the ranks of one node sit, from the reports of all of them, in rank order.
+
+    Raises:
+        ConfigError: Reports contradict each other, or the packages are ambiguous; the message names the node.
+    """
+    host = reports[0].host
+    without = [report.rank for report in reports if report.device is None]
+    if len(without) == len(reports):
+        return [Place(report.rank, host, index, 0) for index, report in enumerate(reports)]
+    if without:
+        raise ConfigError(f"topology: ranks {without} of node {host} have no device, the other ranks there have one")
+    machine = node_of(reports)
+    found = positions(machine, of_ranks=True)
+    named = {device.identity: found[device.number] for device in machine.devices}
+    placed = [(report.rank, named[report.device.identity]) for report in reports if report.device is not None]
+    return [Place(rank, host, position.node_package, position.gcd) for rank, position in placed]
+
+
+def node_of(reports: Sequence[RankReport]) -> Machine:
+    """The node that the reports of its ranks add up to.
+
+    Ranks may see less than the node: under task cgroups each reads its own device alone, and numbers the others. So
+    devices have numbers of their own here, and a device without a rank is hidden: only links of others to it are known.
+
+    Raises:
+        ConfigError: Two ranks contradict each other on a link.
+    """
+    own = {report.device.identity: report.device for report in reports if report.device is not None}
+    packages = {tuple(sorted(report.package)) for report in reports if report.package}
+    named = {name for report in reports for name in (*(peer for peer, *_ in report.links), *report.package)}
+    names = [*sorted(own, key=lambda name: (own[name].bus, own[name].number)), *sorted(named - {*own})]
+    number = {name: index for index, name in enumerate(names)}
+    hidden = [Device(number[name], node=name, hidden=True) for name in names[len(own) :]]
+    devices = [dataclasses.replace(device, number=number[name], node=name) for name, device in own.items()]
+    links = [
+        Link(number[report.device.identity], number[peer], kind, count, gb_s)
+        for report in reports
+        if report.device is not None
+        for peer, kind, count, gb_s in report.links
+    ]
+    singles = [(number[name],) for name in names if name not in {name for package in packages for name in package}]
+    declared = (*(tuple(number[name] for name in package) for package in packages), *singles) if packages else None
+    source = f"topology: node {reports[0].host}"
+    return Machine(source, (*devices, *hidden), merge_links(source, links), packages=declared)

@@ -1,242 +1,181 @@
-"""The exchange of a discovery: one report of every rank to rank 0, and one answer back.
+"""The exchange of a discovery: every rank's report to rank 0, and one answer back, through a store of torch.distributed.
 
-Traffic is bounded for any world: a rank sends one report of at most `MAX_REPORT_BYTES` and receives one answer. If a rank
-cannot make its report, it sends the reason, and all ranks raise the same message in place of waiting for it.
+Messages name the ranks that did not come, which a collective of torch cannot. A rank that cannot make its report sends the
+reason, and all ranks raise it in place of waiting for it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
+import os
+import queue
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from hzero.validation import ConfigError, some
 
-#: Longest report of one rank.
-MAX_REPORT_BYTES = 4096
+#: Longest wait for the reports of all ranks, in seconds.
+TIMEOUT_S = 300.0
 
-#: Reports that rank 0 reads from a store in one message.
-BATCH = 512
-
-_GOOD, _BAD = b"+", b"-"
 _PREFIX = "hzero/exchange"
 _NAMED = 8  # ranks that a message names
 
 
-class Exchange(ABC):
-    """A round is one `gather` and then one `broadcast`, by all ranks.
+class Exchange:
+    """Ranks that can reach one store.
 
     Args:
+        store: A store of torch.distributed; None for a world of one rank.
         rank: This rank.
         world_size: Ranks of the world.
         timeout_s: Longest wait of rank 0 for the others, in seconds; they wait a little longer for its answer.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self._failed = False
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
+        self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
 
-    def gather(self, report: bytes | Exception) -> list[bytes] | None:
-        """Brings the reports of all ranks to rank 0.
+    @classmethod
+    def of_group(cls, timeout_s: float = TIMEOUT_S) -> Exchange:
+        """Through the store of the process group, which is up. Alone without a group."""
+        import torch.distributed as dist
 
-        Args:
-            report: This rank's report, or the error that prevented it.
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1)
+        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
 
-        Returns:
-            On rank 0 all reports, in rank order; None on the others, which call `broadcast` next.
-
-        Raises:
-            ConfigError: A rank had no report, had one that is too long, or did not come in time. Rank 0 raises it here, the
-                others from `broadcast`, with the same message.
-        """
-        if isinstance(report, bytes) and len(report) > MAX_REPORT_BYTES:
-            report = ConfigError(f"a report of {len(report)} bytes; at most {MAX_REPORT_BYTES} are exchanged")
-        self._failed = not isinstance(report, bytes)
-        frames = self._collect(
-            _GOOD + report if isinstance(report, bytes) else _BAD + one_line(report).encode()[:MAX_REPORT_BYTES]
-        )
-        if frames is None:
-            return None
-        failed = [(rank, frame[1:].decode(errors="replace")) for rank, frame in enumerate(frames) if frame[:1] != _GOOD]
-        if failed:
-            message = _failure(failed, self.world_size)
-            self._spread(_BAD + message.encode())
-            raise ConfigError(message)
-        return [frame[1:] for frame in frames]
-
-    def broadcast(self, answer: bytes | Exception | None) -> bytes:
-        """Brings rank 0's answer to all ranks.
+    @classmethod
+    def of_environment(cls, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] = os.environ) -> Exchange:
+        """Through a store of its own, before a process group is up.
 
         Args:
-            answer: On rank 0 the answer, or an error, which all ranks raise; None on the others.
-
-        Returns:
-            The answer, on all ranks.
+            timeout_s: Longest wait for other ranks, in seconds.
+            environ: Has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers of torch set them; alone without.
 
         Raises:
-            ConfigError: Rank 0 had none, the round failed in `gather`, or no answer came in time.
+            ConfigError: Rank 0 cannot be reached.
         """
-        if isinstance(answer, Exception):
-            self._spread(_BAD + one_line(answer).encode())
-            raise ConfigError(str(answer))
-        frame = self._spread(_GOOD + answer if answer is not None else None)
-        if frame[:1] != _GOOD:
-            message = frame[1:].decode(errors="replace")
-            raise ConfigError(message) if self._failed else ConfigError.of_rank_0(message)
-        return frame[1:]
+        rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        if world_size == 1:
+            return cls(None, 0, 1)
+        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
-    @property
-    def grace_s(self) -> float:
-        """The longer wait of other ranks for rank 0, so that its reason reaches them before they give up."""
-        return max(2.0, self.timeout_s / 5)
+        address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", 29500))
+        serves = rank == 0 and not _torchelastic_use_agent_store()
+        wait = timedelta(seconds=timeout_s)
+        made: queue.Queue[Any] = queue.Queue()
 
-    @abstractmethod
-    def _collect(self, frame: bytes) -> list[bytes] | None:
-        """The frames of all ranks, on rank 0."""
+        def make() -> None:
+            try:
+                # Without torch's wait for all ranks, which names nobody.
+                made.put(TCPStore(address, port, world_size, serves, wait, wait_for_workers=False, multi_tenant=True))
+            except RuntimeError as error:
+                made.put(error)
 
-    @abstractmethod
-    def _spread(self, frame: bytes | None) -> bytes:
-        """Rank 0's frame, on all ranks."""
-
-
-class AloneExchange(Exchange):
-    """A world of one rank."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, 0.0)
-
-    def _collect(self, frame: bytes) -> list[bytes]:
-        return [frame]
-
-    def _spread(self, frame: bytes | None) -> bytes:
-        assert frame is not None
-        return frame
-
-
-class StoreExchange(Exchange):
-    """Through a store of torch.distributed: one key per rank, read by rank 0 in batches, and one for the answer.
-
-    Each rank counts its rounds in the store, so that a second exchange of the same job has keys of its own. Each rank
-    removes its report once it has the answer, and rank 0 the answer once all have it, if the store can.
-
-    ``store`` is a TCPStore, FileStore, HashStore, or a PrefixStore of one.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-        super().__init__(rank, world_size, timeout_s)
-        self._store = store
-        self._round = 0
-
-    def _collect(self, frame: bytes) -> list[bytes] | None:
-        deadline = time.monotonic() + self.timeout_s
-        frames: list[bytes] = []
-        first = 0
+        # In a thread: something that listens on the port but is no store never answers.
+        threading.Thread(target=make, daemon=True).start()
         try:
-            self._round = self._store.add(f"{_PREFIX}/rounds/{self.rank}", 1)
-            self._store.set(self._key(self.rank), frame)
-            if self.rank != 0:
-                return None
-            for first in range(0, self.world_size, BATCH):
-                keys = [self._key(rank) for rank in range(first, min(first + BATCH, self.world_size))]
-                self._store.wait(keys, _left(deadline))
-                frames += self._store.multi_get(keys)
-        except RuntimeError as error:
-            if self.rank != 0 or time.monotonic() < deadline - 0.5:
-                raise self._gone(error) from None
-            raise self._incomplete(first) from None
-        return frames
-
-    def _spread(self, frame: bytes | None) -> bytes:
-        if frame is not None:
-            self._answer(frame, self.world_size - 1)
-            return frame
-        patience = self.timeout_s + self.grace_s
-        deadline = time.monotonic() + patience
-        try:
-            self._store.wait([self._key("answer")], _left(deadline))
-            answer = bytes(self._store.get(self._key("answer")))
-            self._free(self.rank)
-            self._store.add(self._key("heard"), 1)
-        except RuntimeError as error:
-            if time.monotonic() < deadline - 0.5:
-                raise self._gone(error) from None
+            store = made.get(timeout=timeout_s + 5.0)
+        except queue.Empty:
+            store = RuntimeError("what listens there does not answer as a store does")
+        if isinstance(store, RuntimeError):
+            failed = "cannot serve a store" if serves else f"has not reached rank 0 within {timeout_s:g} s"
             raise ConfigError(
-                f"topology: rank {self.rank} has waited {patience:g} s for the answer of rank 0, which did not come"
-            ) from None
+                f"topology: rank {rank} {failed} at {address}, port {port} (MASTER_ADDR, MASTER_PORT): "
+                f"{str(store).partition(chr(10))[0][:200]}"
+            )
+        # The store of torchrun's agent outlives the ranks of an attempt.
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(PrefixStore(f"attempt_{attempt}", store), rank, world_size, timeout_s)
+
+    def agree(self, own: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
+        """One value on all ranks, from a report of each. Collective.
+
+        Args:
+            own: Makes this rank's report: what JSON can write.
+            combine: Makes the value from the reports, in rank order. Called on rank 0 only.
+
+        Raises:
+            ConfigError: A rank has no report, rank 0 makes no value of them, or somebody did not come in time: the same
+                message on all ranks.
+        """
+        report = _tried(own)
+        if self.world_size == 1:
+            answer = _answered([report], 1, combine)
+        else:
+            try:
+                answer = self._through_store(report, combine)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0][:200]
+                raise ConfigError(
+                    f"topology: rank {self.rank}: the store of the exchange has failed: {reason}"
+                ) from None
+        if "error" in answer:
+            seen = self.rank == 0 or "error" in report
+            raise ConfigError(answer["error"]) if seen else ConfigError.of_rank_0(answer["error"])
+        return answer["value"]
+
+    def _through_store(self, report: dict[str, Any], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        # Each rank counts its rounds, so that a second exchange of the same job has keys of its own.
+        prefix = f"{_PREFIX}/{self.store.add(f'{_PREFIX}/rounds/{self.rank}', 1)}"
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)] if self.rank == 0 else []
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(report))
+        # The others wait longer, so that the reason of rank 0 reaches them before they give up.
+        grace_s = max(2.0, self.timeout_s / 5)
+        if self.rank:
+            patience = self.timeout_s + grace_s
+            if not self._wait([f"{prefix}/answer"], patience):
+                wait = f"rank {self.rank} has waited {patience:g} s for the answer of rank 0, which did not come"
+                return {"error": f"topology: {wait}"}
+            answer: dict[str, Any] = json.loads(self.store.get(f"{prefix}/answer"))
+            self.store.add(f"{prefix}/heard", 1)
+            return answer
+        missing: list[int] = []
+        if self._wait(keys, self.timeout_s):
+            reports = [json.loads(each) for each in self.store.multi_get(keys)]
+            answer = _answered(reports, self.world_size, combine)
+        else:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            absent = f"{len(missing)} of {self.world_size} ranks have not reported within {self.timeout_s:g} s"
+            answer = {"error": f"topology: {absent}: {_ranks(missing)}"}
+        self.store.set(f"{prefix}/answer", json.dumps(answer))
+        # Rank 0 may serve the store, so it stays until all have heard.
+        deadline = time.monotonic() + grace_s
+        while self.store.add(f"{prefix}/heard", 0) < self.world_size - 1 - len(missing) and time.monotonic() < deadline:
+            time.sleep(0.005)
         return answer
 
-    def _answer(self, frame: bytes, listeners: int) -> None:
-        """Writes the answer, and stays until all have heard it: rank 0 may serve the store."""
-        deadline, pause = time.monotonic() + self.grace_s, 1e-3
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        """Whether all keys come in time."""
+        begun = time.monotonic()
         try:
-            self._store.set(self._key("answer"), frame)
-            while self._store.add(self._key("heard"), 0) < listeners:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            self._free(0, "answer", "heard")
-        except RuntimeError as error:
-            raise self._gone(error) from None
-
-    def _free(self, *names: int | str) -> None:
-        with contextlib.suppress(RuntimeError):  # a FileStore keeps its keys
-            for name in names:
-                self._store.delete_key(self._key(name))
-
-    def _incomplete(self, first: int) -> ConfigError:
-        try:
-            missing = self._missing(first, self.world_size)
-        except RuntimeError as error:
-            return self._gone(error)
-        message = absent(missing, self.world_size, self.timeout_s)
-        self._answer(_BAD + message.encode(), self.world_size - 1 - len(missing))
-        return ConfigError(message)
-
-    def _missing(self, first: int, end: int) -> list[int]:
-        """Ranks without a report, by halves: most are there."""
-        if self._store.check([self._key(rank) for rank in range(first, end)]):
-            return []
-        if end - first == 1:
-            return [first]
-        middle = (first + end) // 2
-        return self._missing(first, middle) + self._missing(middle, end)
-
-    def _key(self, name: int | str) -> str:
-        return f"{_PREFIX}/{self._round}/{name}"
-
-    def _gone(self, error: Exception) -> ConfigError:
-        return ConfigError(f"topology: rank {self.rank}: the store of the exchange has failed: {one_line(error)[:200]}")
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:
+            if time.monotonic() - begun < timeout_s - 0.5:
+                raise  # the store is gone
+            return False
+        return True
 
 
-def one_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _tried(act: Callable[[], Any]) -> dict[str, Any]:
+    """What a function returns, as JSON brings it to others, or the first line of what it raises."""
+    try:
+        return {"value": json.loads(json.dumps(act()))}
+    except Exception as error:
+        return {"error": str(error).strip().partition("\n")[0] or type(error).__name__}
 
 
-def absent(missing: Sequence[int], world_size: int, timeout_s: float) -> str:
-    """The message for ranks that did not come."""
-    many = f"{len(missing)} of {world_size} ranks have"
-    return f"topology: {many} not reported within {timeout_s:g} s: {_ranks(missing)}"
+def _answered(reports: list[dict[str, Any]], world_size: int, combine: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    failed = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+    if not failed:
+        return _tried(lambda: combine([report["value"] for report in reports]))
+    text = next(iter(failed.values()))
+    who = f"all {world_size} ranks" if len(failed) == world_size else _ranks(list(failed))
+    return {"error": f"{text} ({who})" if world_size > 1 else text}
 
 
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(deadline - time.monotonic(), 0.01))
-
-
-def _failure(failed: list[tuple[int, str]], world_size: int) -> str:
-    text = failed[0][1]
-    if world_size == 1:
-        return text
-    same = [rank for rank, other in failed if other == text]
-    who = f"all {world_size} ranks" if len(same) == world_size else _ranks(same)
-    others = f"; {len(failed) - len(same)} other ranks fail for other reasons" if len(failed) > len(same) else ""
-    return f"{text} ({who}{others})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {some([str(rank) for rank in ranks], _NAMED)}"

@@ -8,11 +8,12 @@ import os
 from collections.abc import Sequence
 
 from hzero.config import Topology, TopologyConfig, TopologySource
-from hzero.topology.discovery import discover, foresee
+from hzero.files import read_text
+from hzero.topology.declared import MAX_BYTES, grid_in, load
+from hzero.topology.device import own_device
+from hzero.topology.discovery import RankReport, assemble, discover
 from hzero.topology.grid import Grid
-from hzero.topology.preset import PRESETS, preset
-from hzero.topology.readers.declared import grid_in, load
-from hzero.topology.rendezvous import release_store
+from hzero.topology.sources import PRESETS, machine_of, preset
 from hzero.topology.tiers import packages_of
 from hzero.validation import ConfigError, validated
 
@@ -28,7 +29,7 @@ def resolve_grid(topology: Topology, world_size: int, where: str = "hzero.topolo
         topology: A declared grid; the path of a YAML or JSON file with the same keys (at the top, or under
             ``topology``), where ``nodes`` may be left out and then follows from the world size; the name of a preset,
             with ranks numbered by device, package and node; ``"discover"``, or a source of a node
-            (`hzero.topology.local.machine_of`), to discover where the ranks sit.
+            (`hzero.topology.sources.machine_of`), to discover where the ranks sit.
         world_size: Ranks of the world.
         where: The key that holds it, for messages.
 
@@ -36,7 +37,6 @@ def resolve_grid(topology: Topology, world_size: int, where: str = "hzero.topolo
         ConfigError: The file cannot be read, a key is wrong, or the product is not the world size; the message names
             the factors that would fit. Where it is discovered: the world is no grid, or packages are ambiguous.
     """
-    release_store()
     if not isinstance(topology, TopologyConfig):
         declared = declared_grid(topology, where)
         reference = TopologySource(source=topology) if isinstance(topology, str) else topology
@@ -86,10 +86,13 @@ def sub_grid(topology: Topology, ranks: Sequence[int], world_size: int, where: s
 
 
 def foreseen_grid(topology: TopologySource, ranks: int) -> Grid:
-    """As `resolve_grid`, for ``ranks`` ranks that will be started on this node alone, with ``LOCAL_RANK`` from 0."""
+    """As `resolve_grid`, for ``ranks`` ranks that will be started on this node only, with ``LOCAL_RANK`` from 0."""
     if declared_grid(topology, "topology") is not None:
         return resolve_grid(topology, ranks, "topology")
-    return foresee(topology.source, ranks).required_grid().grouped(topology.nodes_per_group)
+    machine = machine_of(topology.source)
+    devices = [own_device(machine, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    reports = [RankReport.of(rank, "of this machine", machine, device) for rank, device in enumerate(devices)]
+    return assemble(reports).required_grid().grouped(topology.nodes_per_group)
 
 
 def declared_grid(topology: Topology, where: str) -> TopologyConfig | None:
@@ -118,7 +121,7 @@ def declared_grid(topology: Topology, where: str) -> TopologyConfig | None:
             f'({", ".join(PRESETS)}), or {{"nodes": .., "gpus_per_node": .., "gcds_per_gpu": ..}}'
         )
     try:
-        content = load(topology)
+        content = load(read_text(topology, MAX_BYTES), topology)
     except ConfigError:
         return None  # the readers judge it
     return grid_in(content, topology)

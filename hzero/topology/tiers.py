@@ -1,4 +1,4 @@
-"""Tiers of one node: the devices of each package, the packages of each hive, and the bandwidth of the links between them.
+"""Packages and tiers of one node, from its links.
 
 Packages are found by physical identity where the source states one, and by the number of parallel links otherwise; never
 by adjacency of numbers. A machine that can be read in more than one way is an error that says how to declare it.
@@ -6,22 +6,14 @@ by adjacency of numbers. A machine that can be read in more than one way is an e
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hzero.topology.machine import XGMI_LINK_GB_S, AmbiguousTopologyError, Link, Machine, by_bus, product
+from hzero.topology.machine import DIES, AmbiguousTopologyError, Machine, product
+from hzero.validation import some
 
-#: Levels of links of a world, innermost first. The stage uses gcd, gpu and node: it merges hive into gpu, cluster into node.
-LEVELS = ("gcd", "hive", "gpu", "node", "cluster")
-
-#: Devices per module of each product. A gfx90a may be a die of an MI250X or a whole MI210.
-DIES = {
-    **dict.fromkeys(("MI250X", "MI250"), 2),
-    **dict.fromkeys(
-        ("MI100", "MI210", "MI300A", "MI300X", "MI308X", "MI325X", "MI350X", "MI355X", "gfx908", "gfx942"), 1
-    ),
-}
+#: Levels of links of a node, innermost first, and the tier of its NICs. The stage merges hive into gpu.
+LEVELS = ("gcd", "hive", "gpu", "node")
 
 #: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's models).
 _MI250X_LINKS = 4
@@ -50,7 +42,7 @@ class Position:
     """Where a device sits in its node: indices that follow PCI bus ids, the same whatever numbers a process sees.
 
     Attributes:
-        hive: Of its hive in the node.
+        hive: Of its hive, packages that direct links join, in the node.
         package: Of its package in the hive.
         gcd: Of the device in the package.
         node_package: Of its package in the node, hive after hive.
@@ -63,37 +55,52 @@ class Position:
 
 
 def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Level, ...]:
-    """All `LEVELS` of one node, innermost first; ``node`` and ``cluster`` have size 1. Arguments as for `packages_of`."""
+    """All `LEVELS` of one node, innermost first; ``node`` has size 1. Arguments and errors are those of `packages_of`."""
     places = positions(machine, of_ranks)
-    several_hives = len({place.hive for place in places.values()}) > 1
-    axes = {"gcd": "gcd", "hive": "package" if several_hives else "", "gpu": "hive" if several_hives else "package"}
+    axes = {"gcd": "gcd", "hive": "package", "gpu": "hive"}
+    if len({place.hive for place in places.values()}) < 2:
+        axes = {"gcd": "gcd", "gpu": "package"}
     tiers = []
     for name in LEVELS:
-        groups = _groups(places, axes.get(name, ""))
-        size = max((len(group) for group in groups), default=1)
-        gb_s = machine.tier_gb_s.get(name, _bandwidth(machine, name, groups, size))
-        tiers.append(Level(name, size, groups, gb_s))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, place in sorted(places.items()):
+            others = [getattr(place, axis) for axis in ("hive", "package", "gcd") if axis != axes.get(name)]
+            groups.setdefault(tuple(others), []).append(number)
+        members = _sorted(groups.values())
+        rate = machine.tier_gb_s.get(name, _bandwidth(machine, name, members))
+        tiers.append(Level(name, max(map(len, members), default=1), members, rate))
     return tuple(tiers)
+
+
+def _bandwidth(machine: Machine, name: str, groups: Iterable[tuple[int, ...]]) -> float | None:
+    """GB/s of a level; None where one of its rates is not known."""
+    home = {number: index for index, group in enumerate(groups) for number in group}
+    of_node = name == "node"
+    links = [link for link in machine.links if home[link.a] == home[link.b]]
+    rates = [nic.gb_s for nic in machine.nics] if of_node else [link.gb_s for link in links]
+    known = [rate for rate in rates if rate is not None]
+    if not known or len(known) < len(rates) or not machine.devices:
+        return None
+    return sum(known) / len(machine.devices) if of_node else min(known)
 
 
 def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
     """Position of every device by its number. Arguments and errors are those of `packages_of`."""
-    order = {device.number: index for index, device in enumerate(sorted(machine.devices, key=by_bus))}
+    by_bus = sorted(machine.devices, key=lambda device: (device.hidden, device.bus, device.number))
+    order = {device.number: index for index, device in enumerate(by_bus)}
     packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine, of_ranks)]
     packages.sort(key=lambda package: order[package[0]])
     home = {number: index for index, package in enumerate(packages) for number in package}
     joined = [(home[link.a], home[link.b]) for link in machine.links if link.kind != "pcie"]
     hives = _components(range(len(packages)), joined)
-    if max((len(hive) for hive in hives), default=0) < 2:  # no direct links at all: the node is one group of packages
+    if max(map(len, hives), default=0) < 2:  # no direct links at all: the node is one group of packages
         hives = [list(range(len(packages)))]
-    places: dict[int, Position] = {}
-    in_node = itertools.count()
-    for hive_index, hive in enumerate(hives):
-        for package_index, package in enumerate(hive):
-            node_package = next(in_node)
-            for gcd, number in enumerate(packages[package]):
-                places[number] = Position(hive_index, package_index, gcd, node_package)
-    return places
+    in_order = [(hive, index, package) for hive, members in enumerate(hives) for index, package in enumerate(members)]
+    return {
+        number: Position(hive, index, gcd, in_node)
+        for in_node, (hive, index, package) in enumerate(in_order)
+        for gcd, number in enumerate(packages[package])
+    }
 
 
 def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ...], ...]:
@@ -108,8 +115,7 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
             them are not known, and their packages do not matter.
 
     Raises:
-        AmbiguousTopologyError: The links are ambiguous, or devices are hidden from this process. The message says what was
-            found and which packages to declare.
+        AmbiguousTopologyError: The links can be read in more than one way, or devices are hidden from this process.
     """
     if machine.packages is not None:
         return _sorted(machine.packages)
@@ -119,98 +125,46 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
             f"{machine.source}: a task's cgroup hides the devices {hidden}, so one process cannot identify the packages; "
             "the ranks of a job can together, as in `srun ... hzero doctor`"
         )
-    numbers = [device.number for device in machine.devices]
     modules: dict[str, list[int]] = {}
     for device in machine.devices:
-        modules.setdefault(device.module, []).append(device.number)
-    if set(modules) - {""}:
-        if "" in modules:
-            raise _ambiguous(machine, f"devices {modules['']} have no module, the others do", [])
+        modules.setdefault(device.module or f"#{device.number}", []).append(device.number)
+    if any(device.module for device in machine.devices):
         return _sorted(modules.values())
+    singles = _sorted(modules.values())
     kinds = {product(device.kind) for device in machine.devices if device.kind}  # one without a rank may have none
-    dies = {DIES.get(kind) for kind in kinds} or {None}
     links = [link for link in machine.links if link.kind == "xgmi"]
-    if not links or dies == {1}:
-        return _sorted([number] for number in numbers)
-    return _by_links(machine, links, kinds, dies)
-
-
-def _by_links(
-    machine: Machine, links: Sequence[Link], kinds: set[str], dies: set[int | None]
-) -> tuple[tuple[int, ...], ...]:
+    if not links or {DIES.get(kind) for kind in kinds} == {1}:
+        return singles
     numbers = [device.number for device in machine.devices]
-    single = _sorted([number] for number in numbers)
-    of_gfx90a = kinds <= _GFX90A  # also where nothing is known of the product
     counts = {(link.a, link.b): link.count for link in links}
-    if kinds and of_gfx90a:  # the bandwidth of one link is known
-        counts |= {(k.a, k.b): round(k.gb_s / XGMI_LINK_GB_S["gfx90a"]) for k in links if k.count is None and k.gb_s}
-    dies_of_one = [pair for pair, count in counts.items() if count == _MI250X_LINKS]
-    joined = _components(numbers, dies_of_one)
-    if of_gfx90a and dies_of_one and (kinds or len(dies_of_one) < len(links)):
-        alone = [group[0] for group in joined if len(group) == 1 and not machine.device(group[0]).hidden]
-        if max(map(len, joined)) > 2 or max(count or 0 for count in counts.values()) > _MI250X_LINKS:
-            raise _ambiguous(
-                machine, f"the pairs with 4 and more links are no pairs of dies: {_text(joined)}", [single]
-            )
-        if len(alone) > 1 or (alone and not kinds):
-            both = [[group for group in joined if len(group) > 1] + [alone]] if len(alone) == 2 else []
-            why = f"devices {alone} have no partner with 4 links, so a partner is missing or links are broken"
-            raise _ambiguous(machine, why, [*both, joined])
-        return _sorted(joined)
-    rates = {link.gb_s for link in links}
-    alike = len(rates) == 1 and None not in rates and max(map(len, _components(numbers, counts))) > 2
-    if None in counts.values() and not alike:
-        a, b = next(pair for pair, count in counts.items() if count is None)
-        raise _ambiguous(
-            machine, f"the source does not count the links of {a}-{b}, so packages are ambiguous", [single]
-        )
-    if dies == {2}:
-        raise _ambiguous(machine, "no two dies have the 4 links of an MI250X", [single])
-    groups = _components(numbers, counts)
-    if len(set(counts.values())) > 1:
-        text = f"pairs are joined by {' or '.join(map(str, sorted(set(counts.values()), key=str)))} links"
-        raise _ambiguous(machine, f"{text}, and nothing says which of them are dies of one package", [single])
-    if 1 not in counts.values() and max(map(len, groups)) == 2:
-        # Two dies, or two bridged cards.
-        text = f"devices {_text(groups)} are joined by several links each and to no others"
-        raise _ambiguous(machine, text, [_sorted(groups), single])
-    return single
-
-
-def _ambiguous(machine: Machine, why: str, readings: Sequence[Iterable[Iterable[int]]]) -> AmbiguousTopologyError:
-    ways = [f"packages: {[list(package) for package in reading]}" for reading in readings]
-    choice = " or ".join(ways) if ways else "packages: [[..], ..]"
-    return AmbiguousTopologyError(
-        f"{machine.source}: ambiguous: {why}; declare the machine in a file with {choice}, or the grid (gpus_per_node, "
-        "gcds_per_gpu)"
+    most = max(count or 0 for count in counts.values())
+    strongest = _components(numbers, [pair for pair, count in counts.items() if (count or 0) == most])
+    alone = [group for group in strongest if len(group) == 1 and not machine.device(group[0]).hidden]
+    largest, alike = max(map(len, strongest)), len(set(counts.values())) == 1
+    # On a product that is not known, four links stand out only next to pairs with fewer. Of one die the partner may be
+    # missing; two may be a pair whose links are broken.
+    stands_out = bool(kinds) or not alike
+    if kinds <= _GFX90A and most == _MI250X_LINKS and largest == 2 and stands_out and len(alone) <= bool(kinds):
+        return _sorted(strongest)
+    # Two devices with several links and no others may be two dies, or two bridged cards.
+    if (
+        alike
+        and (most == 1 or (1 < most < _MI250X_LINKS and largest > 2))
+        and {DIES.get(kind) for kind in kinds} != {2}
+    ):
+        return singles
+    shown = some([f"{a}-{b}: {'?' if count is None else count}" for (a, b), count in counts.items()], 16)
+    ways = [_sorted(strongest), singles] if largest == 2 else [singles]
+    text = " or ".join(f"packages: {[list(package) for package in way]}" for way in ways)
+    raise AmbiguousTopologyError(
+        f"{machine.source}: ambiguous: the links do not say which devices share a package ({shown} links); declare the "
+        f"machine in a file, for example with {text}, or the grid (gpus_per_node, gcds_per_gpu)"
     )
-
-
-def _bandwidth(machine: Machine, name: str, groups: Sequence[Sequence[int]], size: int) -> float | None:
-    if name == "node":
-        rates = [nic.gb_s for nic in machine.nics]
-        known = [rate for rate in rates if rate is not None]
-        return sum(known) / len(machine.devices) if known and len(known) == len(rates) and machine.devices else None
-    if size == 1:
-        return None
-    home = {number: index for index, group in enumerate(groups) for number in group}
-    rates = [link.gb_s for link in machine.links if home[link.a] == home[link.b]]
-    known = [rate for rate in rates if rate is not None]
-    return min(known) if known and len(known) == len(rates) else None
-
-
-def _groups(places: dict[int, Position], axis: str) -> tuple[tuple[int, ...], ...]:
-    """Devices that differ in one coordinate alone; each by itself where no axis is given."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, place in sorted(places.items()):
-        others = [getattr(place, name) for name in ("hive", "package", "gcd") if name != axis]
-        groups.setdefault((*others, number if not axis else -1), []).append(number)
-    return _sorted(groups.values())
 
 
 def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Connected components, each sorted, by their first."""
-    group = {node: [node] for node in sorted(nodes)}
+    group = {node: [node] for node in nodes}
     for a, b in pairs:
         if group[a] is not group[b]:
             group[a] += group[b]
@@ -220,7 +174,3 @@ def _components(nodes: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[
 
 def _sorted(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def _text(groups: Iterable[Iterable[int]]) -> str:
-    return " ".join("{" + ", ".join(map(str, group)) + "}" for group in groups)

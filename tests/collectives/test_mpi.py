@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.collectives.test_tiered import CHECKS
-from tests.ranks import Outcome, collect, conclude, launch, mpiexec, selected
-from tests.topology.test_exchange import environment
+from tests.ranks import Outcome, collect, conclude, environment, launch, mpiexec, selected
 
 #: All checks on 8, 16 and 6 ranks: some minutes, in which ranks that look for messages take the cores from other tests.
 FULL = os.environ.get("HZERO_MPI") == "full"

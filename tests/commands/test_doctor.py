@@ -16,8 +16,10 @@ import pytest
 from hzero import cli
 from hzero.commands import ds_config, environment
 from hzero.commands.doctor import differences, examine_deepspeed, examine_links
+from hzero.topology.discovery import RankReport, node_of
+from hzero.topology.kfd import read_sysfs
 from hzero.topology.machine import Link, Machine
-from hzero.topology.preset import preset
+from hzero.topology.sources import preset
 from tests.ranks import ROOT, mpiexec
 from tests.topology import trees
 
@@ -134,15 +136,12 @@ def test_links_are_compared_by_strength_where_devices_cannot_be_told_apart() -> 
 
 def test_ranks_on_part_of_an_expected_node_are_not_good(tmp_path: Path) -> None:
     """With ``--expect``, links of devices that have no rank are not known."""
-    from hzero.topology.rank_report import node_of, report_of
-    from hzero.topology.readers import kfd
-
-    node, statuses = kfd.read(trees.frontier(tmp_path)), []
+    node, statuses = read_sysfs(trees.frontier(tmp_path)), []
     for used in ((0, 1, 6), range(8)):
-        reports = [report_of(rank, len(used), "n", node, node.device(device)) for rank, device in enumerate(used)]
+        reports = [RankReport.of(rank, "n", node, node.device(device)) for rank, device in enumerate(used)]
         for expected in (None, preset("frontier")):
             findings: list[Any] = []
-            examine_links("n", node_of(reports)[1], expected, findings, of_ranks=True)
+            examine_links("n", node_of(reports), expected, findings, of_ranks=True)
             statuses.append(max((status for status, _ in findings), default=GOOD))
     assert statuses == [GOOD, DEGRADED, GOOD, GOOD]
 

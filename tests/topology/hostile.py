@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import strategies as st
-from rich.console import Console
 
-from hzero.topology.command import as_json
+from hzero.commands.topology import as_json, show_machine
+from hzero.terminal import console
 from hzero.topology.machine import AmbiguousTopologyError, Machine
-from hzero.topology.show import show_machine
 from hzero.validation import ConfigError
 
 #: What stands where a number was.
@@ -53,7 +52,7 @@ def mutated(draw: st.DrawFn, good: str) -> bytes:
     return text.encode("utf-8", errors="replace")
 
 
-def machine_or_error(read: Callable[[Path], Machine], path: Path, name: str = "") -> Machine | None:
+def machine_or_error(read: Callable[[Path], Machine], path: Path) -> Machine | None:
     """Reads; None after an error of ours that is one line, names the file and came quickly. Other errors are the test's."""
     start = time.process_time()
     try:
@@ -61,12 +60,12 @@ def machine_or_error(read: Callable[[Path], Machine], path: Path, name: str = ""
     except ConfigError as error:
         machine = None
         message = str(error)
-        assert (name or str(path)) in message, message[:300]
+        assert str(path) in message, message[:300]
         assert "\n" not in message and len(message) < 2000, message[:300]
     if machine is not None:  # what can be read can be drawn and printed
-        with (out := Console(markup=False, emoji=False, width=116)).capture() as shown:
+        with (out := console()).capture() as shown:
             show_machine(machine, out)
-        assert "\x1b" not in shown.get() and shown.get().encode()
+        assert "\x1b" not in shown.get() and shown.get().encode(errors="backslashreplace")
         with contextlib.suppress(AmbiguousTopologyError):
             json.dumps(as_json(machine), allow_nan=False)
     assert time.process_time() - start < 5.0

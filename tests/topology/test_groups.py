@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,16 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.bootstrap import Bootstrap
+from hzero.commands.experiment import compose
 from hzero.parsing import parse_config
-from hzero.settings.conf import compose, plain
-from hzero.settings.settings import Settings
 from hzero.sharding.plan import ShardPlan
-from hzero.topology import Grid, resolve
-from hzero.topology.discovery import Discovery, assemble, exchanged
+from hzero.topology import Grid, resolve, resolve_grid
+from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
-from hzero.topology.local import machine_of, own_report
-from hzero.topology.rank_report import RankReport
+from hzero.topology.machine import Device
+from hzero.topology.sources import PRESETS, machine_of, preset
 from hzero.validation import ConfigError
 from hzero.zero.refusals import check_block
 from hzero.zero.state import undeclared
@@ -44,7 +41,7 @@ def test_usual_machines() -> None:
 def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
     """The grid of a block's key, on so many nodes without GPUs if it is discovered."""
     world = nodes * width
-    reports = [RankReport(rank, world, f"node{rank // width}", None) for rank in range(world)]
+    reports = [RankReport(rank, f"node{rank // width}", None) for rank in range(world)]
     with patch.object(resolve, "discover", lambda _: assemble(reports)):
         resolve._discovered.cache_clear()
         try:
@@ -83,22 +80,6 @@ def test_presets_prefer_a_part_of_a_switch_group() -> None:
     assert _grid({"source": "frontier", "nodes_per_group": None}, 9408, width=8).nodes_per_group is None
 
 
-def _answer(sources: list[str], width: int) -> Discovery:
-    """The answer that every rank but the first receives, of nodes that are described by one source each."""
-    machines, world = [machine_of(source) for source in sources], len(sources) * width
-    reports = []
-    for rank in range(world):
-        node, local = divmod(rank, width)
-        place = Bootstrap(rank, world, local, width, "127.0.0.1", 0, "alone")
-        with patch("hzero.topology.local.host_identity", lambda _, node=node: f"node{node}"):
-            reports.append(own_report(place, machines[node], {}).encode())
-    sent: list[Any] = []
-    first: Any = SimpleNamespace(gather=lambda _: reports, broadcast=sent.append)
-    exchanged(first, lambda: reports[0])
-    other: Any = SimpleNamespace(gather=lambda _: None, broadcast=lambda _: sent[0])
-    return exchanged(other, lambda: reports[1])
-
-
 @pytest.mark.parametrize(
     ("first", "others", "group"),
     [
@@ -117,7 +98,9 @@ def test_a_discovered_machine_prefers_a_part_of_its_switch_group(
         file = tmp_path / f"{name}.yaml"
         file.write_text(f"devices: 2\npackages: [[0], [1]]\n{keys}\n")
         sources.append(str(file))
-    answer = _answer([sources[0], *[sources[1]] * 71], width=2)
+    machines = [machine_of(source) for source in (sources[0], *[sources[1]] * 71)]
+    reports = [RankReport.of(r, f"node{r // 2}", machines[r // 2], Device(r % 2)) for r in range(144)]
+    answer = assemble(reports)
     resolve._discovered.cache_clear()
     with patch.object(resolve, "discover", lambda _: answer):
         for topology, expected in (
@@ -138,8 +121,8 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
     assert _grid({"source": source, "nodes_per_group": "automatic"}, 72).nodes_per_group == 8
     assert _grid({"source": source, "nodes_per_group": None}, 72).nodes_per_group is None
     keys = ["topology=auto", f"topology.source={source}", "launcher.world_size=144", "zero=topo"]
-    assert Settings(plain(compose(keys))).grid.nodes_per_group == 24
-    assert Settings(plain(compose([*keys, "topology.nodes_per_group=36"]))).grid.nodes_per_group == 36
+    assert compose(keys).grid.nodes_per_group == 24
+    assert compose([*keys, "topology.nodes_per_group=36"]).grid.nodes_per_group == 36
     file.write_text("nodes_per_group: 24\n")
     with pytest.raises(ConfigError, match="gpus_per_node: missing"):
         _grid(source, 72)
@@ -223,7 +206,15 @@ def test_groups_exchange_in_int8_or_better(block: dict[str, Any], weights: str, 
 
 def test_the_plan_makes_the_groups_of_the_run() -> None:
     keys = ["topology=frontier", "zero=topo", "topology.nodes=128"]
-    assert Settings(plain(compose(keys))).grid.nodes_per_group == 8
-    off = Settings(plain(compose([*keys, "topology.nodes_per_group=null"])))
+    assert compose(keys).grid.nodes_per_group == 8
+    off = compose([*keys, "topology.nodes_per_group=null"])
     assert off.grid.nodes_per_group is None
     assert off.block is not None and parse_config(off.block).topology.nodes_per_group is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "laptop"])
+def test_presets_are_options_of_the_trainer_and_the_plan(name: str) -> None:
+    experiment = compose([f"topology={name}", "topology.nodes=2"])
+    assert experiment.grid == resolve_grid(name, experiment.world_size)
+    rates = {tier: rate for tier, rate in preset(name).tier_gb_s.items() if rate is not None}
+    assert experiment.config["topology"]["bandwidth_gb_s"].items() >= rates.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -69,35 +70,29 @@ def test_groups_are_physical_whatever_the_numbering(shape: tuple[int, int, int],
 
 
 @given(SHAPES, st.lists(st.integers(0, 200), max_size=6))
-def test_what_is_left_after_the_drop_is_a_grid(shape: tuple[int, int, int], missing: list[int]) -> None:
+def test_a_world_is_a_grid_or_its_uneven_nodes_are_named(shape: tuple[int, int, int], missing: list[int]) -> None:
     nodes, gpus, gcds = shape
     cells = [(f"n{n}", p, g) for n in range(nodes) for p in range(gpus) for g in range(gcds)]
     cells = [cell for index, cell in enumerate(cells) if index not in missing] or cells
-    places = [Place(rank, *cell) for rank, cell in enumerate(cells)]
+    by_package: dict[tuple[str, int], int] = Counter((host, package) for host, package, _ in cells)
+    by_host: dict[str, int] = Counter(host for host, _ in by_package)
     try:
-        grid_of(places)
+        grid = grid_of([Place(rank, *cell) for rank, cell in enumerate(cells)])
     except ConfigError as error:
-        found = re.search(
-            r"Dropping the ranks ([\d, -]+) \(on .* leaves (\d+) nodes? x (\d+) GPUs? x (\d+) GCDs?$", str(error)
-        )
-        assert found is not None, error
-        runs = [[int(rank) for rank in run.split("-")] for run in found[1].split(", ")]
-        dropped = {rank for run in runs for rank in range(run[0], run[-1] + 1)}
-        left = [place for place in places if place.rank not in dropped]
-        grid = grid_of([Place(rank, p.host, p.package, p.gcd) for rank, p in enumerate(left)])
-        assert [grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu] == [int(n) for n in found.groups()[1:]]
+        assert len({*by_package.values()}) > 1 or len({*by_host.values()}) > 1
+        assert "the world is no grid of nodes x packages x devices: node n" in str(error) and "\n" not in str(error)
+        for host, size in re.findall(r"node (n\d+) has (\d+) ranks", str(error)):
+            assert sum(count for (name, _), count in by_package.items() if name == host) == int(size)
+    else:
+        assert grid.world_size == len(cells) and len({*by_package.values()}) == len({*by_host.values()}) == 1
 
 
-def test_a_missing_device_names_its_node_and_the_ranks_to_drop() -> None:
+def test_a_missing_device_names_its_node() -> None:
     places = [place for place in node_by_node(2, tuple(range(8))) if place.rank != 13]
     places = [Place(rank, place.host, place.package, place.gcd) for rank, place in enumerate(places)]
-    with pytest.raises(ConfigError, match=r"node n1 has 7 ranks on 4 packages of 2/2/2/1.*Dropping the ranks 4-5, 12"):
+    expected = "node n1 has 7 ranks on packages of 2/2/2/1; every other node has 8 ranks on packages of 2/2/2/2"
+    with pytest.raises(ConfigError, match=expected):
         grid_of(places)
-
-
-def test_of_two_ways_to_drop_the_one_that_keeps_packages_whole() -> None:
-    with pytest.raises(ConfigError, match=r"Dropping the ranks 2 \(on a\) leaves 1 node x 1 GPU x 2 GCDs"):
-        grid_of([Place(0, "a", 0, 0), Place(1, "a", 0, 1), Place(2, "a", 1, 0)])
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:

@@ -181,7 +181,7 @@ ARGUMENTS = {
     "runs --josn": "hzero runs: unknown argument '--josn'; did you mean '--json'",
     "train train.steps=1 -m train.seed=two": "train.seed: found 'two'",
     "export": "hzero export: the following arguments are required: RUN",
-    "topology show": "hzero topology: the following arguments are required",
+    "topology a b": "hzero topology: unknown argument 'b'",
     "doctor a b": "hzero doctor: unknown argument 'b'",
     "bench links --out x.txt": "--out: found 'x.txt', expected a name that ends in .json",
     "bench links --fctor 2": "did you mean '--factor'",

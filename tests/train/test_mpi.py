@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import mpiexec
-from tests.topology.test_exchange import environment
+from tests.ranks import environment, mpiexec
 
 ARGUMENTS = [
     *("model=gpt_neox_1m", "topology.nodes=1", "topology.gpus_per_node=2", "topology.gcds_per_gpu=1", "train.steps=3"),

@@ -1,0 +1,545 @@
+"""Sources of a node: what each reader finds, and that whatever a file holds gives a machine or one clear message, soon."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import stat
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hzero.topology.declared import DeclaredGrid, DeclaredMachine
+from hzero.topology.kfd import NODES, read_sysfs
+from hzero.topology.machine import Device, Link, Machine, Nic
+from hzero.topology.nvidia import query_nvidia
+from hzero.topology.sources import PRESETS, machine_of, preset, read_file
+from hzero.topology.tiers import packages_of, tiers_of
+from hzero.validation import ConfigError
+from tests.ranks import ROOT
+from tests.topology import trees
+from tests.topology.hostile import machine_or_error, mutated
+
+DUMPS = ROOT.parent / "shared" / "topologies"
+OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def read(folder: Path, text: str, name: str = "node") -> Machine:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return read_file(path)
+
+
+# KFD
+
+
+def test_a_frontier_node(tmp_path: Path) -> None:
+    machine = read_sysfs(trees.frontier(tmp_path))
+    assert [device.number for device in machine.devices] == list(range(8))
+    assert [device.bus for device in machine.devices] == [f"0000:{bus}:00.0" for bus in trees.FRONTIER_BUSES]
+    assert [device.numa for device in machine.devices] == [3, 3, 1, 1, 0, 0, 2, 2]
+    assert [device.identity for device in machine.devices] == [f"kfd{node}" for node in range(4, 12)]
+    assert {device.kind for device in machine.devices} == {"MI250X"}
+    assert machine.devices[3].uuid == "GPU-0000000000000f03"
+    assert {(link.a, link.b): link.count for link in machine.links} == trees.FRONTIER_LINKS
+    assert all(link.kind == "xgmi" and link.gb_s == 50.0 * (link.count or 0) for link in machine.links)
+    assert machine.nics == tuple(Nic(f"hsn{number}", "cxi", 25.0) for number in range(4))
+    assert machine.remarks == ()
+
+
+@pytest.mark.parametrize("order", [OLCF, (0, 2, 4, 6, 1, 3, 5, 7), (7, 6, 5, 4, 3, 2, 1, 0)])
+def test_packages_follow_links_not_numbers(tmp_path: Path, order: tuple[int, ...]) -> None:
+    machine = read_sysfs(trees.frontier(tmp_path, order=order))
+    packages = {frozenset(order[number] for number in package) for package in packages_of(machine)}
+    assert packages == {frozenset(pair) for pair in [(0, 1), (2, 3), (4, 5), (6, 7)]}
+
+
+def test_devices_outside_the_cgroup_are_hidden_but_their_links_are_known(tmp_path: Path) -> None:
+    machine = read_sysfs(trees.frontier(tmp_path, unreadable={0, 1, 2, 4, 5, 6, 7}))
+    own, *others = machine.devices
+    assert (own.number, own.bus, own.hidden) == (0, "0000:ce:00.0", False)
+    assert all(device.hidden and not device.bus for device in others)
+    counts = {machine.device(link.b).identity: link.count for link in machine.links}
+    assert counts == {"kfd6": 4, "kfd5": 1, "kfd11": 1}
+    assert len(machine.remarks) == 7 and machine.remarks[0] == "KFD node 4 cannot be read by this process"
+
+
+def test_old_drivers_single_devices_and_none(tmp_path: Path) -> None:
+    old = read_sysfs(trees.frontier(tmp_path / "old", link_mb_s=0))
+    assert {(link.a, link.b) for link in old.links} == set(trees.FRONTIER_LINKS)
+    assert {(link.count, link.gb_s) for link in old.links} == {(None, None)}
+    with pytest.raises(ConfigError, match="ambiguous"):
+        packages_of(old)
+    one = read_sysfs(trees.one_gpu(tmp_path / "one"))
+    assert [(d.bus, d.kind, d.numa) for d in one.devices] == [("0000:03:00.0", "MI210", 0)]
+    assert one.nics == (Nic("eno1", "ethernet", 0.125),)
+    assert read_sysfs(trees.no_gpu(tmp_path / "none")).devices == ()
+    (tmp_path / "empty").mkdir()
+    assert "no KFD topology" in read_sysfs(tmp_path / "empty").remarks[0]
+    with pytest.raises(ConfigError, match="nowhere"):
+        read_sysfs(tmp_path / "nowhere")
+    trees.write_kfd(tmp_path / "unknown", [trees.Gpu("03", "00", device=0x1, target=90010)])
+    assert read_sysfs(tmp_path / "unknown").devices[0].kind == "gfx90a"
+
+
+def test_partitions_of_a_module_are_one_package(tmp_path: Path) -> None:
+    gpus = [trees.Gpu(bus, "00", device=0x74A1, target=90402) for bus in ("03", "04", "05")]
+    trees.write_kfd(tmp_path, gpus, {(0, 1): 1})
+    for link in (tmp_path / NODES).glob("*/io_links/*/properties"):  # to the partition of another module
+        link.write_text(link.read_text().replace("weight 30", "weight 41"))
+    second = tmp_path / NODES / "2/properties"
+    second.write_text(second.read_text().replace(f"location_id {4 << 8}", f"location_id {1 << 28 | 3 << 8}"))
+    for node in "12":
+        link = tmp_path / NODES / node / "io_links/1/properties"
+        link.write_text(link.read_text().replace("weight 15", "weight 13"))
+    machine = read_sysfs(tmp_path)
+    assert [device.bus for device in machine.devices] == ["0000:03:00.0", "0000:03:00.1", "0000:05:00.0"]
+    assert {(link.a, link.b): link.count for link in machine.links} == {(0, 1): 1, (0, 2): None, (1, 2): None}
+    assert packages_of(machine) == ((0, 1), (2,))
+
+
+def test_nics_of_the_fabric(tmp_path: Path) -> None:
+    nics = [
+        trees.Interface("ens1", "05", "00", mbit_s=400_000, rdma="mlx5_0"),
+        trees.Interface("ens2", "85", "80", rdma="mlx5_1"),
+        trees.Interface("eno1", "86", "80", mbit_s=1000),
+        trees.Interface("lo"),
+    ]
+    machine = read_sysfs(trees.write_kfd(tmp_path, [trees.Gpu("03", "00")], interfaces=nics))
+    assert machine.nics == (Nic("mlx5_0", "rdma", 50.0), Nic("mlx5_1", "rdma", 25.0))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("5/io_links/1/properties", "node_to 4", "node_to 77", "77, which is not there"),
+        ("5/io_links/1/properties", "node_to 4", "node_to 5", "linked to itself"),
+        ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 100000", "contradict each other"),
+        ("5/io_links/1/properties", "min_bandwidth 50000", "min_bandwidth -1", "properties:5: found 'min_bandwidth -1'"),
+        ("5/properties", "simd_count 440", "simd_count many", "properties:2: found 'simd_count many'"),
+        ("5/properties", "domain 0", "simd_count 440", "expected a name, once, and a number"),
+        ("5/properties", "location_id 50688", "location_id 49408", "0000:c1:00.0 occurs twice"),
+    ],
+)  # fmt: skip
+def test_contradictions_in_sysfs_name_the_file(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
+    path = trees.frontier(tmp_path) / NODES / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_sysfs(tmp_path)
+    assert str(NODES) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_pipe_in_the_tree_does_not_hang(tmp_path: Path) -> None:
+    path = trees.one_gpu(tmp_path) / NODES / "1/properties"
+    path.unlink()
+    os.mkfifo(path)
+    assert [device.hidden for device in read_sysfs(tmp_path).devices] == [True]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_change_of_a_tree_gives_a_machine_or_an_error(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = trees.write_kfd(
+            Path(folder) / "sys",
+            [trees.Gpu("03", "00"), trees.Gpu("04", "00")],
+            {(0, 1): 4},
+            [trees.Interface("ens1", "05", "00", rdma="mlx5_0")],
+        )
+        files = [root / NODES / name for name in ("1/properties", "2/properties", "1/io_links/1/properties")]
+        files += [root / "class/net/ens1/speed", root / "class/infiniband/mlx5_0/ports/1/rate"]
+        files += [root / "devices/pci0000:00/0000:00:03.1/0000:03:00.0/numa_node"]
+        file = data.draw(st.sampled_from(files))
+        file.write_bytes(data.draw(mutated(file.read_text())))
+        machine_or_error(read_file, root)
+
+
+# Dumps of RCCL and NCCL
+
+PAIR = """<system version="2">
+  <cpu numaid="3" arch="x86_64">
+    <pci busid="0000:c0:01.0" class="0x060400">
+      <pci busid="0000:c1:00.0" class="0x038000" device="0x740c">
+        <gpu dev="4" sm="110" gcn="910" rank="0" gdr="1">
+          <xgmi target="0000:c6:00.0" count="4" tclass="0x038000"/>
+        </gpu>
+      </pci>
+      <pci busid="0000:c4:00.0" class="0x020000" vendor="0x17db">
+        <nic><net name="cxi0" dev="0" speed="200000" port="1" guid="0x1" maxconn="64" gdr="1"/></nic>
+      </pci>
+    </pci>
+    <pci busid="0000:c6:00.0" class="0x038000" device="0x740c">
+      <gpu dev="5" sm="110" gcn="gfx90a:sramecc+:xnack-" rank="1" gdr="1">
+        <xgmi target="0000:c1:00.0" count="4" tclass="0x038000"/>
+      </gpu>
+    </pci>
+  </cpu>
+</system>
+"""
+SWITCHED = """<system version="1">
+  <cpu host_hash="0x16fe" numaid="0">
+    <pci busid="0000:18:00.0" class="0x030200" device="0x2335">
+      <gpu dev="0" sm="90" rank="0" gdr="1">
+        <nvlink target="0000:07:00.0" count="5" tclass="0x068000"/>
+        <nvlink target="0000:06:00.0" count="4" tclass="0x068000"/>
+      </gpu>
+    </pci>
+    <pci busid="0000:2a:00.0" class="0x030200" device="0x2335">
+      <gpu dev="1" sm="90" rank="1" gdr="1">
+        <nvlink target="fffffff:ffff:ff" count="9" tclass="0x068000"/>
+        <nvlink target="0000:00:00.0" count="2" tclass="0x068001"/>
+      </gpu>
+    </pci>
+    <nic><net name="eth0" dev="0" speed="10000" port="0" guid="0x0" maxconn="65536" gdr="0"/></nic>
+  </cpu>
+  <cpu host_hash="0x16fe" numaid="1">
+    <nic><net name="eth0" dev="0" speed="10000" port="0" guid="0x0" maxconn="65536" gdr="0"/></nic>
+  </cpu>
+</system>
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "tiers", "gb_s"),
+    [
+        ("topo_8p1h.xml", 8, {"gcd": 2, "gpu": 4}, {"gcd": 200.0, "gpu": 50.0, "node": 12.5}),
+        ("topo_16p1h.xml", 16, {"gcd": 2, "gpu": 8}, {"gcd": 200.0, "node": 12.5}),
+        ("topo_8p_90a.xml", 8, {"gpu": 8}, {"gpu": 50.0}),
+        ("topo_8p_940.xml", 8, {"gpu": 8}, {"gpu": 64.0, "node": 50.0}),
+        ("topo_4p3l_2h.xml", 8, {"hive": 4, "gpu": 2}, {"hive": 46.0}),
+    ],
+)
+def test_recorded_dumps(name: str, devices: int, tiers: dict[str, int], gb_s: dict[str, float]) -> None:
+    if not (DUMPS / name).exists():
+        pytest.skip("the dumps are not next to this checkout")
+    machine = read_file(DUMPS / name)
+    found = {tier.name: tier for tier in tiers_of(machine)}
+    assert len(machine.devices) == devices
+    assert {tier.name: tier.size for tier in found.values() if tier.size > 1} == tiers
+    assert {level: found[level].gb_s for level in gb_s} == gb_s
+    if name == "topo_8p1h.xml":
+        gcd = (0, 1, 4, 5, 6, 7, 2, 3)  # Frontier's number by the dump's
+        pairs = {tuple(sorted((gcd[link.a], gcd[link.b]))): link.count for link in machine.links}
+        assert pairs == trees.FRONTIER_LINKS
+        assert packages_of(machine) == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_small_dumps(tmp_path: Path) -> None:
+    machine = read(tmp_path, PAIR)
+    assert [(d.number, d.bus, d.kind, d.numa) for d in machine.devices] == [
+        (4, "0000:c1:00.0", "MI250X", 3),
+        (5, "0000:c6:00.0", "MI250X", 3),
+    ]
+    assert machine.links == (Link(4, 5, "xgmi", 4, 200.0),)
+    assert machine.nics == (Nic("cxi0", "cxi", 25.0),)
+    machine = read(tmp_path, SWITCHED)
+    assert machine.links == (Link(0, 1, "nvswitch", 9, 225.0),)
+    assert machine.nics == (Nic("eth0", "ethernet", 1.25),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('target="0000:c6:00.0"', 'target="0000:aa:00.0"', "link of gpu 4 leads to 0000:aa:00.0, which is no gpu"),
+        ('target="0000:c6:00.0"', 'target="0000:c1:00.0"', "device 4 is linked to itself"),
+        ('target="0000:c6:00.0" count="4"', 'target="0000:c6:00.0" count="2"', "the two ends of link 4-5"),
+        ('count="4"', 'count="-4"', "xgmi: found count='-4', expected an integer from 1 to 64"),
+        ('count="4" ', "", "xgmi: found count=''"),
+        ('dev="5"', 'dev="4"', "device 4 is linked to itself"),
+        ('dev="5"', 'dev="NaN"', "gpu: found dev='NaN'"),
+        ('busid="0000:c1:00.0"', 'busid="../../etc"', r"found '../../etc', expected a PCI bus id"),
+        ('version="2"', 'version="3"', "expected system of version 1 or 2"),
+        ("</system>", "", "is not valid XML: .* line 20"),
+        ("<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "has 2 hosts|has 3 hosts"),
+        ("<system", "<graphs/><system", "is not valid XML"),
+        ("<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "has a DOCTYPE"),
+        ("<system", '<!DOCTYPE system SYSTEM "file:///etc/passwd"><system', "has a DOCTYPE"),
+        ("<cpu ", "&undeclared;<cpu ", "is not valid XML"),
+    ],
+)  # fmt: skip
+def test_contradictions_in_a_dump(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in PAIR
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, PAIR.replace(old, new, 1))
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+BUSES = st.sampled_from(["0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:07:00.0", "fffffff:ff:ff.0", "c1", ""])
+NUMBERS = st.sampled_from(["0", "1", "2", "4", "-1", "9" * 25, "NaN", "1.5", ""])
+CLASSES = st.sampled_from(["0x038000", "0x068000", "0x068001", "0x030200", ""])
+LINKS = st.lists(st.tuples(st.sampled_from(["xgmi", "nvlink"]), BUSES, NUMBERS, CLASSES), max_size=4)
+GPUS = st.lists(st.tuples(BUSES, NUMBERS, st.sampled_from(["910", "gfx942", "906", "", "x"]), LINKS), max_size=4)
+
+
+@quick
+@given(gpus=GPUS, numa=NUMBERS, speed=NUMBERS)
+def test_any_wiring_gives_a_machine_or_an_error(
+    tmp_path: Path, gpus: list[tuple[str, str, str, list[tuple[str, str, str, str]]]], numa: str, speed: str
+) -> None:
+    """Well-formed dumps whose links may be cyclic, lead to their own device or nowhere, or contradict each other."""
+    lines = [f'<system version="2"><cpu numaid="{numa}">']
+    for bus, number, gcn, links in gpus:
+        lines.append(f'<pci busid="{bus}" device="{number}"><gpu dev="{number}" gcn="{gcn}">')
+        lines += [f'<{tag} target="{to}" count="{count}" tclass="{kind}"/>' for tag, to, count, kind in links]
+        lines.append(f'</gpu><nic><net name="n{number}" speed="{speed}"/></nic></pci>')
+    (tmp_path / "dump.xml").write_text("\n".join([*lines, "</cpu></system>"]))
+    machine = machine_or_error(read_file, tmp_path / "dump.xml")
+    if machine is not None:
+        assert len(machine.devices) == len(gpus)
+
+
+def test_many_gpus_on_many_switches_end_soon(tmp_path: Path) -> None:
+    links = "".join(f'<nvlink target="0000:{switch:02x}:00.0" count="1" tclass="0x068000"/>' for switch in range(32))
+    gpus = "".join(
+        f'<pci busid="{number:04x}:00:00.0"><gpu dev="{number}" sm="90">{links}</gpu></pci>' for number in range(1100)
+    )
+    path = tmp_path / "large.xml"
+    path.write_text(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>')
+    assert machine_or_error(read_file, path) is None
+
+
+# nvidia-smi
+
+MATRIX = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tNV18\tPIX\tSYS\t0-55,112-167\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tNV18\tNODE\tNODE\t0-55,112-167\t0\t\tN/A\n"
+    "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n"
+    "NIC0\tPIX\tNODE\tSYS\t X \tSYS\t\t\t\t\n"
+    "NIC1\tSYS\tNODE\tPXB\tSYS\t X \t\t\t\t\n"
+    "\nLegend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n\n"
+    "NIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+)
+DEVICES = (
+    "0, 00000000:1B:00.0, NVIDIA H200, GPU-0febe11b-b4ad-5301-abfb-86f6c3c11e7f\n"
+    "1, 00000000:43:00.0, NVIDIA H200, GPU-75d55e49-c25b-5f4a-82d9-bc3e4e4b2eca\n"
+    "2, 00000000:9D:00.0, NVIDIA H200, GPU-c2abb56f-520b-5212-b4c8-30187532ac5e\n"
+)
+
+
+def test_a_matrix(tmp_path: Path) -> None:
+    machine = read(tmp_path, MATRIX)
+    assert machine.devices == tuple(Device(number) for number in range(3))
+    assert machine.links == tuple(Link(a, b, "nvlink", 18) for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert machine.nics == (Nic("mlx5_0"), Nic("mlx5_1"))
+    assert {tier.name: tier.size for tier in tiers_of(machine) if tier.size > 1} == {"gpu": 3}
+    machine = read(tmp_path, MATRIX + DEVICES)
+    assert [device.bus for device in machine.devices] == [f"0000:{bus}:00.0" for bus in ("1b", "43", "9d")]
+    assert machine.devices[0].uuid == "GPU-0febe11b-b4ad-5301-abfb-86f6c3c11e7f"
+    assert {link.gb_s for link in machine.links} == {450.0}
+    for product, gb_s in (("Tesla V100-SXM2-16GB", 450.0), ("NVIDIA GB200", 900.0), ("NVIDIA GeForce RTX 3090", None)):
+        other = read(tmp_path, MATRIX + DEVICES.replace("NVIDIA H200", product))
+        assert {link.gb_s for link in other.links} == {gb_s}
+    (device,) = read(tmp_path, "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\t0\n").devices
+    assert device == Device(0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("GPU1\tNV18\t X ", "GPU1\tNV12\t X ", "the two ends of link 0-1 contradict"),
+        ("GPU0\t X ", "GPU0\tNV4", "device 0 is linked to itself"),
+        ("NV18", "NV0", "row of GPU0: expected 5 cells"),
+        ("NV18", "NV999999", "row of GPU0: expected 5 cells"),
+        ("GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 5 cells"),
+        ("\tGPU1\tGPU2", "\tGPU1\tGPU1", "columns, expected at most"),
+        ("00000000:43:00.0", "00000000:1B:00.0", "0000:1b:00.0 occurs twice"),
+    ],
+)
+def test_contradictions_in_a_matrix(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in MATRIX + DEVICES
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, (MATRIX + DEVICES).replace(old, new, 1))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_the_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "matrix").write_text(MATRIX)
+    (tmp_path / "devices").write_text(DEVICES)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\nif [ "$1" = topo ]; then cat {tmp_path}/matrix; else cat {tmp_path}/devices; fi\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    machine = query_nvidia()
+    assert machine.source == "nvidia-smi" and {link.gb_s for link in machine.links} == {450.0}
+    tool.write_text("#!/bin/sh\necho no driver >&2\nexit 9\n")
+    with pytest.raises(ConfigError, match="nvidia-smi topo -m: failed with exit status 9: no driver"):
+        query_nvidia()
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("hzero.topology.nvidia._TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"nvidia-smi topo -m: no answer within 0\.5 s"):
+        query_nvidia()
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"nvidia-smi topo -m: cannot be run: No such file"):
+        query_nvidia()
+
+
+# Declared machines
+
+NODE = """\
+name: my node
+kind: MI250X
+devices: 4
+packages: [[0, 1], [2, 3]]
+buses: ["c1:00.0", 00000000:C6:00.0, "c9:00.0", "01:00.0"]
+numa: [1, 1, 0, 0]
+links:
+  - {kind: xgmi, count: 4, gb_s: 200, pairs: [[0, 1], [3, 2]]}
+  - {kind: xgmi, pairs: [[0, 2]]}
+nics:
+  - {name: hsn0, kind: cxi, gb_s: 25}
+  - {name: hsn1}
+tier_gb_s: {gcd: 200, gpu: 50, node: null}
+switch_nodes: 12
+"""
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    buses = ("0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:01:00.0")
+    machine = Machine(
+        f"{tmp_path / 'node'} (my node)",
+        tuple(Device(n, buses[n], "MI250X", numa=int(n < 2)) for n in range(4)),
+        (Link(0, 1, "xgmi", 4, 200.0), Link(0, 2, "xgmi"), Link(2, 3, "xgmi", 4, 200.0)),
+        (Nic("hsn0", "cxi", 25.0), Nic("hsn1")),
+        ((0, 1), (2, 3)),
+        {"gcd": 200.0, "gpu": 50.0},
+        switch_nodes=12,
+    )
+    assert read(tmp_path, NODE) == machine
+    for indent in (None, 1, "\t"):  # JSON, tabs included
+        assert read(tmp_path, json.dumps({"topology": yaml.safe_load(NODE)}, indent=indent)) == machine
+    assert len(read(tmp_path, "packages: [[0, 1], [2, 3]]").devices) == 4
+    assert len(read(tmp_path, "buses: ['c1:00.0', 'c2:00.0']").devices) == 2
+    assert len(read(tmp_path, "devices: 3\nlinks: [{kind: nvswitch, pairs: all}]").links) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("devices: 2\nlink: []", "unknown key 'link'; did you mean 'links'? Possible: name, kind, devices"),
+        ("devices: 2\nkind: a\ndevices: 3", "a key occurs twice"),
+        ("devices: -2", "devices: found -2"),
+        ("devices: two", "devices: found 'two'"),
+        ("devices: 1025", "devices: found 1025"),
+        ("devices: " + "9" * 4000, "devices"),
+        ("kind: a", "devices: missing; expected their number"),
+        ("buses: ['c1:00.0', 'C1:00.0']", "PCI bus id 0000:c1:00.0 occurs twice"),
+        ("buses: [c1]", "buses.0: found 'c1', expected a PCI bus id such as"),
+        ("buses: [01:00.0]", "buses.0: found 60.0; input should be a valid string"),
+        ("devices: 2\nbuses: ['c1:00.0']", "buses: found 1, expected one for each of 2 devices"),
+        ("devices: 2\nnuma: [0]", "numa: found 1, expected one for each of 2 devices"),
+        ("devices: 2\npackages: [[0, 1], [2]]", "packages [[0, 1], [2]] do not hold each of the devices 0, 1 once"),
+        ("devices: 2\npackages: [[0, 0], [1]]", "do not hold each of the devices 0, 1 once"),
+        ("devices: 2\npackages: 3", "packages: found 3; input should be a valid list"),
+        ("devices: 2\nlinks: [{pairs: [[0, 1], [1, 0]]}]", "link 0-1 occurs twice"),
+        ("devices: 2\nlinks: [{pairs: [[0, 2]]}]", "link 0-2: expected two of the devices 0, 1"),
+        ("devices: 2\nlinks: [{pairs: [[0, 0]]}]", "link 0-0: expected two of the devices"),
+        ("devices: 2\nlinks: [{pairs: [[0]]}]", "links.0.pairs.0: found [0]; list should have at least 2 items"),
+        ("devices: 2\nlinks: [{kind: xgmi}]", "links.0.pairs: missing"),
+        ("devices: 2\nlinks: [{kind: xgm, pairs: all}]", "unknown value 'xgm'; did you mean 'xgmi'? Possible: xgmi, nvlink"),
+        ("devices: 2\nlinks: [{count: -4, pairs: all}]", "links.0.count: found -4; input should be greater than"),
+        ("devices: 2\nlinks: [{gb_s: .inf, pairs: all}]", "links.0.gb_s: found inf"),
+        ("devices: 2\nnics: [{kind: cxi}]", "nics.0.name: missing"),
+        ("devices: 2\ntier_gb_s: {gdc: 1}", "unknown key 'gdc'; did you mean 'gcd'? Possible: gcd, hive, gpu, node, cluster"),
+        ("devices: 2\nname: [1]", "name: found [1]; input should be a valid string"),
+        ("gpus_per_node: 2\nlinks: []", "unknown key 'links'"),
+        ("gpus_per_node: 2", "declares a grid (gpus_per_node), expected a node"),
+        ("nodes: 2", "gpus_per_node: missing"),
+        ("poem: Shall I compare thee", "is of no known kind; expected an XML dump of RCCL or NCCL"),
+        ("- 1", "is of no known kind"),
+        ("", "is of no known kind"),
+        ("devices: [", "is neither YAML nor JSON"),
+        ("devices: 2\n---\ndevices: 3", "line 2: is neither YAML nor JSON that can be used: but found another document"),
+        ("devices: &a 2\nnuma: *a", "line 1: is neither YAML nor JSON that can be used: found a reference"),
+        ("a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk")), "a reference"),
+        ("devices: !!python/object:os.system 2", "could not determine a constructor for the tag"),
+        ("[" * 100_000, "nested too deeply"),
+        ("devices: " + "{a: " * 20_000, "nested too deeply"),
+        ("name: [" + "1," * 10_000 + "]", "found [1, 1"),
+        ("#" * 131_073, "larger than 131,072 bytes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_says_where_and_what_is_possible(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "node")) and "\n" not in message and len(message) < 1000
+    assert says in message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"<system name='\xe9'/>")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(33 * 2**20)  # sparse: takes no room
+    os.mkfifo(tmp_path / "pipe")
+    for path, says in (
+        (tmp_path / "nowhere.xml", "cannot be read: no such file"),
+        (tmp_path / "latin", "byte 14 is not UTF-8"),
+        (tmp_path / "large", "larger than 8,388,608 bytes"),
+        (tmp_path / "pipe", "is not a regular file"),
+        (Path("/dev/null"), "is not a regular file"),
+        (Path("a\0b"), "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read_file(path)
+    with pytest.raises(ConfigError, match="unknown source 'frontie'; did you mean 'frontier'"):
+        machine_of("frontie")
+
+
+_NAMES = st.sampled_from([*DeclaredMachine.model_fields, *DeclaredGrid.model_fields, "pairs", "count", "0", "x"])
+_LEAVES = st.sampled_from([None, True, -1, 0, 1, 3, 0.5, float("nan"), "all", "xgmi", "c1:00.0", "", "a\n", "\x1b[2J"])
+_TREES = _LEAVES | st.lists(_LEAVES, max_size=3) | st.lists(st.lists(_LEAVES, max_size=3), max_size=3)
+_TREES |= st.dictionaries(_NAMES, _TREES, max_size=4) | st.lists(
+    st.dictionaries(_NAMES, _TREES, max_size=3), max_size=3
+)
+_FILES = st.one_of(
+    *map(mutated, (PAIR, SWITCHED, MATRIX + DEVICES, NODE)),
+    st.binary(max_size=200),
+    st.dictionaries(_NAMES, _TREES, max_size=5).map(lambda tree: json.dumps({"devices": 2, **tree}).encode()),
+    st.sampled_from([b"\0" * 2**20, b"<" * 2**20, b"<gpu>" * 2**18, b"GPU0 " * 2**17, b"\tGPU0\tGPU1\n" * 2**16]),
+    st.sampled_from([b"NV1 " * 2**18, b"\x1b[" + b"1;" * 2**19, b"9, " * 2**18, b"\xff\xfe" * 2**19]),
+)
+
+
+@settings(quick, max_examples=250)
+@given(content=_FILES)
+def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    machine_or_error(read_file, tmp_path / "file")
+
+
+# Presets
+
+SIZES = {
+    "frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8), "dgx_h200": (1, 1, 8),
+    "laptop": (1, 1, 1),
+}  # fmt: skip
+
+
+def test_presets() -> None:
+    folder = importlib.resources.files("hzero.topology") / "presets"
+    files = {Path(entry.name).stem: entry.read_text(encoding="utf-8") for entry in folder.iterdir()}
+    assert set(files) == set(PRESETS) == set(SIZES)
+    for name, text in files.items():
+        assert yaml.safe_load(text)["name"] == name  # plain YAML for others, too
+        assert name == "laptop" or "Source" in text
+        machine = preset(name)
+        assert machine.source == f"preset {name}"
+        tiers = {tier.name: tier for tier in tiers_of(machine)}
+        assert tuple(tiers[tier].size for tier in ("gcd", "hive", "gpu")) == SIZES[name]
+        # What is declared by tier is what follows from links and NICs.
+        for tier in tiers_of(replace(machine, tier_gb_s={})):
+            assert tier.gb_s == machine.tier_gb_s.get(tier.name, tier.gb_s)
+    frontier = preset("frontier")
+    assert [device.bus[5:7] for device in frontier.devices] == list(trees.FRONTIER_BUSES)
+    assert {(link.a, link.b): link.count for link in frontier.links} == trees.FRONTIER_LINKS
+    assert [device.numa for device in frontier.devices] == [3, 3, 1, 1, 0, 0, 2, 2]
+    assert preset("lumi").links == frontier.links  # the same board
