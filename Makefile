@@ -5,7 +5,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench lint docs sbom
+.PHONY: help setup train test bench lint docs
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -27,6 +27,3 @@ docs: setup ## build the documentation as a site, strictly, into build/site (ARG
 
 lint: setup ## run ruff, mypy, typos, clang-format and shellcheck
 	@scripts/lint "$(BIN)"
-
-sbom: setup ## write build/sbom.json, what the environment holds (CycloneDX)
-	@scripts/sbom "$(VENV)"

@@ -15,7 +15,7 @@ from hzero.validation import ConfigError
 _EXAMPLES = """files, each name beginning with DATE-NAME:
   .md                        tables and text; what was not measured is left out
   .jsonl                     the rows that count
-  -step-time.png, -bytes, -accumulation, -memory, -nodes, -sweep
+  -step-time.png, -bytes, -accumulation, -memory, -sweep
 
 examples:
   python -m benchmarks.report runs/bench                            into runs/bench/report, as `make bench` does

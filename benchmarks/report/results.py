@@ -21,7 +21,7 @@ SCHEMES = (
 #: Suites of long runs, of which the report shows losses.
 LOSSES = ("convergence", "choices")
 #: Suites that a section of their own shows; the measurements of others are shown as those of main.
-SHOWN = ("reduce_scatter", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", *LOSSES)
+SHOWN = ("reduce_scatter", "accumulation", "sweep", "codecs", "shards", *LOSSES)
 
 
 @dataclass(frozen=True)

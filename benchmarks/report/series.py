@@ -15,17 +15,13 @@ _HOW = ("schemes", "rounds", "warmup", "timeout_s", "threads")
 SAME: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("reduce_scatter",),
     "accumulation": ("train.accumulation",),
-    "nodes_weak": ("cluster.nodes",),
-    "nodes_strong": ("cluster.nodes", "train.micro_batch", "train.accumulation"),
     "sweep": ("cluster.rates_mbit.node",),
 }
-#: Suites whose results may be points of other suites' series.
-_LENDERS = ("main", "nodes_weak")
+#: Suite whose result may be a point of other suites' series.
+_LENDER = "main"
 _HEADS = {
     "reduce_scatter": "{}",
     "accumulation": "accumulation {}",
-    "nodes_weak": "nodes: {}",
-    "nodes_strong": "nodes: {}",
     "sweep": "{} Mbit/s",
 }
 
@@ -62,12 +58,6 @@ class Series:
             heads.append(head + (f" ({result.suite})" if result.suite != self.suite else ""))
         return heads
 
-    def efficiency(self, scheme: str) -> dict[Any, float]:
-        """Tokens/s per rank over those of the first point, by value; empty if the first point lacks the scheme."""
-        rates = {value: row.tokens_per_s / row.world_size for value, row in self.of(scheme).items()}
-        base = rates.get(self.points[0][0])
-        return {value: rate / base for value, rate in rates.items()} if base else {}
-
 
 def work(result: Result, free: tuple[str, ...]) -> dict[str, Any]:
     """What the schemes of a result did, without some dotted keys."""
@@ -93,11 +83,8 @@ def series_of(comparison: Comparison, suite: str) -> Series | None:
     free, first = SAME[suite], own[0]
     schemes = {row.scheme for result in own for row in result.rows}
     points: dict[Any, Result] = {}
-    for result in own + comparison.of(*(lender for lender in _LENDERS if lender != suite)):
-        alike = work(result, free) == work(first, free)
-        if suite == "nodes_strong":
-            alike &= result.rows[0].tokens_per_step == first.rows[0].tokens_per_step
-        if alike and any(row.scheme in schemes for row in result.rows):
+    for result in own + comparison.of(_LENDER):
+        if work(result, free) == work(first, free) and any(row.scheme in schemes for row in result.rows):
             points.setdefault(_value(result, free[0]), result)
     order = {"gloo": 0, "all_to_all": 1, "ring": 2}
     return Series(suite, tuple(sorted(points.items(), key=lambda pair: order.get(pair[0], pair[0]))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.report.results import LOSSES, STOCK, SUBJECT, Comparison, Result
 from benchmarks.report.series import series_of
@@ -123,37 +123,25 @@ def memory(result: Result) -> str:
 
 
 def series_table(comparison: Comparison, suite: str) -> str:
-    """Step times of a suite along its axis, the shortest of each column bold; of nodes also rates and efficiency."""
+    """Step times of a suite along its axis, the shortest of each column bold."""
     series = series_of(comparison, suite)
     if series is None:
         return ""
     first = next(result for _, result in series.points if result.suite == suite)
     names = {row.scheme for row in series.schemes()}
     shortest = [min(row.median_s for row in result.rows if row.scheme in names) for _, result in series.points]
-
-    def grid(form: Callable[[StepsRow, str, int], str]) -> str:
-        rows = []
-        for scheme in series.schemes():
-            there = series.of(scheme.scheme)
-            cells = [
-                form(there[value], scheme.scheme, index) if value in there else NONE
-                for index, (value, _) in enumerate(series.points)
-            ]
-            rows.append([scheme.label, *cells])
-        return table(["scheme", *series.heads()], rows)
-
-    def times(row: StepsRow, _: str, index: int) -> str:
-        median = f"**{row.median_s:.3f}**" if row.median_s == shortest[index] else f"{row.median_s:.3f}"
-        return f"{median} ({min(row.step_s):.3f}–{max(row.step_s):.3f}){' *' * row.core_bound}"
-
-    def rates(row: StepsRow, scheme: str, index: int) -> str:
-        share = series.efficiency(scheme).get(series.points[index][0])
-        return f"{rate(row.tokens_per_s / row.world_size)} ({NONE if share is None else f'{share:.3f}'})"
-
-    parts = [setting(first), grid(times)]
-    if suite.startswith("nodes"):
-        parts += ["Tokens/s per rank, and in brackets over those of the first column:", grid(rates)]
-    return "\n\n".join(parts)
+    lines = []
+    for scheme in series.schemes():
+        cells = [scheme.label]
+        for best, (_, result) in zip(shortest, series.points):
+            row = result.row(scheme.scheme)
+            if row is None:
+                cells.append(NONE)
+                continue
+            median = f"**{row.median_s:.3f}**" if row.median_s == best else f"{row.median_s:.3f}"
+            cells.append(f"{median} ({min(row.step_s):.3f}–{max(row.step_s):.3f}){' *' * row.core_bound}")
+        lines.append(cells)
+    return f"{setting(first)}\n\n{table(['scheme', *series.heads()], lines)}"
 
 
 def ablation(comparison: Comparison, suite: str) -> str:

@@ -140,15 +140,6 @@ def everything() -> list[Row]:
         for scheme, scale in (("zero3-deepspeed", many / 2), ("hsdp-node", many / 2), ("topo", 0.5 + many / 4)):
             setting = config(accumulation=many, schemes=["zero3-deepspeed", "hsdp-node", "topo"])
             rows.append(steps(scheme, "accumulation", f"accumulation-{many}", scale, config=setting))
-    for nodes in (1, 4):
-        for scheme in ("zero3-deepspeed", "topo"):
-            setting = config(nodes=nodes, schemes=["zero3-deepspeed", "topo"])
-            slow = {1: 0.5, 4: 2.0 if scheme == "topo" else 4.0}[nodes]
-            rows.append(steps(scheme, "nodes_weak", f"weak-{nodes}", slow, config=setting))
-    for nodes, accumulation in ((1, 4), (2, 2), (4, 1)):
-        for scheme in ("zero3-deepspeed", "topo"):
-            setting = config(nodes=nodes, accumulation=accumulation, schemes=["zero3-deepspeed", "topo"])
-            rows.append(steps(scheme, "nodes_strong", f"strong-{nodes}", 1.0, config=setting))
     for rate in (15, 150):
         for scheme in ("zero3-deepspeed", "hsdp-node", "topo"):
             setting = config(node_rate=rate, schemes=["zero3-deepspeed", "hsdp-node", "topo"])

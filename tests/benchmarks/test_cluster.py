@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cluster import check, counters, layout, namespace, network, stream
+from benchmarks.cluster import counters, layout, namespace, network, stream
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, check_kernel, check_tools, clear, ours
 from benchmarks.cluster.ranks import environment_on
@@ -43,18 +42,6 @@ clusters = st.builds(
     lambda shape, *values: cluster_of(shape, dict(zip(BASE_TIERS, values))), shapes, rates, rates, rates
 )
 few = settings(max_examples=30)
-
-
-def test_signals_wait_until_what_was_begun_is_done() -> None:
-    other = threading.Thread(target=time.sleep, args=(1,))  # a mask would be of this thread alone
-    other.start()
-    done = False
-    with pytest.raises(KeyboardInterrupt), network._undisturbed():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-        done = True
-    assert done
-    other.join()
 
 
 def test_a_block_is_read_and_written() -> None:
@@ -127,45 +114,6 @@ def test_every_destination_has_one_class_of_the_right_tier(cluster: Cluster) -> 
         assert sorted(flows) == sorted(expected)
 
 
-@few
-@given(clusters)
-def test_every_link_joins_two_namespaces_and_both_ends_are_set_up(cluster: Cluster) -> None:
-    names, lines = set(layout.namespaces(cluster)), layout.interfaces(cluster)
-    ends = []
-    for line in layout.links(cluster):
-        match = re.fullmatch(
-            r"link add name (\w+) (?:address \S+ )?netns (\S+) type veth peer name (\w+) netns (\S+)", line
-        )
-        assert match, line
-        ends += [(match[2], match[1]), (match[4], match[3])]
-    assert len(set(ends)) == len(ends) and {name for name, _ in ends} == names == set(lines)
-    for name, device in ends:
-        assert len(device) <= 15  # the kernel's limit
-        assert any(line.startswith(f"link set dev {device} mtu 9000") and line.endswith(" up") for line in lines[name])
-    trunks = [end for end in ends if end[1] == "trunk"]
-    assert len(trunks) == (cluster.nodes if cluster.nodes > 1 else 0)
-    addresses = {cluster.address(rank) for rank in range(cluster.world_size)}
-    assert len(addresses) == cluster.world_size
-
-
-@few
-@given(clusters)
-def test_trunks_are_shaped_at_both_ends_unless_they_have_no_rate(cluster: Cluster) -> None:
-    queues = [line for lines in layout.shaping(cluster).values() for line in lines if " tbf " in line]
-    rate = cluster.rates_mbit.node
-    shaped = cluster.nodes > 1 and rate is not None
-    assert len(queues) == (2 * cluster.nodes if shaped else 0)
-    assert all(f" rate {round((rate or 0) * 1e6)}bit " in line for line in queues)
-
-
-def test_rates_of_classes() -> None:
-    cluster = Cluster.from_text("2x2x2", "200,none,50")
-    classes = [line for line in layout.shaping(cluster)["hzero-r0"] if line.startswith("class")]
-    assert ["rate 200000000bit burst 62500b" in line for line in classes] == [True, False, False]
-    assert ["rate 100000000000bit" in line for line in classes] == [False, True, True]
-    assert layout.burst(50) == 32 * 1024
-
-
 def test_sent_bytes_are_those_of_the_queue_in_each_class() -> None:
     listed = [
         {"kind": "htb", "handle": "1:", "root": True, "bytes": 999},
@@ -206,29 +154,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_call", refuses)
     with pytest.raises(ConfigError, match=r"Unknown qdisc 'htb'; needs a kernel with CONFIG_NET_SCH_HTB"):
         check_kernel()
-
-
-def test_a_failed_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "RTNETLINK answers: File exists\nCommand failed -:2\n"
-    monkeypatch.setattr(network, "_call", lambda command, text: subprocess.CompletedProcess(command, 1, "", said))
-    with pytest.raises(ConfigError, match=r"`ip -n a link set x` failed: RTNETLINK answers: File exists"):
-        network.run_batch("ip", ["link set y", "link set x"], "a")
-
-
-def test_a_rate_is_held_within_its_limits() -> None:
-    row = check.Row("node", "", 50.0, 49.6, 1, 1, 1, 0, 1)
-    assert row.held and check.Row("node", "", None, 9999.0, 1, 1, 1, 0, 1).held
-    assert not check.Row("node", "", 50.0, 40.0, 1, 1, 1, 0, 1).held
-    assert not check.Row("node", "", 50.0, 60.0, 1, 1, 1, 0, 1).held
-
-
-def test_what_is_measured_uses_the_links_of_its_tier() -> None:
-    for shape in ("2x2x2", "4x2x2", "1x2x1", "3x1x1"):
-        cluster = Cluster.from_text(shape, "none")
-        measured = check.patterns(cluster)
-        assert {tier for tier, _, _ in measured} == set(cluster.tiers)
-        for tier, _, pairs in measured:
-            assert pairs and {cluster.tier_between(*pair) for pair in pairs} == {tier}
 
 
 @pytest.mark.parametrize(

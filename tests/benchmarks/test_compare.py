@@ -41,7 +41,7 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     titles = [item.title for item in asked]
     assert len(set(titles)) == len(titles) and len({item.id for item in asked}) == len(titles)
     suites = {title.partition("/")[0] for title in titles}
-    assert suites >= {"main", "accumulation", "nodes_weak", "nodes_strong", "sweep", "codecs", "shards", "convergence"}
+    assert suites >= {"main", "accumulation", "sweep", "codecs", "shards", "convergence"}
     main = next(item for item in asked if item.title == "main/main")
     assert main.config.train.accumulation == 2
     assert main.config.cluster.rates_mbit == Rates(gcd=200, gpu=75, node=50)

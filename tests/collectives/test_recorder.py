@@ -161,32 +161,6 @@ def test_the_place_of_a_thread_is_the_innermost_that_its_user_wrote(paths: list[
     assert got == (found or ("code", f"{paths[0]}:1 f"))
 
 
-def test_frames_of_the_main_thread_are_those_from_its_innermost_to_its_start() -> None:
-    main = record.main_thread()
-
-    def innermost() -> Iterator[list[tuple[str, int, str]]]:
-        yield pool.submit(record.frames_of, main).result()
-
-    def outer() -> list[tuple[str, int, str]]:
-        return next(innermost())
-
-    with ThreadPoolExecutor() as pool:
-        found = outer()
-    own = [(line, function) for path, line, function in found if path == __file__]
-    assert own[:2] == [
-        (innermost.__code__.co_firstlineno + 1, "innermost"),
-        (outer.__code__.co_firstlineno + 1, "outer"),
-    ]
-    assert own[2][1] == "test_frames_of_the_main_thread_are_those_from_its_innermost_to_its_start"
-    assert 10 < len(found) <= 100
-
-
-def test_only_the_main_thread_is_observed() -> None:
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(record.main_thread).result() is None
-    assert record.frames_of(None) == []
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
     """Finalizers would let the main thread run on, and its frames end under the reader, which crashed with Python 3.11."""

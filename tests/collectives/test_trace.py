@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hzero.collectives.trace import Span, Trace, length, overlap, step_shares, union
+from hzero.collectives.trace import Span, Trace, step_shares
 from hzero.collectives.wirelog import HopTimer, WireLog
-from hzero.config import TIERS, Tier
-
-MOMENTS = st.tuples(st.integers(0, 40), st.integers(0, 15)).map(lambda at: (float(at[0]), float(at[0] + at[1])))
-INTERVALS = st.lists(MOMENTS, max_size=8)
-
-
-def _seconds(intervals: list[tuple[float, float]]) -> set[int]:
-    return {second for start, end in intervals for second in range(int(start), int(end))}
-
-
-@given(INTERVALS, INTERVALS)
-def test_unions_and_overlaps_are_those_of_sets_of_seconds(
-    first: list[tuple[float, float]], second: list[tuple[float, float]]
-) -> None:
-    one, other = union(first), union(second)
-    assert all(before[1] < after[0] for before, after in pairwise(one))
-    assert length(one) == len(_seconds(first))
-    assert length(overlap(one, other)) == len(_seconds(first) & _seconds(second)) == length(overlap(other, one))
+from hzero.config import Tier
 
 
 def _hop(tier: Tier, start: float, end: float) -> Span:
@@ -54,21 +34,6 @@ def test_shares_of_a_step_made_by_hand() -> None:
     assert (node.wire_s, node.behind_compute, node.behind_tiers) == (8.0, 0.75, 0.25)
     assert (gcd.wire_s, gcd.behind_compute, gcd.behind_tiers) == (4.0, 1.0, 0.5)
     assert second.keys() == {"gcd"} and second["gcd"].behind_compute == 0.5 and second["gcd"].behind_tiers == 0
-
-
-@given(st.lists(st.tuples(st.sampled_from(TIERS), MOMENTS), max_size=8), INTERVALS, MOMENTS)
-def test_shares_lie_between_none_and_all(
-    hops: list[tuple[Tier, tuple[float, float]]], waits: list[tuple[float, float]], step: tuple[float, float]
-) -> None:
-    spans = [_hop(tier, *at) for tier, at in hops]
-    spans += [Span("waiting for hops", "wait", *at, {}) for at in waits]
-    for tier, found in step_shares([*spans, Span("steps", "step", *step, {})])[0].items():
-        busy = _seconds([at for other, at in hops if other == tier]) & _seconds([step])
-        others = _seconds([at for other, at in hops if other != tier])
-        assert found.wire_s == len(busy) > 0
-        assert found.behind_compute == pytest.approx(len(busy - _seconds(waits)) / len(busy))
-        assert found.behind_tiers == pytest.approx(len(busy & others) / len(busy))
-        assert 0 <= found.behind_compute <= 1 and 0 <= found.behind_tiers <= 1
 
 
 class _Event:

@@ -169,7 +169,7 @@ def trial_cut_short(preset: str) -> dict[str, Any]:
     """Losses and norms where an exception has ended a backward, and where that micro-batch never was."""
     result: dict[str, Any] = {}
     cases = [(1, 10**8, "optimizer"), (1, 100, "engine"), (2, 10**8, "engine"), (2, 100, "optimizer")]
-    for accumulation, bucket, whose in cases if preset != "stock" else cases[:1]:
+    for accumulation, bucket, whose in {"stock": cases[:1], "topo": cases[::3]}.get(preset, cases):
         for breaks in (False, True) if preset != "stock" else (False,):
             engine = engine_of(preset, accumulation=accumulation, reduce_bucket_size=bucket)
             losses = train(engine, 0, accumulation)
@@ -192,9 +192,8 @@ def trial_inference_mode(preset: str) -> dict[str, Any]:
     """Losses with evaluations under inference mode between steps, and without any."""
     result: dict[str, Any] = {}
     for kept, exact in ((0, False), (10**6, False), (0, True)) if preset != "stock" else ((0, False),):
-        for training, evaluates in (
-            ((True, False), (True, True), (False, True)) if preset != "stock" else ((True, False),)
-        ):
+        modes = [(True, False), (True, True)] + ([(False, True)] if kept == 0 and not exact else [])
+        for training, evaluates in modes if preset != "stock" else modes[:1]:
             engine = engine_of(preset, accumulation=2, kept=kept, block={"exact_evaluation": exact})
             losses, read = [], []
             for step in range(3):

@@ -16,7 +16,8 @@ deepspeed.init_distributed("gloo")
 
 
 def engine_of(preset: str) -> Any:
-    block = {"preset": preset, "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}}
+    topology = {"nodes": dist.get_world_size() // 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    block = {"preset": preset, "topology": topology}
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.GELU(), torch.nn.Linear(500, 8))
     return deepspeed.initialize(

@@ -69,7 +69,7 @@ def test_the_guard_knows_what_the_optimizer_holds(seen: Any, preset: str) -> Non
 def test_zero_grad_after_an_exception_in_backward_begins_anew(seen: Any, preset: str) -> None:
     found = seen[preset, "cut_short"]
     pairs = [(found[key.replace("False", "True")], found[key]) for key in found if key.endswith("False")]
-    assert len(pairs) == 4
+    assert len(pairs) == (4 if preset == "lossless" else 2)
     for got, want in pairs:
         near(got, want, 1e-6 if preset == "lossless" else TOLERANCE[preset])
     near(
@@ -83,6 +83,6 @@ def test_zero_grad_after_an_exception_in_backward_begins_anew(seen: Any, preset:
 def test_evaluations_in_inference_mode_change_nothing(seen: Any, preset: str) -> None:
     (want,) = seen["stock", "inference_mode"].values()
     found = seen[preset, "inference_mode"]
-    assert len(found) == 9
+    assert len(found) == 7
     for losses in found.values():
         near(losses, want, TOLERANCE.get(preset, 0.1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import time
 import tracemalloc
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, SCOPES, TIERS, tiers_inside
 from hzero.parsing import parse_config
-from hzero.sharding import plan as plan_module
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
@@ -128,11 +126,6 @@ def test_hops_cover_every_tier_once(grid: Grid, data: st.DataObject) -> None:
     for hop in plan.micro_hops():
         rows //= hop.size
     assert rows == plan.gradient_rows
-
-
-def test_the_example_of_the_docstring() -> None:
-    failed, attempted = doctest.testmod(plan_module)
-    assert attempted and not failed
 
 
 def test_refresh_messages_have_the_bytes_per_rank_that_are_asked_for() -> None:

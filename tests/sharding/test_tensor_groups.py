@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import time
 
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import TIERS
-from hzero.sharding import tensor_groups as tensor_groups_module
 from hzero.sharding.tensor_groups import TensorGroups, sizes
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
@@ -84,10 +82,6 @@ def test_the_largest_machine_takes_a_moment() -> None:
     layout = TensorGroups(Grid(9408, 4, 2), 8)
     assert layout.data_grid == Grid(9408, 1, 1) and layout.data_rank(75_263) == 9407
     assert time.process_time() - started < 5
-
-
-def test_the_example_in_the_docstring() -> None:
-    assert doctest.testmod(tensor_groups_module).failed == 0
 
 
 @given(REGULAR | IRREGULAR, st.data())

@@ -5,9 +5,6 @@ to the stream that was current. `Recorder` writes into a `Trace` every operator 
 and writes, every wait, and every end of memory. `Trace.races` goes through these with a vector clock for each stream. Two
 accesses of the same bytes by streams without an order between them, one of them a write, are a race; so is memory that is
 freed while a stream without such an order may still use it. (Vector clocks: as in FastTrack, Flanagan and Freund 2009.)
-
-Nothing that a run does depends on its waits here. So a run without one of them has the same trace but for that wait, and
-one trace answers for the removal of each.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -33,29 +29,12 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import hzero
 from hzero.collectives import pipeline, transport
 
-#: Folder of hzero's sources.
-SOURCES = Path(hzero.__file__).resolve().parent
 #: In place of a stream: the host, behind whose waits comes all that it starts later.
 HOST = -1
 
 Clock: TypeAlias = dict[int, int]
-
-
-class Call(NamedTuple):
-    """Where hzero calls a function.
-
-    Attributes:
-        file: Path below `SOURCES`.
-        line: Number.
-        name: The function's name.
-    """
-
-    file: str
-    line: int
-    name: str
 
 
 class _Span(NamedTuple):
@@ -80,7 +59,6 @@ class _Record(NamedTuple):
 
     event: int
     stream: int
-    calls: tuple[Call, ...]
 
 
 class _Wait(NamedTuple):
@@ -88,7 +66,6 @@ class _Wait(NamedTuple):
 
     stream: int
     event: int
-    calls: tuple[Call, ...]
 
 
 class _Keep(NamedTuple):
@@ -96,7 +73,6 @@ class _Keep(NamedTuple):
 
     memory: int
     stream: int
-    calls: tuple[Call, ...]
 
 
 class _Free(NamedTuple):
@@ -128,22 +104,12 @@ class Trace:
     def __init__(self) -> None:
         self.entries: list[_Work | _Record | _Wait | _Keep | _Free] = []
 
-    def calls(self) -> set[Call]:
-        """Calls of hzero that made streams wait, recorded events or kept memory."""
-        return {call for entry in self.entries if not isinstance(entry, (_Work, _Free)) for call in entry.calls}
-
-    def races(self, without: Call | None = None) -> list[str]:
-        """One text per pair of sites that race.
-
-        Args:
-            without: A call that is left out, with all waits, recorded events and kept memory below it. Whoever waits for an
-                event that is not recorded waits for the one that the same line recorded before.
-        """
+    def races(self) -> list[str]:
+        """One text per pair of sites that race."""
         found: dict[tuple[str, str], str] = {}
         clocks: defaultdict[int, Clock] = defaultdict(dict)
         memories: dict[int, _Memory] = {}
         events: defaultdict[int, Clock] = defaultdict(dict)
-        of_line: defaultdict[tuple[Call, ...], Clock] = defaultdict(dict)
 
         def report(first: _Access, second: _Access) -> None:
             if "hzero/" in first.site or "hzero/" in second.site:
@@ -174,11 +140,7 @@ class Trace:
                             access, _Access(memory.owner, 0, True, access.start, access.end, f"freed at {entry.site}")
                         )
             elif isinstance(entry, _Record):
-                if without not in entry.calls:
-                    of_line[entry.calls[:1]] = {**clocks[entry.stream]}
-                events[entry.event] = of_line[entry.calls[:1]]
-            elif without in entry.calls:
-                continue
+                events[entry.event] = {**clocks[entry.stream]}
             elif isinstance(entry, _Wait):
                 _merge(clocks[entry.stream], events[entry.event])
             elif entry.memory in memories:
@@ -232,14 +194,14 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         if World.here.trace is not None:
             stream = stream or World.here.current
-            World.here.trace.entries.append(_Record(self.id, stream.id, _calls()))
+            World.here.trace.entries.append(_Record(self.id, stream.id))
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or World.here.current).wait_event(self)
 
     def synchronize(self) -> None:
         if World.here.trace is not None:
-            World.here.trace.entries.append(_Wait(HOST, self.id, _calls()))
+            World.here.trace.entries.append(_Wait(HOST, self.id))
 
     def query(self) -> bool:
         return False
@@ -256,7 +218,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         if World.here.trace is not None:
-            World.here.trace.entries.append(_Wait(self.id, event.id, _calls()))
+            World.here.trace.entries.append(_Wait(self.id, event.id))
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -391,7 +353,7 @@ class Recorder(TorchDispatchMode):
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """What ``tensor.record_stream`` does."""
         if World.here.trace is not None:
-            self._entries.append(_Keep(self._memory_of(tensor), stream.id, _calls()))
+            self._entries.append(_Keep(self._memory_of(tensor), stream.id))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -403,33 +365,18 @@ def _site() -> str:
     found: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < 3:
-        if (file := _file_of(frame.f_code)[0]) is not None:
+        if (file := _file_of(frame.f_code)) is not None:
             found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or "elsewhere"
 
 
-def _calls() -> tuple[Call, ...]:
-    """The calls of hzero that led here, innermost first."""
-    found = []
-    callee = sys._getframe(1)
-    frame = callee.f_back
-    while frame is not None:
-        if "/torch/_dynamo/" not in frame.f_code.co_filename:  # what `torch.compiler.disable` puts around a function
-            if (file := _file_of(frame.f_code)[1]) is not None:
-                found.append(Call(file, frame.f_lineno, callee.f_code.co_name))
-            callee = frame
-        frame = frame.f_back
-    return tuple(found)
-
-
 @functools.cache
-def _file_of(code: types.CodeType) -> tuple[str | None, str | None]:
-    """The file of a function's code as sites name it, if they do, and as calls do. Every operator asks for all its frames."""
+def _file_of(code: types.CodeType) -> str | None:
+    """The file of a function's code as sites name it, if they do. Every operator asks for all its frames."""
     path = code.co_filename
     named = ("/hzero/" in path and not path.endswith("install.py")) or "/deepspeed/runtime/zero/" in path
-    ours = path.startswith(f"{SOURCES}/")
-    return "/".join(path.split("/")[-3:]) if named else None, str(Path(path).relative_to(SOURCES)) if ours else None
+    return "/".join(path.split("/")[-3:]) if named else None
 
 
 @contextlib.contextmanager
