@@ -108,7 +108,6 @@ def run_ranks(
     threads: int = 1,
     imports: Sequence[str] = (),
     more: Callable[[int], Mapping[str, str]] = lambda rank: {},
-    say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),
 ) -> int:
     """Runs the ranks of a command on this machine to their end. None of them outlives this process.
 
@@ -120,7 +119,6 @@ def run_ranks(
         threads: CPU threads of each rank.
         imports: Modules that ranks need and that take long to import.
         more: Variables of a rank on top of `rank_environment`.
-        say: Takes a message for the user.
 
     Returns:
         0 if all ranks ended well, 75 if they saved and are to be started again, 2 if they refused their input, 130 after Ctrl-C
@@ -154,8 +152,8 @@ def run_ranks(
             theirs.close()
             ranks.append(_Rank(rank, process, ours, log))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        _watch(ranks, received, say)
-        return _conclude(ranks, received, say)
+        _watch(ranks, received)
+        return _conclude(ranks, received)
     finally:
         for each in ranks:
             each.process.kill()
@@ -167,7 +165,7 @@ def run_ranks(
             signal.signal(number, handler)
 
 
-def _watch(ranks: Sequence[_Rank], received: Sequence[int], say: Callable[[str], None]) -> None:
+def _watch(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     """Passes signals on until all ranks have ended, or one has failed."""
     passed, stops, deadline = 0, 0, math.inf
     while running := [rank for rank in ranks if rank.process.exitcode is None]:
@@ -181,20 +179,19 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[int], say: Callable[[str],
                 deadline = time.monotonic() + GRACE_S
                 number = signal.SIGTERM if stops == 1 else signal.SIGKILL
                 if stops == 1:
-                    say("hzero: stopping the ranks, which save if they train (Ctrl-C again ends them at once)")
+                    _say("hzero: stopping the ranks, which save if they train (Ctrl-C again ends them at once)")
             for rank in running:
                 os.kill(rank.process.pid or 0, number)  # not reaped yet, so the number is still the rank's
         if time.monotonic() > deadline:
-            say(
-                f"hzero: ranks {[rank.number for rank in running]} have not stopped within {GRACE_S:.0f} s and are killed"
-            )
+            numbers = [rank.number for rank in running]
+            _say(f"hzero: ranks {numbers} have not stopped within {GRACE_S:.0f} s and are killed")
             return
-        connection.wait([rank.process.sentinel for rank in running], 0.1)
         for rank in ranks:
             rank.listen()
+        time.sleep(0.05)  # a sentinel of multiprocessing would end with an exec
 
 
-def _conclude(ranks: Sequence[_Rank], received: Sequence[int], say: Callable[[str], None]) -> int:
+def _conclude(ranks: Sequence[_Rank], received: Sequence[int]) -> int:
     """Tells the user why ranks have failed, and returns the exit status."""
     for rank in ranks:
         rank.listen()
@@ -203,20 +200,20 @@ def _conclude(ranks: Sequence[_Rank], received: Sequence[int], say: Callable[[st
     if any(number != signal.SIGUSR1 for number in received):
         # Those that our signal has ended have not failed. Others may have, as on a disk that is full.
         raised = [number for number in failed if (codes[number] or 0) > 0 and codes[number] != INTERRUPTED]
-        status = _report(ranks, raised, say) if raised else 0
+        status = _report(ranks, raised) if raised else 0
         if signal.SIGINT in received or (not status and set(codes.values()) - {0, UNFINISHED}):
             return INTERRUPTED
     else:
-        status = _report(ranks, failed, say) if failed else 0
+        status = _report(ranks, failed) if failed else 0
     return status or (UNFINISHED if UNFINISHED in codes.values() else 0)
 
 
-def _report(ranks: Sequence[_Rank], failed: Sequence[int], say: Callable[[str], None]) -> int:
+def _report(ranks: Sequence[_Rank], failed: Sequence[int]) -> int:
     told = {rank.number: rank.failure for rank in ranks if rank.failure is not None}
     told = dict(sorted(told.items(), key=lambda item: item[1].time))
     for failure in told.values():
         if failure.kind == "refused":
-            say(f"hzero: error: {failure.text}")
+            _say(f"hzero: error: {failure.text}")
             return REFUSED
     stopped = [rank.number for rank in ranks if rank.stopped()]
     others = f"; stopped (SIGSTOP): ranks {stopped}" if stopped else ""
@@ -230,16 +227,20 @@ def _report(ranks: Sequence[_Rank], failed: Sequence[int], say: Callable[[str], 
         cause = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         cause += ", perhaps out of memory" if code == -signal.SIGKILL else ""
         lines = [*_tail(ranks[number].log), f"hzero: rank {number} died: {cause}{others}; all ranks are ended"]
-        say("\n".join(lines))
+        _say("\n".join(lines))
     elif causes:
-        say(f"{told[causes[0]].text}\nhzero: rank {causes[0]} failed; all ranks are ended")
+        _say(f"{told[causes[0]].text}\nhzero: rank {causes[0]} failed; all ranks are ended")
     else:
         number, failure = min(told.items(), key=lambda item: not item[1].blames)  # who names somebody knows more
         missing = ", ".join(map(str, failure.blames or stopped))
         end = f"rank {missing} did not come" if missing else f"rank {number} waited in vain"
-        say(f"{failure.text}\nhzero: {end}{others}; all ranks are ended")
-    say(f"hzero: logs of the other ranks: {ranks[0].log.parent}")
+        _say(f"{failure.text}\nhzero: {end}{others}; all ranks are ended")
+    _say(f"hzero: logs of the other ranks: {ranks[0].log.parent}")
     return 1
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _tail(log: Path) -> list[str]:

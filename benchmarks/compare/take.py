@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.network import Network
-from benchmarks.cluster.ranks import environment_on, run_ranks
+from benchmarks.cluster.ranks import run_ranks
 from benchmarks.compare.machine import machine, now, versions
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
@@ -42,8 +42,7 @@ def take_measurement(measurement: Measurement, store: Store, after_s: float) -> 
     job = worker.Work(config.model_dump(), measurement.catalog, text, traces, after_s, logs / "result.json")
     measured_with = versions()  # before the ranks read the files, which may change while they run
     with Network(cluster):
-        everyone = [environment_on(cluster, rank, threads=config.threads) for rank in range(cluster.world_size)]
-        status = run_ranks(functools.partial(worker.measure, job), everyone, logs)
+        status = run_ranks(cluster, functools.partial(worker.measure, job), logs, config.threads)
     if status:
         return status
     results: dict[str, dict[str, Any]] = json.loads(Path(job.result).read_text())

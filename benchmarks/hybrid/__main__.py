@@ -22,13 +22,14 @@ from typing import Any
 
 from benchmarks.cluster.__main__ import RATES, SHAPE
 from benchmarks.cluster.network import Network
-from benchmarks.cluster.ranks import environment_on, environments, run_ranks
+from benchmarks.cluster.ranks import run_ranks
 from benchmarks.cluster.shape import Cluster
 from benchmarks.compare.machine import machine, now, versions
 from benchmarks.compare.store import Store
 from benchmarks.report import write_report
 from benchmarks.rows import LayoutRow, Sent
 from benchmarks.training import MODELS, prepare, tokens
+from hzero import launch
 from hzero.validation import ConfigError, one_of
 
 SUITE = "hybrid"
@@ -92,11 +93,11 @@ def take(store: Store, layout: str, scheme: str, config: dict[str, Any], rates: 
     text, logs = tokens(config["model"]["vocab_size"], TEXT, store.folder), store.logs(name)
     work = functools.partial(train, Work(config, text, logs / "result.json"))
     if rates is None:
-        status = run_ranks(work, environments(8), logs)
+        status = launch.run_ranks(work, 8, logs=logs)
     else:
         cluster = Cluster.from_text(SHAPE, rates)
         with Network(cluster):
-            status = run_ranks(work, [environment_on(cluster, rank) for rank in range(cluster.world_size)], logs)
+            status = run_ranks(cluster, work, logs)
     if status:
         return status
     found, train_config = json.loads((logs / "result.json").read_text()), config["train"]
