@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from hzero.launcher import local_ranks
+from hzero.launch import free_port, rank_environment
 from tests.forks import fork, join, torchrun
 from tests.ranks import ROOT
 
@@ -117,7 +116,7 @@ def test_a_script_without_a_word_of_hzero(tmp_path: Path) -> None:
     assert "no wire log" in output and "hzero: topo on" not in output and len(losses) >= 4
 
     config.write_text(json.dumps(written))
-    environ = {**os.environ, **local_ranks(1)[0], "DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environ = {**rank_environment(0, 1, free_port()), "DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script], env=environ, capture_output=True, text=True, timeout=200, check=False
     )
