@@ -29,7 +29,7 @@ LAYERS = [
     "hzero.completion", "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.training", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
     "benchmarks.hybrid", "benchmarks.model", "benchmarks.host_cost", "benchmarks.kernels",
-    "benchmarks.faults", "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
+    "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
     "examples", "tests",
 ]  # fmt: skip
 

@@ -15,7 +15,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cluster import network
 from benchmarks.cluster.shape import Cluster, Rates
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.store import Store
@@ -104,15 +103,6 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1, error
     assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "results" / "results.jsonl").read_text() == ""
-
-
-def test_without_root_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
-    assert compare.main(["suite=main", f"results={tmp_path}"]) == 2
-    assert "needs root" in capsys.readouterr().err
 
 
 # --- bytes ---

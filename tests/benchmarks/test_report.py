@@ -17,7 +17,7 @@ from benchmarks.report import document, write_report
 from benchmarks.report.__main__ import main
 from benchmarks.report.results import Comparison, choose, read
 from benchmarks.report.series import series_of
-from benchmarks.rows import Row, line_of, parse_row, read_rows
+from benchmarks.rows import Row, line_of, parse_row
 from hzero.validation import ConfigError
 from tests.benchmarks.rows import config, everything, long_run, main_rows, steps, write
 from tests.ranks import ROOT
@@ -48,18 +48,6 @@ def _cells(text: str, part: str, start: str) -> list[str]:
 
 
 # --- rows ---
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_a_file_that_was_cut_anywhere_keeps_its_whole_rows(tmp_path: Path, data: st.DataObject) -> None:
-    first, last = json.dumps(steps("topo")), json.dumps(steps("lossless"))
-    cut = data.draw(st.integers(1, len(last) - 1))
-    again = data.draw(st.booleans())  # a run that was taken up goes on below
-    file = tmp_path / "results.jsonl"
-    file.write_text(f"{first}\n{last[:cut]}" + (f"\n{last}\n" if again else ""))
-    rows, torn = read_rows(file)
-    assert len(rows) == 1 + again and torn == [2]
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,32 +184,6 @@ def test_what_was_not_measured_is_left_out() -> None:
     text = _text([steps("topo", "one", "one,train.seed=3", config=config(schemes=["topo"]))])
     assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Step time", "Bytes", "Memory", "Measurements"]
     assert "{{" not in text and "\n- " not in text
-
-
-def test_lines_of_figures_have_the_values_of_their_series() -> None:
-    from benchmarks.report.figures import figures, plt
-
-    drawn = figures(_comparison(everything()))
-    try:
-        assert [bar.get_width() for bar in drawn["step-time"].axes[0].patches] == [
-            3.0,
-            1.6,
-            1.5,
-            4.0,
-            2.5,
-            3.6,
-            2.0,
-            1.25,
-        ]
-        topo = drawn["sweep"].axes[0].lines[-1]
-        assert (list(topo.get_xdata()), list(topo.get_ydata())) == ([15, 50, 150], [1.875, 1.25, 1.125])
-        edge, *points = drawn["memory"].axes[0].lines
-        places = [(float(point.get_xdata()[0]), float(point.get_ydata()[0])) for point in points]
-        values = list(zip(map(float, edge.get_xdata()), map(float, edge.get_ydata())))
-        assert places and set(values) <= set(places)
-        assert values == sorted(values) and [y for _, y in values] == sorted((y for _, y in values), reverse=True)
-    finally:
-        plt.close("all")
 
 
 def test_wrong_input_is_one_line_and_writes_nothing(

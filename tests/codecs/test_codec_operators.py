@@ -211,21 +211,6 @@ def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> N
 
 
 @pytest.mark.parametrize("codec", SUMMED)
-def test_the_default_dtype_does_not_matter(codec: str) -> None:
-    """DeepSpeed's ``zero.Init`` and model builders change it."""
-    own, source = make(codec), bucket(4)
-    want = own.encode(source, CHUNKS, sizes=[4])
-    summed = own.decode_sum(want, 2, CHUNKS, inner=2, dtype=torch.float32)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert torch.equal(own.encode(source, CHUNKS, sizes=[4]), want)
-        for got, expected in zip(own.decode_sum(want, 2, CHUNKS, inner=2, dtype=torch.float32), summed):
-            assert got.dtype == torch.float32 and torch.equal(got, expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("codec", SUMMED)
 def test_short_and_empty_sources_are_filled_with_zeros(codec: str) -> None:
     own = make(codec)
     for counts in itertools.product((0, 1, 8, 9, 40, 41), repeat=2):
@@ -235,20 +220,6 @@ def test_short_and_empty_sources_are_filled_with_zeros(codec: str) -> None:
             torch.cat([x, torch.zeros(6 * chunk - len(x))]) for x, chunk in zip(source, (9, 7)) if len(x) <= 6 * chunk
         ]
         assert torch.equal(message, own.encode(filled, [9, 7], sizes=[3, 2], strides=[1, 3], outer=3))
-
-
-@pytest.mark.parametrize("codec", SUMMED)
-def test_rows_are_found_where_they_are_not_given(codec: str) -> None:
-    own, source = make(codec), [numbers(50), numbers(9, seed=1)]
-    assert torch.equal(own.encode(source, [10, 3]), own.encode(source, [10, 3], sizes=[5], strides=[1]))
-    assert torch.equal(own.encode(source, [10, 3], outer=2), own.encode(source, [10, 3], sizes=[6], outer=2))
-    assert torch.equal(own.encode([numbers(0)], [10]), own.encode([numbers(0)], [10], sizes=[1]))
-    assert own.encode([numbers(0)], [0]).numel() == 0
-    axes = own.encode(source, [10, 3], sizes=[2, 3], outer=2)
-    assert torch.equal(axes, own.encode(source, [10, 3], sizes=[6], outer=2))
-    for got, want in zip(own.decode(axes, [10, 3], dtype=torch.float32, outer=2), (60, 18)):
-        assert got.numel() == want
-    assert own.decode(own.encode([numbers(0)], [0]), [0], dtype=torch.float32)[0].shape == (0,)
 
 
 def test_padding_is_zero() -> None:
@@ -261,13 +232,6 @@ def test_padding_is_zero() -> None:
             after = scales + own.format.blocks(chunk) * own.format.scale_bytes
             assert not record[:, used:scales].any() and not record[:, after:].any()
             assert record[:, :used].any()
-
-
-def test_settings_of_a_codec() -> None:
-    own = make("int4", scale="fp32", rounding="stochastic", block_size=64)
-    assert (own.name, own.block_size, own.scale, own.stochastic, own.exact) == ("int4", 64, "fp32", True, False)
-    assert make("none", rounding="stochastic").exact and not make("none", rounding="stochastic").stochastic
-    assert Codec.from_config(CodecConfig(codec="int8")) is Codec.from_config(CodecConfig(codec="int8"))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

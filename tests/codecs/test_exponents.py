@@ -140,30 +140,6 @@ def test_every_exponent_comes_back_among_any_others(level: int) -> None:
     assert not EXP.lost(message, [LINE])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_numbers_comes_back_or_its_blocks_are_said_to_be_lost(kind: str) -> None:
-    x = source_of(kind, 2 * BLOCK + 1000)
-    got, lost = round_trip(x)
-    if kind == "uniform":
-        assert lost == 3 and got.isnan().all()
-    else:
-        assert same(got, x) and not lost
-
-
-def test_a_line_of_any_bits_fits_into_a_list() -> None:
-    for count in (1, 40, LINE):
-        x = source_of("uniform", count, seed=count)
-        got, lost = round_trip(x)
-        assert same(got, x) and not lost
-    x = source_of("weights", BLOCK)
-    x[LINE : 2 * LINE] = source_of("uniform", LINE)
-    got, lost = round_trip(x)
-    assert same(got, x) and not lost
-    x[-LINE:] = source_of("uniform", LINE, seed=1)
-    got, lost = round_trip(x)
-    assert lost == 1 and got.isnan().all()
-
-
 @settings(max_examples=40)
 @given(
     lines=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=70),
