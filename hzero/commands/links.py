@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -81,9 +82,12 @@ def _topology(text: str) -> str | TopologyConfig:
         return text
     factors = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", text)
     if factors is None:
-        raise ConfigError(f"--topology: found {text!r}, expected nodes x GPUs x GCDs, as in 2x2x2")
-    keys = ("nodes", "gpus_per_node", "gcds_per_gpu")
-    return validated(TopologyConfig, dict(zip(keys, map(int, factors.groups()))), "--topology")
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected nodes x GPUs x GCDs, as in 2x2x2")
+    values = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), map(int, factors.groups())))
+    try:
+        return validated(TopologyConfig, values, "")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _size(text: str) -> int:
@@ -96,7 +100,7 @@ def _size(text: str) -> int:
 def _codecs(text: str) -> list[str]:
     for name in text.split(","):
         if name not in NAMED:
-            raise one_of("--codecs", name, NAMED, "codec")
+            raise argparse.ArgumentTypeError(str(one_of("", name, NAMED, "codec")))
     return list(dict.fromkeys(text.split(",")))
 
 
@@ -124,7 +128,10 @@ def run_links(arguments: Sequence[str]) -> int:
     if not 1 < ranks <= MAX_RANKS:
         raise ConfigError(f"--topology: found {ranks:,} ranks for this machine, expected 2 to {MAX_RANKS}")
     logs = Path(tempfile.mkdtemp(prefix="hzero-links-"))
-    return run_ranks(partial(measure, parsed, "hzero"), ranks, logs=logs, imports=("hzero.commands.probe",))
+    status = run_ranks(partial(measure, parsed, "hzero"), ranks, logs=logs, imports=("hzero.commands.probe",))
+    if status != 1:
+        shutil.rmtree(logs, ignore_errors=True)
+    return status
 
 
 def check_output(parsed: argparse.Namespace) -> None:
