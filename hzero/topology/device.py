@@ -50,10 +50,9 @@ def with_bus(devices: Sequence[Device], bus: str) -> Device:
     alike = [device for device in devices if device.bus and device.bus[:-2] == wanted[:-2]]
     same = [device for device in alike if device.bus == wanted] or alike
     if len(same) != 1:
-        buses = ", ".join(device.bus or "unknown" for device in devices)
+        buses, found = ", ".join(device.bus or "unknown" for device in devices), f"{len(same) or 'no'} devices"
         raise ConfigError(
-            f"topology: the runtime states PCI bus id {bus}, which {len(same) or 'no'} devices of the node have; there are: "
-            f"{buses}"
+            f"topology: torch states PCI bus id {bus}, which {found} of the node have; there are: {buses}"
         )
     return same[0]
 

@@ -21,7 +21,6 @@ from hzero.validation import ConfigError, some
 TIMEOUT_S = 300.0
 
 _PREFIX = "hzero/exchange"
-_NAMED = 8  # ranks that a message names
 
 
 class Exchange:
@@ -178,4 +177,4 @@ def _answered(reports: list[dict[str, Any]], world_size: int, combine: Callable[
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {some([str(rank) for rank in ranks], _NAMED)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some([str(rank) for rank in ranks], 8)}"

@@ -90,9 +90,8 @@ def _device(index: int, number: int, values: dict[str, int], sysfs: Path, partit
     location, domain, version = (values.get(key, 0) for key in ("location_id", "domain", "gfx_target_version"))
     slot = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
     function = f"{slot}.{location & 7}"  # that the driver is bound to
-    architecture = (
-        f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
-    )  # 90010 is gfx90a
+    # 90010 is gfx90a
+    architecture = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
     numa = _number(sysfs / "bus/pci/devices" / function / "numa_node")
     unique_id = values.get("unique_id", 0)
     return Device(
@@ -108,12 +107,10 @@ def _device(index: int, number: int, values: dict[str, int], sysfs: Path, partit
 
 def _numbered(folder: Path) -> list[Path]:
     """Entries of a folder that are named by a number, in their order."""
-    found = sorted(
-        (path for path in _entries(folder) if re.fullmatch("[0-9]{1,9}", path.name)), key=lambda p: int(p.name)
-    )
-    if len(found) > 4 * MAX_DEVICES:
-        raise ConfigError(f"{folder}: {len(found)} entries, at most {4 * MAX_DEVICES} are read")
-    return found
+    numbers = [path for path in _entries(folder) if re.fullmatch("[0-9]{1,9}", path.name)]
+    if len(numbers) > 4 * MAX_DEVICES:
+        raise ConfigError(f"{folder}: {len(numbers)} entries, at most {4 * MAX_DEVICES} are read")
+    return sorted(numbers, key=lambda path: int(path.name))
 
 
 def _properties(path: Path) -> dict[str, int] | None:
@@ -136,10 +133,8 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
     fabric: list[Nic] = []
     ethernet: list[Nic] = []
     for folder in _entries(sysfs / "class/infiniband"):
-        rate = max(
-            (_number(port / "rate") or 0 for port in _entries(folder / "ports")), default=0
-        )  # "200 Gb/sec (4X HDR)"
-        fabric.append(Nic(folder.name, "rdma", rate / 8 if rate > 0 else None))
+        rates = [_number(port / "rate") or 0 for port in _entries(folder / "ports")]  # "200 Gb/sec (4X HDR)"
+        fabric.append(Nic(folder.name, "rdma", max(rates, default=0) / 8 or None))
     for folder in _entries(sysfs / "class/net"):
         speed = _number(folder / "speed") or 0  # Mbit/s; an error or -1 where the link is down
         kind = "cxi" if folder.name.startswith("hsn") else "ethernet"
@@ -149,14 +144,9 @@ def _nics(sysfs: Path) -> tuple[Nic, ...]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What a folder holds, hsn2 before hsn10; nothing where it cannot be listed."""
+    """What a folder holds; nothing where it cannot be listed."""
     with contextlib.suppress(OSError):
-        return sorted(
-            folder.iterdir(),
-            key=lambda path: [
-                (text, int(digits or 0)) for text, digits in re.findall(r"([^0-9]*)([0-9]{0,18})", path.name)
-            ],
-        )
+        return sorted(folder.iterdir())
     return []
 
 

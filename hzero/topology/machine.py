@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections import Counter
@@ -156,19 +155,11 @@ class Machine:
 
     def device(self, number: int) -> Device:
         """The device with a number. Raises `KeyError` if missing."""
-        return self._by_number[number]
+        return {device.number: device for device in self.devices}[number]
 
     def link(self, one: int, other: int) -> Link | None:
         """The direct links between two devices; None where the pair is routed."""
-        return self._by_pair.get((min(one, other), max(one, other)))
-
-    @functools.cached_property
-    def _by_number(self) -> dict[int, Device]:
-        return {device.number: device for device in self.devices}
-
-    @functools.cached_property
-    def _by_pair(self) -> dict[tuple[int, int], Link]:
-        return {(link.a, link.b): link for link in self.links}
+        return next((link for link in self.links if {link.a, link.b} == {one, other}), None)
 
 
 def product(kind: str) -> str:
@@ -212,6 +203,6 @@ def merge_links(source: str, seen: Iterable[Link]) -> tuple[Link, ...]:
         other = merged.setdefault(pair, ordered)
         if other != ordered:
             raise ConfigError(
-                f"{source}: the two ends of link {pair[0]}-{pair[1]} contradict each other: {other} and {ordered}"
+                f"{source}: the ends of link {pair[0]}-{pair[1]} contradict each other: {other} and {ordered}"
             )
     return tuple(merged.values())

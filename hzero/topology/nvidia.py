@@ -66,7 +66,7 @@ def read_matrix(text: str, name: str) -> Machine:
             columns = words[: words.index("CPU")] if "CPU" in words else words
             if len(set(columns)) < len(columns) or len(columns) > 2 * MAX_DEVICES:
                 raise ConfigError(
-                    f"{name}: found {len(columns)} columns, expected at most {2 * MAX_DEVICES} that differ"
+                    f"{name}: found {len(columns)} columns, expected at most {2 * MAX_DEVICES}, each once"
                 )
         elif words and words[0] in columns and words[0] not in rows:
             rows[words[0]] = words[1:]
@@ -79,9 +79,7 @@ def read_matrix(text: str, name: str) -> Machine:
     for gpu in gpus:
         cells = rows.get(gpu, [])[: len(columns)]
         if len(cells) < len(columns) or not all(map(_CELL.fullmatch, cells)):
-            raise ConfigError(
-                f"{name}: row of {gpu}: expected {len(columns)} cells, each X, NV# or a path such as PIX or SYS"
-            )
+            raise ConfigError(f"{name}: row of {gpu}: expected {len(columns)} cells, each X, NV# or a path such as PIX")
         number = int(gpu[3:])
         bus, kind, uuid = known.get(number, ("", "", ""))
         rate = next((rate for product, rate in _NVLINK_GB_S.items() if product in kind), None)

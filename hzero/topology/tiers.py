@@ -133,7 +133,8 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     singles = _sorted(modules.values())
     kinds = {product(device.kind) for device in machine.devices if device.kind}  # one without a rank may have none
     links = [link for link in machine.links if link.kind == "xgmi"]
-    if not links or {DIES.get(kind) for kind in kinds} == {1}:
+    dies = {DIES.get(kind) for kind in kinds}
+    if not links or dies == {1}:
         return singles
     numbers = [device.number for device in machine.devices]
     counts = {(link.a, link.b): link.count for link in links}
@@ -147,11 +148,7 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     if kinds <= _GFX90A and most == _MI250X_LINKS and largest == 2 and stands_out and len(alone) <= bool(kinds):
         return _sorted(strongest)
     # Two devices with several links and no others may be two dies, or two bridged cards.
-    if (
-        alike
-        and (most == 1 or (1 < most < _MI250X_LINKS and largest > 2))
-        and {DIES.get(kind) for kind in kinds} != {2}
-    ):
+    if alike and dies != {2} and (most == 1 or (1 < most < _MI250X_LINKS and largest > 2)):
         return singles
     shown = some([f"{a}-{b}: {'?' if count is None else count}" for (a, b), count in counts.items()], 16)
     ways = [_sorted(strongest), singles] if largest == 2 else [singles]
