@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks.cluster.shape import Cluster, Rates
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, parse_row, read_rows
-from hzero.config import TIERS
 from tests.benchmarks.rows import steps
 from tests.ranks import ROOT
 
@@ -106,70 +103,6 @@ def test_wrong_input_is_one_line(
 
 
 # --- bytes ---
-
-
-def _brute_force(cluster: Cluster, ranks: list[int], kind: str, way: str, size: float) -> dict[str, float]:
-    """Bytes by tier of one collective, message by message."""
-    total = dict.fromkeys(TIERS, 0.0)
-    count = len(ranks)
-
-    def send(a: int, b: int) -> None:
-        total[cluster.tier_between(ranks[a], ranks[b])] += size / count
-
-    if kind == "reduce_scatter" and way == "all_to_all":
-        for a in range(count):
-            for b in range(count):
-                if a != b:
-                    send(a, b)
-        return total
-    for _ in range(2 if kind == "all_reduce" or (kind == "reduce_scatter" and way == "gloo") else 1):
-        for _hop in range(count - 1):
-            for a in range(count):
-                send(a, (a + 1) % count)
-    return total
-
-
-@given(
-    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)).filter(
-        lambda shape: shape[0] * shape[1] * shape[2] >= 2
-    ),
-    st.sampled_from(["gloo", "all_to_all", "ring"]),
-    st.integers(1, 3),
-    st.integers(1, 5000),
-)
-@settings(max_examples=60)
-def test_bytes_of_schemes_are_those_of_their_messages(
-    shape: tuple[int, int, int], way: str, accumulation: int, numel: int
-) -> None:
-    cluster = Cluster.from_text("x".join(map(str, shape)), "none")
-    world, node = cluster.world_size, cluster.ranks_per_node
-    everyone = [list(range(world))]
-    nodes = [list(cluster.ranks_of(n)) for n in range(cluster.nodes)]
-    columns = [list(range(first, world, node)) for first in range(node)]
-    m, a = numel * 2.0, accumulation
-    expected: dict[str, list[tuple[list[list[int]], str, float, float]]] = {
-        "ddp": [(everyone, "all_reduce", m, 1)],
-        "fsdp2": [(everyone, "all_gather", m, 2 * a), (everyone, "reduce_scatter", m, a)],
-        "fsdp2-node": [
-            *((everyone, "all_gather", m, a), (nodes, "all_gather", m, a), (everyone, "reduce_scatter", m, a)),
-        ],
-        "hsdp-node": [
-            *((nodes, "all_gather", m, 2 * a), (nodes, "reduce_scatter", m, a), (columns, "all_reduce", m / node, 1)),
-        ],
-        "zero3-deepspeed": [(everyone, "all_gather", m, 2 * a), (everyone, "reduce_scatter", m, a)],
-        "hpz-deepspeed": [
-            *((everyone, "all_gather", m, 1), (nodes, "all_gather", m, 2 * a - 1), (everyone, "reduce_scatter", m, a)),
-        ],
-    }
-    for name, collectives in expected.items():
-        total = dict.fromkeys(TIERS, 0.0)
-        for groups, kind, size, times in collectives:
-            for ranks in groups:
-                for tier, count in _brute_force(cluster, ranks, kind, way, size).items():
-                    total[tier] += times * count
-        found = step_bytes(CATALOG[name], cluster, [numel], itemsize=2, accumulation=a, reduce_scatter=way)
-        assert set(found) == set(cluster.tiers)
-        assert all(found[tier] == pytest.approx(total[tier]) for tier in found), name
 
 
 def test_bytes_of_hzero_are_the_plans() -> None:

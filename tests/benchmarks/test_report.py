@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from benchmarks.report import document, write_report
 from benchmarks.report.__main__ import main
@@ -48,16 +46,6 @@ def _cells(text: str, part: str, start: str) -> list[str]:
 
 
 # --- rows ---
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=60))
-def test_bytes_that_are_not_rows_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_bytes(content)
-    with pytest.raises(ConfigError) as refused:
-        read([file])
-    assert "\n" not in str(refused.value)
 
 
 def test_rows_are_read_as_they_were_written() -> None:
@@ -154,14 +142,6 @@ def test_series_borrow_points_that_differ_along_the_axis_alone() -> None:
     unlimited["cluster"]["rates_mbit"]["node"] = None
     rows.append(steps("topo", "sweep", "node-none", config=unlimited))
     assert [value for value, _ in _points(rows, "sweep")] == [15, 150, math.inf]
-
-
-def test_a_loss_that_was_not_finite_is_not_hidden() -> None:
-    rows = long_run(0, {"zero3-deepspeed": 4.0, "topo": 4.0})
-    rows[1]["losses"][-1] = None
-    assert _cells(_text(rows), "## Losses", "hzero topo")[1:3] == ["0: nan", "–"]
-    row = steps("topo", losses=[None] * 6, label="hzero | <topo>\n[x]")
-    assert _cells(_text([row]), "## Step time", "hzero \\| &lt;topo> [x]")[-1] == "not finite"
 
 
 # --- the report ---

@@ -50,30 +50,3 @@ def test_small_parts_are_not_swallowed_by_a_large_sum() -> None:
     # The mean of that many elements errs by some thousandths of a unit in the last place.
     assert float(got.double().mean()) == pytest.approx(1 + parts * 1e-3, abs=1e-3)
     assert float((got - 1 - parts * 1e-3).abs().max()) < parts * 2**-7
-
-
-def test_sums_in_float32_are_added_where_they_lie() -> None:
-    kept = Accumulators(torch.float32)
-    first, second = torch.ones(3), torch.ones(2)
-    kept.add([1, 2], [first, second], 0)
-    assert kept.to_add_to([1, 2]) == [first, second] and kept.to_add_to([1, 3]) is None and kept.in_order() == [1, 2]
-    kept.add([1], [first.add_(1)], 0)  # decoded into it
-    kept.add([2], [torch.ones(2, dtype=torch.bfloat16)], 0)
-    assert kept.bytes == 20
-    assert [one.tolist() for one in kept.take([1, 2], [torch.ones(3), torch.ones(2)])] == [[3] * 3, [3] * 2]
-    narrow = Accumulators(torch.bfloat16)
-    narrow.add([1], [torch.ones(3)], 0)
-    assert narrow.to_add_to([1]) is None
-    narrow.clear()
-    assert not len(narrow) and not narrow.bytes
-
-
-def test_equal_seeds_round_alike() -> None:
-    value = torch.linspace(1, 2, 1000)
-    sums = []
-    for seed in (3, 3, 4):
-        kept = Accumulators(torch.bfloat16)
-        kept.add([0, 1], [value.clone(), value.clone()], seed)
-        sums.append(kept.take([0, 1]))
-    assert torch.equal(sums[0][0], sums[1][0]) and not torch.equal(sums[0][0], sums[2][0])
-    assert not torch.equal(sums[0][0], sums[0][1])  # of two parameters
