@@ -6,19 +6,25 @@ from hypothesis import settings
 #: Files that take longest, which begin first: at the end no process should have a long one alone. make test keeps the order.
 LONGEST = (
     "zero/test_stage.py",
+    "faults/test_between_steps.py",
+    "collectives/test_tiered.py",
     "clients/test_clients.py",
+    "zero/test_units.py",
+    "faults/test_kinds.py",
+    "faults/test_endings.py",
+    "collectives/test_mpi.py",
+    "clients/test_resume.py",
     "zero/test_adoption.py",
     "test_packaging.py",
     "kernels/test_kernels.py",
-    "train/test_main_job.py",
+    "faults/test_two_engines.py",
     "test_readme.py",
+    "faults/test_stops.py",
     "kernels/test_device_code.py",
     "benchmarks/test_compare.py",
-    "collectives/test_tiered.py",
+    "zero/test_parity.py",
     "examples/test_examples.py",
-    "kernels/test_backends.py",
     "benchmarks/test_schemes.py",
-    "bench/test_links.py",
 )
 
 # A deadline says more of what else the machine does than of the code.
