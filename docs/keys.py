@@ -12,11 +12,10 @@ from typing import Any
 from griffe import Docstring
 from pydantic import BaseModel
 
+from hzero.commands.experiment import Configuration, compose, conf_dir
 from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZeroConfig
 from hzero.parsing import parse_config
 from hzero.plan.profile import CONSTANTS, load_profile
-from hzero.settings import groups
-from hzero.settings.conf import compose, conf_dir, plain
 
 #: A mark, and the text up to ``<!-- end -->`` that stands in its place where pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
@@ -46,11 +45,11 @@ def block_table() -> str:
 
 def trainer_table() -> str:
     """All keys of the trainer, with the values of the main job and the comments of the YAML files."""
-    schema = groups.Configuration.model_json_schema()
-    main, comments = plain(compose([])), dict(_comments())
+    schema = Configuration.model_json_schema()
+    main, comments = compose([]).config, dict(_comments())
     lines = []
     for path, owner, key, field, _ in _leaves(schema, schema, "Configuration"):
-        if path not in ("zero", "deepspeed"):
+        if path not in ("zero", "topology", "trainer", "deepspeed"):
             meaning = _meanings(owner).get(key) or comments.get(path, "")
             lines.append((path, _values(field), ", ".join(map(_written, _at(main, path))), meaning))
     return _table(lines)

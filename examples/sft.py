@@ -1,5 +1,6 @@
-"""Fine-tunes a small model with TRL's SFTTrainer: torchrun --nproc-per-node=4 examples/sft.py."""
+"""Fine-tunes a small model on conversations with TRL's SFTTrainer: torchrun --nproc-per-node=4 examples/sft.py."""
 
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ GPU = torch.cuda.is_available()
 HERE = Path(__file__).parent
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
 
-# A tokenizer of single bytes stands for the one that comes with a model.
+# A tokenizer of single bytes, with a chat template, stands for the one that comes with a model.
 alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 bytewise = Tokenizer(models.WordLevel({token: number for number, token in enumerate(alphabet)}, unk_token="<pad>"))
 bytewise.pre_tokenizer = pre_tokenizers.Sequence(
@@ -22,6 +23,11 @@ bytewise.pre_tokenizer = pre_tokenizers.Sequence(
 )
 bytewise.decoder = decoders.ByteLevel()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, pad_token="<pad>", eos_token="<eos>")
+tokenizer.chat_template = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+)
 
 arguments = SFTConfig(
     output_dir=tempfile.gettempdir(),
@@ -31,16 +37,23 @@ arguments = SFTConfig(
     learning_rate=3e-3,
     max_steps=5,
     logging_steps=1,
-    max_length=64,
+    max_length=128,
+    assistant_only_loss=True,  # by the template's generation marks
     save_strategy="no",
     report_to="none",
     bf16=GPU,
     use_cpu=not GPU,
 )
 shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=len(alphabet), max_position_embeddings=64, **shape))
-lines = [line for line in Path(__file__).read_text().splitlines() if line]
-trainer = SFTTrainer(model, arguments, train_dataset=Dataset.from_dict({"text": lines * 4}), processing_class=tokenizer)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=len(alphabet), max_position_embeddings=128, **shape))
+lines = [line[:40] for line in Path(__file__).read_text().splitlines() if line]
+turns = [
+    [{"role": "user", "content": line}, {"role": "assistant", "content": following}]
+    for line, following in itertools.pairwise(lines)
+]
+trainer = SFTTrainer(
+    model, arguments, train_dataset=Dataset.from_dict({"messages": turns * 4}), processing_class=tokenizer
+)
 trainer.train()
 
 if trainer.is_world_process_zero():

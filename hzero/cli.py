@@ -11,19 +11,15 @@ import sys
 from collections.abc import Sequence
 
 from hzero import __version__
-from hzero.files import narrow
 from hzero.terminal import keep_streams, lost_output
 from hzero.validation import ConfigError, one_of, printable
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
     "train": (
-        "hzero.train.application:run",
-        "train or fine-tune a language model with the stage (a Hydra application)",
+        "hzero.commands.train:run_train",
+        "train a language model by Hugging Face's Trainer with the stage (a Hydra application)",
     ),
-    "runs": ("hzero.train.runs:run_runs", "list runs with their state, loss and speed"),
-    "report": ("hzero.train.report:run_report", "draw curves, speed, memory and bytes of one or more runs (PNG, HTML)"),
-    "export": ("hzero.train.export:run_export", "write a run's model as a Hugging Face folder"),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and a predicted step of a model on a machine"),
     "doctor": (
@@ -35,32 +31,28 @@ COMMANDS = {
         "show the packages, links and NICs of a node (auto|FILE|PRESET)",
     ),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
-    "completion": ("hzero.completion:run_completion", "print a script for completion in bash, zsh or fish"),
 }
 #: Packages that only the extras bring.
 EXTRAS = (
     "rich",
     "matplotlib",
-    "argcomplete",
     "hydra",
     "omegaconf",
     "transformers",
     "tokenizers",
     "accelerate",
-    "xxhash",
+    "datasets",
 )
 #: Commands that the extra `tools` is enough for. The others compose the trainer's configuration, which takes `train`.
-_TOOLS = ("doctor", "topology", "links", "completion")
+_TOOLS = ("doctor", "topology", "links")
 #: What a command imports when its work is done, and has to ask for before.
-_AT_THE_END = {"train": ("transformers", "tokenizers", "xxhash", "matplotlib")}
+_AT_THE_END = {"train": ("transformers", "accelerate", "datasets", "matplotlib")}
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild      another preset
-  hzero train model=hf model.path=CHECKPOINT data=chat data.path=chat.jsonl     fine-tune on conversations
-  hzero export runs/default -o my-model                   a folder for from_pretrained
+  hzero train model=hf model.path=FOLDER data=text data.path=book.txt     go on from a model's weights
   hzero plan model=gpt_neox_20b topology=frontier nodes=48
   hzero links --topology 2x2x2                            rates of every tier, for hzero plan --links links.json
-  hzero report runs/default runs/mild
   hzero doctor ds_config.json                             a DeepSpeed configuration as it will be used
 
 `hzero COMMAND --help` shows the options of a command."""
@@ -68,13 +60,6 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status; input that cannot be used is one line on stderr and status 2."""
-    if arguments is None and "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
-        try:
-            from hzero.completion import complete
-
-            complete(COMMANDS)
-        except ModuleNotFoundError as error:
-            return _missing("completion", error)
     keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
@@ -107,13 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")
-        # Checkpoints, logs and tokens are this user's alone. What other commands write is to be shown, and not changed.
-        with narrow(0o077 if parsed.command == "train" else 0o022):
-            command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
-            for name in _AT_THE_END.get(parsed.command, ()) if not {"-h", "--help"} & set(parsed.rest) else ():
-                if importlib.util.find_spec(name) is None:
-                    raise ModuleNotFoundError(name=name)
-            status = int(command(parsed.rest))
+        command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
+        for name in _AT_THE_END.get(parsed.command, ()) if not {"-h", "--help"} & set(parsed.rest) else ():
+            if importlib.util.find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)
+        status = int(command(parsed.rest))
         if why := lost_output():
             print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
             # A run writes its results elsewhere. Of the other commands the output is the result.

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from hzero.commands.train import IMPORTS
 from hzero.launch import die_with_parent, renew_thread_pool
-from hzero.train.worker import RANK_IMPORTS
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.probe", *RANK_IMPORTS])
+_SERVER.set_forkserver_preload(["hzero.cli", "hzero.commands.doctor", "hzero.commands.probe", *IMPORTS])
 
 
 def fork(

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hzero import cli
-from hzero.files import distrust, expanded, narrow, read_json, read_small, read_text, read_whole, replacing
-from hzero.train import folder
+from hzero.files import distrust, expanded, read_json, read_small, read_text, read_whole, replacing
 from hzero.validation import ConfigError
 
 
@@ -37,27 +35,6 @@ def test_a_replaced_file_is_no_wider_than_the_umask_and_written_by_its_owner(
             file.write("text")
         assert _mode(tmp_path / "file") == mode
         (tmp_path / "file").chmod(0o666)
-
-
-@pytest.mark.parametrize(("command", "mask"), [("train", 0o077), ("report", 0o022)])
-def test_commands_narrow_the_umask_and_put_it_back(
-    command: str, mask: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    masks: list[int] = []
-
-    def runs(arguments: list[str]) -> int:
-        with narrow(0):
-            masks.append(os.umask(0))
-            os.umask(masks[-1])
-        return 0
-
-    monkeypatch.setattr(cli.pkgutil, "resolve_name", lambda name: runs)
-    assert cli.main([command]) == 0 and masks == [mask] and os.umask(0) == 0
-
-
-def test_a_run_folder_is_its_users(tmp_path: Path) -> None:
-    folder.lock(tmp_path / "runs" / "first").close()
-    assert _mode(tmp_path / "runs" / "first") == 0o700
 
 
 def test_who_is_distrusted(tmp_path: Path) -> None:

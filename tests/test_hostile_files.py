@@ -21,13 +21,11 @@ from hypothesis import strategies as st
 from benchmarks.rows import read_rows
 from hzero import block
 from hzero.commands.ds_config import examine_config, read_config
+from hzero.commands.experiment import Experiment, compose
 from hzero.config import PRESETS
 from hzero.parsing import parse_config
-from hzero.settings.conf import compose, plain
-from hzero.settings.settings import Settings
 from hzero.topology.machine import Machine
 from hzero.topology.resolve import resolve_grid
-from hzero.train import checkpoint, examples, folder, report, runs
 from hzero.validation import ConfigError
 from tests.benchmarks.rows import steps
 from tests.topology.hostile import mutated
@@ -100,13 +98,8 @@ BLOCK = {
 DEEPSPEED = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "hzero": BLOCK}}
 
 
-def test_what_is_damaged_here_is_good(hostile_run: Path, tmp_path: Path) -> None:
+def test_what_is_damaged_here_is_good(tmp_path: Path) -> None:
     assert parse_config(BLOCK).preset in PRESETS
-    (hostile_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (hostile_run / "summary.json").write_text(json.dumps(SUMMARY))
-    (hostile_run / "config.yaml").write_text(RUN_CONFIG)
-    assert runs.overview(hostile_run)["state"] == "finished"
-    assert "int8" in report._page([runs.read_run(hostile_run)], []) and folder.finished(hostile_run)
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(DEEPSPEED))
     assert block.find(read_config(path)) == BLOCK
@@ -143,7 +136,7 @@ def test_configurations_of_deepspeed(content: bytes, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Any]:
-    return plain(compose([]))
+    return compose([]).config
 
 
 @quick
@@ -151,117 +144,14 @@ def defaults() -> dict[str, Any]:
 def test_configurations_of_the_trainer(data: st.DataObject, defaults: dict[str, Any]) -> None:
     value = data.draw(changed(defaults))
     if isinstance(value, dict):
-        _ours(lambda: Settings(value), *defaults, "input", *(str(key) for key in value))
+        _ours(lambda: Experiment(value), *defaults, "input", *(str(key) for key in value))
 
 
 @quick
 @given(override=st.text(max_size=12) | st.tuples(st.sampled_from(["train.steps", "+a", "~zero", "topology", "a@b"]),
        st.text("=[]{}(),:'\"\\$\n a1.*-@~+", max_size=9)).map("=".join))  # fmt: skip
 def test_overrides(override: str) -> None:
-    _ours(lambda: plain(compose([override])), "")
-
-
-ROWS = [
-    {"kind": "step", "step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 10.0, "tflops_per_rank": 0.1,
-     "step_s": 0.1, "skipped": False, "wire_bytes": {"gcd": 1, "gpu": 2, "node": 3}},
-    {"kind": "eval", "step": 1, "loss_exact": 5.0, "loss_decoded": 5.1},
-    {"kind": "step", "step": 2, "loss": None, "tokens_per_s": 10.0, "step_s": 0.1},
-]  # fmt: skip
-SUMMARY = {
-    "status": "finished", "tokens_per_s": 10.0, "step_s_median": 0.1, "model": "m", "preset": "topo", "parameters": 10,
-    "memory": {"resident": 10}, "traced": {}, "versions": {"torch": "2"}, "steps": 2,
-    "zero3": {"memory": [{"name": "resident", "bytes": 10}], "traffic": [{"role": "weights", "tier": "gcd", "wire_bytes": 9}]},
-    "traffic": [{"role": "weights", "tier": "gcd", "codec": "int8", "raw_bytes": 10, "wire_bytes": 5, "hops": 4,
-                 "seconds": 1.0, "hidden_seconds": 0.5}],
-    "world_size": 2, "steps_here": 2,
-}  # fmt: skip
-RUN_CONFIG = "model: {name: tiny}\nzero: {preset: topo}\ntrain: {steps: 20}\nrun: {dir: runs/r}\n"
-
-
-@pytest.fixture
-def hostile_run(tmp_path: Path) -> Path:
-    path = tmp_path / "r-2"
-    path.mkdir()
-    (path / ".hzero-run").touch()
-    return path
-
-
-@quick
-@given(data=st.data())
-def test_run_folders(data: st.DataObject, hostile_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists, reports, and the choice of a run to resume."""
-    monkeypatch.setattr(report, "write_report", lambda found, output: [report._page(found, [])])
-    metrics, summary, config = (
-        (json.dumps(row).encode() + b"\n" for row in ROWS),
-        json.dumps(SUMMARY).encode(),
-        RUN_CONFIG.encode(),
-    )
-    which = data.draw(st.sampled_from(["metrics", "summary", "config"]))
-    lines = b"".join(metrics)
-    if which == "metrics":
-        lines += data.draw(damaged(data.draw(st.sampled_from(ROWS)))) + b"\n"
-    elif which == "summary":
-        summary = data.draw(damaged(SUMMARY))
-    else:
-        bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-            f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")
-        )
-        config = data.draw(
-            mutated(RUN_CONFIG)
-            | st.sampled_from(
-                [f"{bomb}model: {{name: *i}}\nzero: {{preset: *i}}\ntrain: {{steps: *i}}\nrun: {{dir: *i}}\n".encode(),
-                 b"model: !!python/object/apply:os.system [id]\n", b"[" * 100_000, b"- " * 50_000, b"a: " * 9, b"&a [*a]"]
-            )
-        )  # fmt: skip
-    (hostile_run / "metrics.jsonl").write_bytes(lines)
-    (hostile_run / "summary.json").write_bytes(summary)
-    (hostile_run / "config.yaml").write_bytes(config)
-    _ours(lambda: runs.overview(hostile_run), str(hostile_run))
-    _ours(lambda: runs.run_runs([str(hostile_run), "--json"]), str(hostile_run))
-    _ours(lambda: report.run_report([str(hostile_run)]), str(hostile_run))
-    _ours(lambda: folder.choose(str(hostile_run.with_name("r")), "auto", False), str(hostile_run))
-    folder.finished(hostile_run)
-    folder.read_metrics(hostile_run)
-
-
-NOTE = {
-    "step": 3,
-    "identity": {"model": "m", "data": "d", "seed": 1, "world_size": 2, "dtype": "bf16"},
-    "files": {"file": 1},
-}
-
-
-@quick
-@given(content=damaged(NOTE))
-def test_notes_of_checkpoints(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints" / "step_000003"
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "file").write_text("1")
-    (path / "complete.json").write_bytes(content)
-    _ours(lambda: checkpoint.read(path), str(path))
-    _ours(lambda: checkpoint.newest(path.parent), str(path))
-
-
-EXAMPLE = {
-    "messages": [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "tool_calls": []},
-    ]
-}
-
-
-@quick
-@given(content=damaged(EXAMPLE) | damaged({"prompt": "a", "completion": "b"}) | damaged({"text": "a"}))
-def test_examples(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    path.write_bytes(content)
-
-    def read() -> None:
-        for where, line in examples._lines([path], 0):
-            for text in examples._texts(examples._parse(line, where), where):
-                text.encode()
-
-    _ours(read, str(path))
+    _ours(lambda: compose([override]), "")
 
 
 @quick

@@ -19,14 +19,14 @@ from tests.ranks import ROOT
 #: The map of layers, lowest first. A module belongs to the longest name that it starts with, and may import modules of
 #: its own layer and of those before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
-    "hzero.validation", "hzero.arguments", "hzero.files", "hzero.block", "hzero.terminal", "hzero.formatting", "hzero.progress",
-    "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.reasons", "hzero.launcher", "hzero.manifest", "hzero.stop",
+    "hzero.validation", "hzero.arguments", "hzero.files", "hzero.block", "hzero.terminal", "hzero.formatting",
+    "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
-    "hzero.settings", "hzero.commands.experiment", "hzero.plan",
-    "hzero.train", "hzero.run",
+    "hzero.commands.experiment", "hzero.plan",
+    "hzero.run",
     "hzero.commands",
-    "hzero.completion", "hzero.cli", "hzero.__main__",
+    "hzero.cli", "hzero.__main__",
     "benchmarks", "benchmarks.training", "benchmarks.cluster", "benchmarks.rows", "benchmarks.report", "benchmarks.compare",
     "benchmarks.hybrid", "benchmarks.model", "benchmarks.host_cost", "benchmarks.kernels",
     "benchmarks.transports", "benchmarks.groups", "benchmarks.unit",
@@ -34,7 +34,7 @@ LAYERS = [
 ]  # fmt: skip
 
 #: Layers of hzero that may import DeepSpeed.
-WITH_DEEPSPEED = {"hzero.zero", "hzero.train", "hzero.commands"}
+WITH_DEEPSPEED = {"hzero.zero", "hzero.commands"}
 
 #: What takes the name of a module as a string.
 IMPORTERS = {"import_module", "__import__", "files", "importorskip", "find_spec"}

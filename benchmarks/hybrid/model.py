@@ -59,7 +59,7 @@ class Mpu:
         return self._layout.data
 
 
-class _ColumnParallel(torch.nn.Module):
+class ColumnParallel(torch.nn.Module):
     """This rank's part of the outputs of a linear layer: ``[.., in]``, the same on all ranks, to ``[.., out / ranks]``."""
 
     def __init__(self, whole: torch.nn.Linear, group: Communicator) -> None:
@@ -69,10 +69,11 @@ class _ColumnParallel(torch.nn.Module):
         self.bias = None if whole.bias is None else _part(whole.bias, group, 0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's outputs."""
         return F.linear(copy_to(tokens, self._group), self.weight, self.bias)
 
 
-class _RowParallel(torch.nn.Module):
+class RowParallel(torch.nn.Module):
     """A linear layer of this rank's part of the inputs, summed over the group: ``[.., in / ranks]`` to ``[.., out]``."""
 
     def __init__(self, whole: torch.nn.Linear, group: Communicator) -> None:
@@ -82,6 +83,7 @@ class _RowParallel(torch.nn.Module):
         self.bias = whole.bias
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The sum over the group."""
         total = reduce_from(F.linear(tokens, self.weight), self._group)
         return total if self.bias is None else total + self.bias
 
@@ -96,11 +98,11 @@ def _part(whole: torch.Tensor, group: Communicator, dim: int) -> torch.nn.Parame
 
 #: Of a layer of transformers' GPT-NeoX: the linear layers that are split, and how. Queries, keys and values of a head lie next
 #: to each other, so equal parts of the rows are whole heads.
-_SPLIT: dict[str, type[_ColumnParallel] | type[_RowParallel]] = {
-    "attention.query_key_value": _ColumnParallel,
-    "attention.dense": _RowParallel,
-    "mlp.dense_h_to_4h": _ColumnParallel,
-    "mlp.dense_4h_to_h": _RowParallel,
+_SPLIT: dict[str, type[ColumnParallel] | type[RowParallel]] = {
+    "attention.query_key_value": ColumnParallel,
+    "attention.dense": RowParallel,
+    "mlp.dense_h_to_4h": ColumnParallel,
+    "mlp.dense_4h_to_h": RowParallel,
 }
 
 

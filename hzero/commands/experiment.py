@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, ValidationIn
 
 import hzero
 from hzero.config import AUTOMATIC, TIERS, HZeroConfig, Tier, TopologyConfig, TopologySource
-from hzero.files import read_small
+from hzero.files import expanded, read_json
 from hzero.parsing import parse_config, parse_topology
 from hzero.sharding.memory import BUCKET_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
 from hzero.sharding.plan import ShardPlan
@@ -31,17 +30,6 @@ from hzero.topology import Grid, foreseen_grid, resolve_grid
 from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, Frozen, nearest, one_of, seconds_of, validated
 
-#: Keys that the old trainer still reads from ``conf/``; they go with it.
-_OLD = {
-    "": ("trace", "profile"),
-    "model": ("tensor_parallel", "sequence_parallel", "pipeline_parallel"),
-    "data": ("format", "packing", "chat_template"),
-    "launcher": ("slurm",),
-    "run": ("overwrite",),
-    "train": ("monitor", "guard"),
-    "checkpoint": ("keep_for", "max_failures", "timeout_s", "trust", "direct"),
-    "sample": ("at_end", "max_s"),
-}
 #: Short names of keys.
 SHORT = {
     "nodes": "topology.nodes",
@@ -92,7 +80,7 @@ class HFModel(Frozen):
     config: dict[str, Any] | None
     seq_length: int = Field(ge=2, le=10_000_000)
     zero_init: Literal["auto", True, False]
-    allow_other_weights: bool = False
+    allow_other_weights: bool
 
 
 class DataGroup(Frozen):
@@ -129,8 +117,8 @@ class TrainBlock(Frozen):
     """The loop."""
 
     steps: Positive
-    micro_batch: Positive
-    grad_accumulation: Positive
+    micro_batch: int = Field(ge=1, le=1_000_000)
+    grad_accumulation: int = Field(ge=1, le=10_000)  # a plan counts every micro-step
     lr: Rate
     min_lr_ratio: FiniteFloat = Field(ge=0, le=1)
     warmup_steps: Count
@@ -151,8 +139,8 @@ class CheckpointBlock(Frozen):
 
     every: Count
     keep: Positive
-    model: bool = True
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    model: bool
+    dtype: Literal["fp32", "bf16", "fp16"] | None
 
 
 class SampleBlock(Frozen):
@@ -180,7 +168,7 @@ class Configuration(Frozen):
     train: TrainBlock
     checkpoint: CheckpointBlock
     sample: SampleBlock
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any]
     deepspeed: dict[str, Any]
 
     @field_validator("resume")
@@ -255,14 +243,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def one_line(error: Exception, shown_by: str = "hzero train --cfg job", known: Sequence[str] | None = None) -> str:
-    """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one.
-
-    Args:
-        error: The error.
-        shown_by: The command that shows all keys.
-        known: Those keys; None: the experiment's.
-    """
+def one_line(error: Exception) -> str:
+    """A Hydra or OmegaConf error as one line that names the key or option, with the nearest known one."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return str(one_of(group, option, sorted(error.options), "option"))
@@ -275,17 +257,18 @@ def one_line(error: Exception, shown_by: str = "hzero train --cfg job", known: S
             "KEY='\"my book (1)\"'"
         )
     if found := re.search(r"Could not override '([^']+)'", text):
-        return _unknown_key(found[1], known_keys() if known is None else known, shown_by)
+        return _unknown_key(found[1])
     message, _, rest = text.partition(" full_key: ")
     return f"{rest.split()[0]}: {message[0].lower()}{message[1:]}" if rest else text
 
 
-def _unknown_key(key: str, known: Sequence[str], shown_by: str) -> str:
+def _unknown_key(key: str) -> str:
+    known = known_keys()
     if key in known or key.startswith(("deepspeed.", "trainer.", "model.config.")):
         return f"{key}: not set yet, or with other keys than these; expected +{key}=VALUE"
     same_end = (name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
     near = next(same_end, None) or nearest(key, known)
-    return f"{key}: unknown key{f'; did you mean {near!r}?' if near else '.'} `{shown_by}` shows all of them"
+    return f"{key}: unknown key{f'; did you mean {near!r}?' if near else '.'} `hzero train --cfg job` shows all"
 
 
 def known_keys() -> list[str]:
@@ -324,17 +307,12 @@ class Experiment:
     """
 
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
-        config = {
-            name: {k: v for k, v in group.items() if k not in _OLD.get(name, ())} if isinstance(group, dict) else group
-            for name, group in config.items()
-            if name not in _OLD[""]
-        }
         general = "path" in (config.get("model") or {})
         validated(HFConfiguration if general else Configuration, config, "")
         self.config = {**config, "model": _resolved(config["model"])} if general else config
         validated(_Bandwidth, {"bandwidth_gb_s": config["topology"].get("bandwidth_gb_s")}, "topology")
         _refuse_owned("deepspeed", config["deepspeed"], _ds_defaults())
-        self._check_trainer(config.get("trainer", {}))
+        self._check_trainer(config["trainer"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
         if isinstance(declared, TopologySource) and world_size is None:
@@ -408,7 +386,8 @@ class Experiment:
             config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         config = OmegaConf.to_container(OmegaConf.merge(config, self["deepspeed"]))  # type: ignore[assignment]
         if self.block is not None:
-            config["zero_optimization"]["hzero"] = self.block
+            # A run may go on with other ranks, and an evaluation is of the weights that are saved.
+            config["zero_optimization"]["hzero"] = {"checkpoint": {}, "exact_evaluation": True, **self.block}
         return config
 
     def trainer_arguments(self) -> dict[str, Any]:
@@ -562,10 +541,7 @@ def _resolved(model: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: There is no configuration, transformers cannot read it, or ``seq_length`` is too long for it.
     """
-    try:
-        path = Path(model["path"]).expanduser().resolve() if model["path"] else None
-    except RuntimeError as error:  # ~ of an unknown user
-        raise ConfigError(f"model.path: found {model['path']!r}; {error}") from None
+    path = expanded(model["path"]).resolve() if model["path"] else None
     model = {**model, "path": None if path is None else str(path)}
     config = transformers_config(model)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -605,12 +581,7 @@ def transformers_config(model: dict[str, Any]) -> Any:
     if model["path"]:
         path = Path(model["path"])
         file = path / "config.json" if path.is_dir() else path
-        try:
-            written = json.loads(read_small(file))
-        except OSError as error:
-            raise ConfigError(f"model.path: cannot read {str(file)!r}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"model.path: {str(file)!r} is not JSON ({error})") from None
+        written = read_json(file)
         if not isinstance(written, dict):
             raise ConfigError(f"model.path: {str(file)!r} holds no JSON object; expected a model's config.json")
     written = {**written, **(model["config"] or {})}

@@ -14,7 +14,7 @@ def gpt_neox_numels(
         vocab: Size of the vocabulary.
         intermediate: Size of the inner layer; 4 h where not given.
         tied: Whether input and output embeddings are one parameter.
-        tensor: Ranks that share every layer (`hzero.train.tensor_parallel`); the elements are those of one of them.
+        tensor: Ranks that share every layer; the elements are those of one of them.
     """
     inner = 4 * hidden if intermediate is None else intermediate
     layer = [hidden] * 4  # two layer norms, weight and bias

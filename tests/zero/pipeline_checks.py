@@ -19,13 +19,13 @@ from deepspeed.utils import groups
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
+from benchmarks.hybrid.model import ColumnParallel, RowParallel
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, for_dimension
 from hzero.collectives.recorder import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
 from hzero.manifest import Manifest
 from hzero.topology import resolve_grid
-from hzero.train.tensor_parallel import ColumnParallel, RowParallel
 from hzero.validation import ConfigError
 from hzero.zero import pipeline_state
 from hzero.zero.stage1 import HZeroStage1

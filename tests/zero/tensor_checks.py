@@ -16,12 +16,12 @@ from deepspeed.utils import groups
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
+from benchmarks.hybrid.model import ColumnParallel, Mpu, RowParallel
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, activations, for_dimension, shared_recorder
 from hzero.config import TopologyConfig
 from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import resolve_grid
-from hzero.train.tensor_parallel import ColumnParallel, Groups, RowParallel
 from hzero.validation import ConfigError
 from tests.zero.delay_checks import _Late, _late
 from tests.zero.training import (
@@ -60,17 +60,17 @@ class SplitNet(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def tensor_groups(tensor: int, **topology: Any) -> Iterator[Groups]:
+def tensor_groups(tensor: int, **topology: Any) -> Iterator[Mpu]:
     """Groups on the 2 x 2 x 2 grid; afterwards DeepSpeed, which keeps an mpu for all later engines, forgets them."""
     layout = TensorGroups(resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size()), tensor)
     try:
-        yield Groups(layout)
+        yield Mpu(layout)
     finally:
         groups.mpu = None
 
 
 def train_split(
-    config: dict[str, Any], mpu: Groups, steps: int, accumulation: int
+    config: dict[str, Any], mpu: Mpu, steps: int, accumulation: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], Any]:
     """Losses, gradient norms, this rank's masters, and the engine."""
     grid = resolve_grid(TopologyConfig(**TOPOLOGY), dist.get_world_size())

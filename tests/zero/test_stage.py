@@ -26,7 +26,6 @@ STAGE = (
     "tests.zero.autotp_checks",
     "tests.zero.pipeline_checks",
     "tests.zero.checkpoint_checks",
-    "tests.train.saver_checks",
 )
 
 

@@ -1,0 +1,171 @@
+"""The text of a run as blocks of token ids: read and cached by ``datasets``, with a tokenizer of ``tokenizers``."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from hzero.commands.experiment import Experiment, checkpoint_folder
+from hzero.files import expanded, refusing
+from hzero.validation import ConfigError
+
+#: Ends a text where the tokenizer is trained here.
+END = "<|endoftext|>"
+#: Folders that are not the standard library itself, or not everywhere part of it.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "lib2to3"}
+#: Bytes of the standard library, unless ``data.max_bytes`` says otherwise.
+_STDLIB_BYTES = 8_000_000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised text.
+
+    Attributes:
+        train: A ``datasets.Dataset`` of ``input_ids``, ``model.seq_length`` each.
+        evaluation: The same for evaluation: the end of the text.
+        tokenizer: The tokenizer, which has an end token if it was trained here.
+        source: Where the text comes from.
+    """
+
+    train: Any
+    evaluation: Any
+    tokenizer: Any
+    source: str
+
+
+def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
+    """Reads and tokenises the text of the group ``data``; ``datasets`` keeps both in its cache.
+
+    Args:
+        experiment: The experiment.
+        say: Takes a line on the progress.
+
+    Raises:
+        ConfigError: The text cannot be read or is too short, or the tokenizer does not fit the model.
+    """
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    data, model = experiment["data"], experiment["model"]
+    vocab, length = experiment.architecture.vocab_size, model["seq_length"]
+    source = "Python's standard library" if data["path"] is None else str(data["path"])
+    files = _files(data["path"], data["max_bytes"])
+    cache = expanded(data["cache_dir"] or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hzero").absolute()
+    with refusing("data.cache_dir", cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    kind = {"sample_by": "document"} if files[0].suffix not in (".json", ".jsonl") else {}
+    try:
+        texts = load_dataset(
+            "text" if kind else "json",
+            data_files=[str(path) for path in files],
+            split="train",
+            cache_dir=str(cache),
+            **kind,
+        )
+    except Exception as error:  # of many kinds: what it wraps says why
+        cause = error.__cause__ or error
+        raise ConfigError(f"data.path: cannot read {source!r}: {' '.join(str(cause).split())[:300]}") from None
+    if "text" not in texts.column_names:
+        raise ConfigError(
+            f"data.path: found {', '.join(texts.column_names)} in {source!r}; expected a key 'text' (conversations need "
+            "TRL's SFTTrainer, see docs/recipes/trl.md)"
+        )
+    tokenizer = _of_folder(checkpoint_folder(model), vocab) or _trained(texts, vocab, cache, say)
+    blocks = texts.map(
+        _cut,
+        fn_kwargs={"tokenizer": tokenizer, "length": length},
+        batched=True,
+        remove_columns=texts.column_names,
+        new_fingerprint=_hash("blocks", texts._fingerprint, tokenizer.backend_tokenizer.to_str(), length),
+    )
+    train, batch = experiment["train"], experiment["train"]["micro_batch"] * experiment.world_size
+    kept = min(int(len(blocks) * data["eval_share"]), train["eval_batches"] * batch)
+    if len(blocks) - kept < batch or not kept:
+        raise ConfigError(
+            f"data.path: {source!r} is too short: found {len(blocks):,} blocks of {length} tokens, {kept:,} of them for "
+            f"evaluation; expected at least {batch:,} for one batch of all ranks and 1 for evaluation (train.micro_batch, "
+            "model.seq_length and data.eval_share set these)"
+        )
+    first = len(blocks) - kept
+    return Corpus(blocks.select(range(first)), blocks.select(range(first, len(blocks))), tokenizer, source)
+
+
+def _files(path: str | None, limit: int | None) -> list[Path]:
+    """The files of the text, sorted, until they have ``limit`` bytes: of the standard library, a file, or below a folder."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts)]
+        limit = _STDLIB_BYTES if limit is None else limit
+    else:
+        root = expanded(path)
+        inside = root.rglob("*") if root.is_dir() else [root]
+        found = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    found = sorted(p for p in found if p.is_file())
+    sizes = accumulate(p.stat().st_size for p in found)
+    found = [p for p, size in zip(found, sizes) if not limit or size <= limit] or found[:1]
+    if not found:
+        raise ConfigError(
+            f"data.path: found no regular file at {str(root)!r}; expected text, or .jsonl with a key 'text'"
+        )
+    return found
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _cut(rows: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, Any]:
+    """Texts, each with its end, as blocks of ``length`` tokens; what is left of a batch is dropped."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = tokenizer(rows["text"], add_special_tokens=False)["input_ids"]
+    ids = [token for text in encoded for token in (*text, *end)]
+    return {"input_ids": [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]}
+
+
+def _trained(texts: Any, vocab: int, cache: Path, say: Callable[[str], None]) -> Any:
+    """A byte-level BPE with an end token, trained on the texts, once."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = cache / f"tokenizer-{_hash(texts._fingerprint, vocab)}"
+    if not folder.is_dir():
+        say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
+        trained = ByteLevelBPETokenizer()
+        trained.train_from_iterator(
+            (row["text"] for row in texts), vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END]
+        )
+        made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token=END, eos_token=END, pad_token=END)
+        with refusing("data.cache_dir", folder), tempfile.TemporaryDirectory(dir=cache) as work:
+            made.save_pretrained(f"{work}/{folder.name}")
+            with contextlib.suppress(FileExistsError):  # another run was faster
+                os.rename(f"{work}/{folder.name}", folder)
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def _of_folder(folder: Path | None, vocab: int) -> Any:
+    """The tokenizer of a model's folder; None where it has none."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    if folder is None or not any((folder / name).is_file() for name in names):
+        return None
+    try:
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, by the tokenizer's class
+        why = " ".join(str(error).split())
+        raise ConfigError(f"model.path: cannot read the tokenizer in {str(folder)!r}: {why}") from None
+    if len(found) > vocab:
+        raise ConfigError(
+            f"model.path: found {len(found):,} tokens in the tokenizer of {str(folder)!r}; expected at most {vocab:,}, the "
+            "architecture's vocab_size"
+        )
+    return found

@@ -1,0 +1,187 @@
+"""The summary of a run: bytes by tier next to ZeRO-3's, loss, speed and memory; as JSON, text and picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hzero.commands.experiment import Experiment
+from hzero.config import NET_TIERS, TIERS
+from hzero.files import replacing
+from hzero.formatting import size_text
+from hzero.sharding.traffic import zero3_traffic
+
+#: Maximum number of steps at either end whose mean is given as first and last loss.
+WINDOW = 10
+
+
+def summary_of(
+    experiment: Experiment,
+    *,
+    status: str,
+    steps: int,
+    accumulation: int,
+    losses: Sequence[float],
+    step_seconds: Sequence[float],
+    logs: Sequence[Sequence[dict[str, Any]]],
+    memory: Sequence[dict[str, int]],
+    eval_loss: float | None,
+) -> dict[str, Any]:
+    """The content of ``summary.json``.
+
+    Args:
+        experiment: The experiment.
+        status: ``finished``, or ``stopped`` before the last step.
+        steps: Steps of the run, including those before a resume.
+        accumulation: Micro-steps per step, which a resume on other ranks adapts.
+        losses: Losses of all steps.
+        step_seconds: Seconds of each step since the start or the resume; bytes are of these steps too.
+        logs: Wire log of every rank.
+        memory: Bytes of every state on every rank.
+        eval_loss: Loss of the evaluation at the end, with exact weights.
+    """
+    train, here, world = experiment["train"], len(step_seconds), experiment.world_size
+    traffic = _per_step(logs, max(here, 1))
+    fetches = _fetches(experiment, traffic, accumulation)
+    plain = zero3_traffic(
+        experiment.grid, experiment.numels, itemsize=experiment.itemsize, accumulation=accumulation, fetches=fetches
+    )
+    window = max(min(WINDOW, len(losses) // 2), 1)
+    tokens = train["micro_batch"] * accumulation * world * experiment["model"]["seq_length"]
+    return {
+        "status": status,
+        "model": experiment["model"]["name"],
+        "parameters": sum(experiment.numels),
+        "preset": experiment.preset,
+        "world_size": world,
+        "grid": {tier: experiment.grid.size(tier) for tier in experiment.grid.tiers},
+        "steps": steps,
+        "steps_here": here,
+        "loss_first": statistics.fmean(losses[:window]) if losses else None,
+        "loss_last": statistics.fmean(losses[-window:]) if losses else None,
+        "loss_window": window,
+        "losses": list(losses),
+        "eval_loss": eval_loss,
+        "step_s": statistics.median(step_seconds) if here else None,
+        "tokens_per_s": tokens / statistics.median(step_seconds) if here else None,
+        # Received by all ranks together.
+        "bytes_per_step": traffic,
+        "zero3_bytes_per_step": [
+            {"role": row.role, "tier": row.tier, "received": row.wire_bytes * world} for row in plain if row.used
+        ],
+        "fetches_per_micro_step": fetches,
+        "memory": {name: max(rank.get(name, 0) for rank in memory) for name in (memory[0] if memory else {})},
+    }
+
+
+def _per_step(logs: Iterable[Sequence[dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """Bytes that all ranks together received per step, by tier, state and codec; also without the codec."""
+    total: dict[tuple[int, str, str], list[int]] = {}
+    for row in (row for log in logs for row in log):
+        sums = total.setdefault((TIERS.index(row["tier"]), row["role"], row["codec"]), [0, 0])
+        sums[0] += row["wire_bytes"]
+        sums[1] += row["raw_bytes"]
+    return [
+        {"tier": TIERS[tier], "role": role, "codec": codec, "received": wire / steps, "without_codec": raw / steps}
+        for (tier, role, codec), (wire, raw) in sorted(total.items())
+    ]
+
+
+def _fetches(experiment: Experiment, traffic: Sequence[dict[str, Any]], accumulation: int) -> float:
+    """How often a micro-step gathered the whole model, by the innermost tier's log; 2 (forward, backward) without a log.
+
+    DeepSpeed keeps parameters that are used again soon (``stage3_max_reuse_distance``), so a small model is gathered once.
+    Plain ZeRO-3 would gather as often.
+    """
+    plan = experiment.plan
+    if plan is None:
+        return 2.0
+    hops = plan.fetch_hops() if plan.resident else plan.gather_hops()
+    inner = hops[-1].tier if hops else None
+    seen = sum(row["without_codec"] for row in traffic if (row["role"], row["tier"]) == ("weights", inner))
+    if inner is None or not seen:
+        return 2.0
+    once = sum(experiment.numels) * experiment.itemsize * (1 - 1 / plan.grid.size(inner)) * experiment.world_size
+    return float(seen / once / accumulation)
+
+
+def closing_line(summary: dict[str, Any]) -> str:
+    """What a step received over the slowest links, and what ZeRO-3 would receive."""
+    tiers = [tier for tier in NET_TIERS if summary["grid"].get(tier, 1) > 1]
+    where = "between nodes " if tiers else ""
+
+    def total(rows: Sequence[dict[str, Any]]) -> str:
+        return size_text(sum(row["received"] for row in rows if not tiers or row["tier"] in tiers))
+
+    zero3 = f"ZeRO-3 would receive {total(summary['zero3_bytes_per_step'])}"
+    if not summary["bytes_per_step"]:
+        return f"received {where}per step: not counted; {zero3}"
+    return f"received {where}per step: {total(summary['bytes_per_step'])}; {zero3}"
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    """The summary as text of less than 80 columns, the table of bytes by tier first."""
+    rows = [("tier", "state", "codec", "received per step", "ZeRO-3 (computed)")]
+    plain = {(row["tier"], row["role"]): size_text(row["received"]) for row in summary["zero3_bytes_per_step"]}
+    for row in summary["bytes_per_step"]:
+        zero3 = plain.pop((row["tier"], row["role"]), "")  # once, if a state has several codecs
+        rows.append((row["tier"], row["role"], row["codec"], size_text(row["received"]), zero3))
+    rows += [(tier, role, "", "", zero3) for (tier, role), zero3 in plain.items()]
+    table = [f"{tier:8}{role:11}{codec:7}{received:>19}{zero3:>21}" for tier, role, codec, received, zero3 in rows]
+    known = {key: value for key, value in summary.items() if value is not None}
+    found = [f"{summary['steps']:,} steps"]
+    if "loss_first" in known:
+        found.append(
+            f"loss {known['loss_first']:.3f} -> {known['loss_last']:.3f} (means of {known['loss_window']} steps)"
+        )
+    if "eval_loss" in known:
+        found.append(f"evaluation {known['eval_loss']:.3f}")
+    texts = [", ".join(found)]
+    if "tokens_per_s" in known:
+        texts.append(f"{known['tokens_per_s']:,.0f} tokens/s, {known['step_s']:.3f} s per step (medians)")
+    if states := ", ".join(f"{name} {size_text(size)}" for name, size in summary["memory"].items() if size):
+        texts.append(f"memory of states, maximum over the ranks: {states}")
+    return [*table, "", *(line for text in texts for line in textwrap.wrap(text, 78, subsequent_indent="  "))]
+
+
+def write(summary: dict[str, Any], folder: Path) -> None:
+    """Writes ``summary.json`` and ``summary.png``. JSON has null instead of numbers that are not finite."""
+    with replacing(folder / "summary.json") as file:
+        json.dump(_finite(summary), file, indent=1)
+    draw(summary, folder / "summary.png")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """Draws the loss of every step, and bytes by tier next to ZeRO-3's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(range(1, len(summary["losses"]) + 1), summary["losses"])
+    left.set(xlabel="step", ylabel="loss", title=f"{summary['model']}, preset {summary['preset']}")
+    bars = {"received": summary["bytes_per_step"], "ZeRO-3 (computed)": summary["zero3_bytes_per_step"]}
+    tiers = [tier for tier in TIERS if any(row["tier"] == tier for rows in bars.values() for row in rows)]
+    for at, (label, rows) in enumerate(bars.items()):
+        sizes = [sum(row["received"] for row in rows if row["tier"] == tier) / 1e6 for tier in tiers]
+        right.bar([place + 0.4 * at for place in range(len(tiers))], sizes, 0.4, label=label)
+    right.set_xticks([place + 0.2 for place in range(len(tiers))], tiers)
+    right.set(ylabel="MB per step, all ranks", title="bytes by tier")
+    right.legend(frameon=False)
+    with replacing(path, "wb") as file:
+        figure.savefig(file, dpi=120, format="png")
+    plt.close(figure)

@@ -1,0 +1,257 @@
+"""``hzero train``: a Hydra application that checks an experiment, prepares text and folder, and starts the ranks or is one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import main as hydra_main
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+import hzero
+from hzero.bootstrap import launched
+from hzero.commands import corpus
+from hzero.commands.experiment import (
+    Experiment,
+    TrainBlock,
+    compose,
+    conf_dir,
+    full_names,
+    one_line,
+    plain,
+    transformers_config,
+)
+from hzero.files import expanded, read_json, refusing, replacing
+from hzero.formatting import size_text
+from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, run_launched, run_ranks
+from hzero.sharding.memory import plan_memory, zero3_memory
+from hzero.validation import ConfigError, printable, validated
+
+#: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
+IMPORTS = (
+    *("deepspeed", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("hzero.zero", "hzero.commands.trainer"),
+)
+
+
+def run_train(arguments: Sequence[str]) -> int:
+    """Runs the application on Hydra's arguments; ``-m``, ``--help`` and ``--cfg job`` are among them.
+
+    Returns:
+        Exit status: 0, 1 if a rank failed, 2 for input that cannot be used (one line on stderr), 75 if the run has saved and
+        stopped before its last step, 130 after Ctrl-C.
+    """
+    statuses: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        # In a multirun a run that is refused must not keep the others from running.
+        try:
+            statuses.append(_train(plain(config)))
+        except ConfigError as error:
+            print(f"hzero: error: {error}", file=sys.stderr)
+            statuses.append(REFUSED)
+        if statuses[-1] in (INTERRUPTED, UNFINISHED):
+            raise SystemExit(statuses[-1])  # ends a multirun as well
+
+    argv = sys.argv
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of being printed over several lines
+    try:
+        # Hydra's own parser takes no overrides on both sides of an option.
+        ordered = sorted(arguments, key=lambda one: one.startswith("-") or "=" not in one)
+        sys.argv = ["hzero train", *full_names(ordered)]
+        if "--cfg" in arguments:  # Hydra shows values without a check
+            compose([one for one in ordered if "=" in one])
+        hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(one_line(error)) from None
+    except SystemExit as left:  # Hydra's --help too
+        return left.code if isinstance(left.code, int) else 0
+    finally:
+        sys.argv = argv
+    return max(statuses, default=0)
+
+
+def _train(config: dict[str, Any]) -> int:
+    _prepare_process(config["launcher"]["threads"])
+    if launched():
+        run_launched(functools.partial(_launched, config))
+    experiment = Experiment(config)
+    if experiment.plan is not None and experiment.plan.transport == "mpi":
+        raise ConfigError(
+            f"zero.transport: found mpi; expected ranks of mpiexec or srun, as in mpiexec -n {experiment.world_size} "
+            "hzero train zero.transport=mpi, or torch"
+        )
+    _check_machine(experiment)
+    text = corpus.prepare(experiment, _say)
+    folder, resume = _folder(experiment, text)
+    new = not folder.exists()
+    _begin(experiment, text, folder, resume)
+    work, threads = functools.partial(_started, experiment, text, folder, resume), experiment["launcher"]["threads"]
+    status = run_ranks(work, experiment.world_size, logs=folder / "logs", threads=threads, imports=IMPORTS)
+    if status == REFUSED and new and not any(folder.glob("checkpoint-*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    return status
+
+
+def _prepare_process(threads: Any) -> None:
+    """Prepares this process before torch is imported: few threads, no search for absent accelerators, no warnings."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.simplefilter("ignore")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _started(experiment: Experiment, text: corpus.Corpus, folder: Path, resume: str | None) -> int:
+    from hzero.commands.trainer import run_rank
+
+    return run_rank(experiment, text, folder, resume)
+
+
+def _launched(config: dict[str, Any]) -> int:
+    """Trains as a rank that torchrun, srun or mpiexec has started."""
+    from hzero.commands.trainer import dist, join, run_rank
+
+    timeout_s = validated(TrainBlock, config["train"], "train").timeout_s
+    join(timeout_s)
+    experiment = Experiment(config, world_size=dist.get_world_size())
+    _check_machine(experiment)
+    first, chosen = dist.get_rank() == 0, list[Any]([None])
+    if first:
+        try:
+            text = corpus.prepare(experiment, _say)
+            folder, resume = _folder(experiment, text)
+            _begin(experiment, text, folder, resume)
+            chosen = [(folder, resume)]
+        except ConfigError as error:
+            chosen = [error]
+    # Tokenising a large text takes longer than any other collective may.
+    patience = timedelta(seconds=experiment["launcher"]["start_timeout_s"])
+    dist.broadcast_object_list(chosen, group=dist.new_group(backend="gloo", timeout=patience))
+    if isinstance(chosen[0], ConfigError):
+        chosen[0].elsewhere = not first
+        raise chosen[0]
+    if not first:
+        text = corpus.prepare(experiment, lambda line: None)  # which is in the cache now
+        folder, resume = chosen[0]
+    return run_rank(experiment, text, folder, resume)
+
+
+def _check_machine(experiment: Experiment) -> None:
+    """Refuses a type that this machine cannot train in, and a model whose states exceed its memory.
+
+    An experiment does not: a plan may be of another machine.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if experiment.dtype == "fp16":
+        raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on accelerators only; expected fp32 or bf16")
+    if launched():
+        return
+    about: Any = {"itemsize": experiment.itemsize, "channels": 0, "buffers": experiment.buffers()}
+    if experiment.plan is not None:
+        accumulation = experiment["train"]["grad_accumulation"]
+        states = plan_memory(experiment.plan, experiment.numels, accumulation=accumulation, **about)
+    else:
+        states = zero3_memory(experiment.grid, experiment.numels, **about)
+    needed = sum(one.bytes for one in states if not one.name.startswith("transient")) * experiment.world_size
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ConfigError(
+            f"model: found states of {size_text(needed)} for {experiment['model']['name']} on {experiment.world_size} "
+            f"ranks; expected at most {size_text(there)}, the memory of this machine (`hzero plan` shows what needs it)"
+        )
+
+
+def _folder(experiment: Experiment, text: corpus.Corpus) -> tuple[Path, str | None]:
+    """The run's folder, and the checkpoint to resume from.
+
+    ``resume=auto`` goes on in ``run.dir`` itself. Otherwise a folder that holds a run is kept: the next free number is appended.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it is of another model, tokenizer or length.
+    """
+    resume = experiment["resume"]
+    folder = first = expanded(experiment["run"]["dir"] + _suffix(experiment)).absolute()
+    if resume == "auto":
+        found = hzero.newest_checkpoint(first) if first.is_dir() else None
+        return first, _checked(experiment, text, found)
+    number = 1
+    while folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    if not resume:
+        return folder, None
+    path = expanded(resume).absolute()
+    checkpoint = str(path) if (path / "trainer_state.json").is_file() else hzero.newest_checkpoint(path)
+    if checkpoint is None:
+        raise ConfigError(
+            f"resume: found no complete checkpoint in {str(path)!r}; expected a run's folder or a checkpoint"
+        )
+    return folder, _checked(experiment, text, checkpoint)
+
+
+def _suffix(experiment: Experiment) -> str:
+    """What tells the folders of a multirun's runs apart."""
+    several = HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN")
+    return f"-{HydraConfig.get().job.num}-{experiment.preset}" if several else ""
+
+
+def _checked(experiment: Experiment, text: corpus.Corpus, checkpoint: str | None) -> str | None:
+    """The checkpoint, if the experiment can go on from it."""
+    if checkpoint is None:
+        return None
+    path, steps = Path(checkpoint), experiment["train"]["steps"]
+    done = read_json(path / "trainer_state.json").get("global_step", 0)
+    if done > steps or (done == steps and (path.parent / "summary.json").is_file()):
+        raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
+    saved = read_json(path / "config.json")
+    for key, value in transformers_config(experiment["model"]).to_dict().items():
+        if (
+            key.startswith(("hidden_", "num_", "vocab_", "intermediate_", "model_type"))
+            and saved.get(key, value) != value
+        ):
+            raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
+    if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
+        raise ConfigError(
+            f"data.path: {text.source} gives another tokenizer than that of {str(path)!r}; expected the text of that run, "
+            "or model=hf with model.path, whose tokenizer is used"
+        )
+    return checkpoint
+
+
+def _begin(experiment: Experiment, text: corpus.Corpus, folder: Path, resume: str | None) -> None:
+    """Makes the run's folder and says what follows."""
+    with refusing("run.dir", folder):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        with replacing(folder / "experiment.yaml") as file:
+            yaml.safe_dump(experiment.config, file, sort_keys=False)
+    on = f"{experiment.world_size} ranks: {experiment.grid}, preset {experiment.preset}"
+    _say(f"{experiment['model']['name']} on {text.source}, {on}")
+    if resume is not None:
+        _say(f"resuming from {resume}")
+    elif experiment["resume"] == "auto":
+        _say("no complete checkpoint to resume from: starting at the first step")
+
+
+def _say(line: str) -> None:
+    print(printable(line), flush=True)

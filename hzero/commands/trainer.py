@@ -1,0 +1,343 @@
+"""One rank of a run: a model, Hugging Face's Trainer with the stage, and the summary at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import deepspeed as integration
+
+import hzero
+from hzero.collectives import blaming
+from hzero.commands import summary
+from hzero.commands.corpus import Corpus
+from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
+from hzero.launch import UNFINISHED
+from hzero.validation import ConfigError, some
+from hzero.zero import StageState
+
+#: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
+ZERO_INIT_FROM = 500_000_000
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# A C++ extension that DeepSpeed would build and stage 3 never uses. The first look at this dictionary makes DeepSpeed try
+# compilers, for a second: at import, so that ranks that are forked afterwards need not.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def join(timeout_s: float) -> None:
+    """Joins the world of the ranks, quietly. A collective may take ``timeout_s`` seconds."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    accelerator = deepspeed.accelerator.get_accelerator()
+    backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+
+
+def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str | None) -> int:
+    """Trains on this rank, a member of a world or about to join one, and writes the results.
+
+    Args:
+        experiment: The experiment.
+        corpus: Its text.
+        folder: The run's folder.
+        resume: Checkpoint to resume from.
+
+    Returns:
+        0, or 75 if the run has saved and stopped before its last step.
+    """
+    if not dist.is_initialized():
+        join(experiment["train"]["timeout_s"])
+    stop = hzero.StopAndSave(experiment["train"]["time_limit"])
+    arguments = _arguments(experiment, folder)
+    model = build_model(experiment, arguments, corpus.tokenizer)
+    trainer = ShardTrainer(
+        model,
+        arguments,
+        train_dataset=corpus.train,
+        eval_dataset=corpus.evaluation,
+        processing_class=corpus.tokenizer,
+        data_collator=_batch,
+    )
+    trainer.save_dtype = experiment["checkpoint"]["dtype"]
+    trainer.remove_callback(PrinterCallback)
+    meter = _Meter(trainer)
+    for callback in (meter, _Progress(), _Sample(experiment, trainer), stop):
+        trainer.add_callback(callback)
+    status = 0
+    with blaming():
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except SystemExit as left:  # StopAndSave has saved
+            if left.code != UNFINISHED:
+                raise
+            status = UNFINISHED
+        engine, eval_loss = trainer.model_wrapped, None
+        if not status:
+            eval_loss = trainer.evaluate()["eval_loss"]
+            if experiment["checkpoint"]["model"]:
+                with hzero.exact_weights(engine):
+                    trainer.save_model(str(folder / "model"))
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        found = summary.summary_of(
+            experiment,
+            status="stopped" if status else "finished",
+            steps=trainer.state.global_step,
+            accumulation=trainer.args.gradient_accumulation_steps,
+            losses=[row["loss"] for row in trainer.state.log_history if "loss" in row],
+            step_seconds=meter.seconds,
+            logs=[log for log, _ in everyones],
+            memory=[memory for _, memory in everyones],
+            eval_loss=eval_loss,
+        )
+        summary.write(found, folder)
+        lines = ["", *summary.lines(found), "", summary.closing_line(found), f"run folder: {folder}"]
+        if status:
+            lines.append(f"stopped after a save: the same command with resume=auto run.dir={folder} goes on")
+        print("\n".join(lines), flush=True)
+    return status
+
+
+def _arguments(experiment: Experiment, folder: Path) -> TrainingArguments:
+    """Trainer's arguments. Raises `ConfigError` for what Trainer refuses."""
+    arguments: dict[str, Any] = {
+        **experiment.trainer_arguments(),
+        "output_dir": str(folder),
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "report_to": "none",
+        "log_on_each_node": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "deepspeed": experiment.deepspeed_config(),
+        **experiment["trainer"],
+    }
+    try:
+        return TrainingArguments(**arguments)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
+
+
+def _batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer: Any) -> Any:
+    """The model: random weights that depend on the seed, or those of ``model.path``. No code of its folder runs.
+
+    Raises:
+        ConfigError: Weights and architecture differ, and ``model.allow_other_weights`` is false.
+    """
+    model, config = experiment["model"], transformers_config(experiment["model"])
+    partition = model["zero_init"]
+    if partition == "auto":
+        partition = sum(experiment.numels) >= ZERO_INIT_FROM
+    if config.eos_token_id is None:  # without it, generation never ends
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    transformers.set_seed(experiment["train"]["seed"])
+    source, dtype = checkpoint_folder(model), _DTYPES[experiment.dtype]
+    if not partition:
+        integration.unset_hf_deepspeed_config()  # or transformers would build under zero.Init
+    if source is None:
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    else:
+        try:
+            built, loaded = AutoModelForCausalLM.from_pretrained(
+                str(source),
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=any(source.glob("*.safetensors")) or None,
+                weights_only=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                output_loading_info=True,
+            )
+        except Exception as error:  # of many kinds, by the format of the weights
+            why = " ".join(str(error).split())[:300]
+            raise ConfigError(f"model.path: cannot load the weights in {str(source)!r}: {why}") from None
+        tied = set(getattr(built, "all_tied_weights_keys", ()) or ())
+        wrong = {
+            "lacks": sorted(set(loaded["missing_keys"]) - tied),
+            "has more than the architecture:": sorted(loaded["unexpected_keys"]),
+            "has other sizes of": sorted(str(key[0]) for key in loaded["mismatched_keys"]),
+        }
+        if any(wrong.values()) and not model["allow_other_weights"]:
+            found = "; ".join(f"{what} {len(keys)} weights ({some(keys, 2)})" for what, keys in wrong.items() if keys)
+            raise ConfigError(
+                f"model.path: {str(source)!r} {found}; expected the architecture's weights, or "
+                "model.allow_other_weights=true"
+            )
+    integration.set_hf_deepspeed_config(arguments.hf_deepspeed_config)
+    return built
+
+
+class ShardTrainer(Trainer):
+    """Trainer whose checkpoints are DeepSpeed's shards alone, and whose model is saved in a type that holds its weights.
+
+    Attributes:
+        save_dtype: Type of the saved model; None keeps that of training.
+    """
+
+    save_dtype: str | None = None
+    _refusal: ConfigError | None = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model. Within a checkpoint, whose shards hold the weights, only its configuration and tokenizer."""
+        if not _internal_call:
+            super().save_model(output_dir)
+            if self._refusal is not None:
+                raise self._refusal
+        elif self.args.should_save and output_dir is not None:
+            os.makedirs(output_dir, exist_ok=True)
+            self.model.config.save_pretrained(output_dir)
+            self.processing_class.save_pretrained(output_dir)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if self.args.should_save and state_dict:
+            dtype = _DTYPES.get(self.save_dtype or "", next(iter(state_dict.values())).dtype)
+            limit = torch.finfo(torch.float16).max
+            for name, tensor in state_dict.items():
+                if not tensor.is_floating_point():
+                    continue
+                if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
+                    self._refusal = ConfigError(  # raised by `save_model`: Trainer takes a ValueError here for another one
+                        f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more "
+                        f"than {limit:,.0f}; expected bf16 or fp32"
+                    )
+                    return
+                state_dict[name] = tensor.to(dtype)
+            self.model.config.dtype = dtype
+        super()._save(output_dir, state_dict)
+        for weights in Path(output_dir or "").glob("*.safetensors") if self.args.should_save else ():
+            weights.chmod((weights.parent / "config.json").stat().st_mode)  # safetensors ignores the umask
+
+
+class _Meter(TrainerCallback):
+    """Measures what the steps of this process received and took.
+
+    Attributes:
+        seconds: Seconds of each step.
+        log: Wire log of this rank.
+        memory: Bytes of every state of this rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self.seconds = trainer, list[float]()
+        self.log: list[dict[str, Any]] = []
+        self.memory: dict[str, int] = {}
+
+    def _settled(self) -> StageState | None:
+        """The stage's state, whose wire log holds whole steps: the refresh that follows a step is part of it."""
+        state = hzero.state(self._trainer.model_wrapped)
+        if isinstance(state, StageState):
+            state.weights.refresh()
+            state.settle()
+            return state
+        return None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (stage := self._settled()) is not None:
+            stage.wire_log.reset()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._began)
+        self._began = now
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (stage := self._settled()) is not None:
+            self.log = stage.wire_log.as_dicts()
+            self.memory = stage.memory(self._trainer.model_wrapped.optimizer)
+
+
+class _Progress(TrainerCallback):
+    """On rank 0 a progress bar with the loss, if stderr is a terminal, and a line for every tenth of the run."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        hidden = None if state.is_world_process_zero else True  # None: without a terminal
+        self._bar = tqdm(total=state.max_steps, initial=state.global_step, disable=hidden, dynamic_ncols=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or "loss" not in (logs or {}):
+            return
+        step, last = state.global_step, state.max_steps
+        self._bar.set_postfix_str(f"loss {logs['loss']:.3f}", refresh=False)
+        self._bar.update(step - self._bar.n)
+        if step in (1, last) or step % max(last // 10, 1) == 0:
+            say(f"step {step}/{last}  loss {logs['loss']:.4f}  gradient norm {logs.get('grad_norm', 0):.3f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.close()
+
+
+def say(line: str) -> None:
+    """Prints a line above the progress bar."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+class _Sample(TrainerCallback):
+    """Lets the model write text every so many steps, and at the end."""
+
+    def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
+        self._sample, self._trainer, tokenizer = experiment["sample"], trainer, trainer.processing_class
+        tokens = min(self._sample["tokens"], experiment["model"]["seq_length"] // 2)
+        room = experiment["model"]["seq_length"] - tokens
+        prompt = self._sample["prompt"]
+        ids = (
+            tokenizer(prompt)["input_ids"][-room:] if prompt else trainer.eval_dataset[0]["input_ids"][: min(room, 16)]
+        )
+        self._prompt = torch.tensor([ids], device=trainer.args.device)
+        warm = self._sample["temperature"]
+        choice = {"do_sample": True, "temperature": float(warm), "top_k": 0} if warm else {"do_sample": False}
+        self._options = {**choice, "max_new_tokens": tokens, "pad_token_id": tokenizer.pad_token_id or 0}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (
+            self._sample["every"]
+            and state.global_step % self._sample["every"] == 0
+            and state.global_step < state.max_steps
+        ):
+            self._write(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            self._write(state.global_step)
+
+    @torch.no_grad()
+    def _write(self, step: int) -> None:
+        engine, tokenizer = self._trainer.model_wrapped, self._trainer.processing_class
+        engine.eval()
+        with hzero.exact_weights(engine), torch.random.fork_rng(enabled=True):
+            torch.manual_seed(step)
+            mask = torch.ones_like(self._prompt)
+            # Ranks call forward equally often, since every one gathers; weights that are not finite end no run.
+            written = engine.module.generate(
+                self._prompt, attention_mask=mask, synced_gpus=True, remove_invalid_values=True, **self._options
+            )
+        engine.train()
+        if dist.get_rank() == 0:
+            prompt = tokenizer.decode(self._prompt[0])
+            text = f"sample after step {step}: {prompt!r} -> {tokenizer.decode(written[0, self._prompt.shape[1] :])!r}"
+            say(textwrap.fill(text, 78, subsequent_indent="  "))

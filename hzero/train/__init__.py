@@ -1,1 +1,0 @@
-"""The trainer: a Hydra application that trains or fine-tunes a language model with the stage."""

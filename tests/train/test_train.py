@@ -1,0 +1,317 @@
+"""`hzero train` as a user runs it: what it prints, the files that it leaves, its exit status, and how it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzero import cli
+from hzero.commands.experiment import compose
+from hzero.sharding.traffic import plan_traffic
+from tests.forks import fork, join
+from tests.ranks import ROOT
+
+pytest.importorskip("datasets")
+
+MODEL = ("hidden_size=32", "num_layers=2", "num_heads=2", "intermediate_size=64", "vocab_size=300", "seq_length=32")
+FOUR = ("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=2")
+ONE = ("topology=single_node", "topology.gcds_per_gpu=1")
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, in which all commands here run: they share what is cached."""
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "book.txt").write_text("".join((ROOT / "hzero" / name).read_text() for name in ("config.py", "files.py")))
+    return folder
+
+
+def overrides(*given: str) -> list[str]:
+    """Overrides for runs of seconds."""
+    model = () if any(one.startswith("model=") for one in given) else (f"model.{key}" for key in MODEL)
+    small = ("data=text", "data.path=book.txt", "data.cache_dir=cache", "train.eval_batches=1", "sample.tokens=4")
+    return [*small, *model, f"train.steps={STEPS}", "checkpoint.every=3", *given]
+
+
+def _main(argv: list[str], mask: int) -> int:
+    os.umask(mask)
+    return cli.main(argv)
+
+
+def train(place: Path, *given: str, out: Path | None = None, mask: int = 0o022, timeout: float = 180) -> Done:
+    """Runs ``hzero train`` to its end, in a fork of a process that has imported everything."""
+    files = [out or place / "out.txt", place / "err.txt"]
+    for file in files:
+        if not file.is_char_device():
+            file.unlink(missing_ok=True)
+    process = fork(_main, ["train", *overrides(*given)], mask, folder=place, env={}, out=files[0], err=files[1])
+    join(process, timeout)
+    text = "" if files[0].is_char_device() else files[0].read_text()
+    return Done(process.exitcode, text, files[1].read_text())
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(place: Path) -> Done:
+    """A run of 4 ranks under umask 027."""
+    done = train(place, *FOUR, mask=0o027)
+    assert done.status == 0, done.out + done.err
+    return done
+
+
+def test_what_it_prints(first: Done, place: Path) -> None:
+    assert "hzero: topo on 2 nodes x 1 GPU x 2 GCDs; weights over the package" in first.err
+    assert [int(step) for step in re.findall(r"^step (\d+)/6  loss \d", first.out, re.MULTILINE)] == [1, 2, 3, 4, 5, 6]
+    assert "sample after step 6: " in first.out
+    assert re.search(
+        r"^received between nodes per step: [\d.]+ kB; ZeRO-3 would receive [\d.]+ kB$", first.out, re.MULTILINE
+    )
+    assert re.search(r"^tier +state +codec +received per step +ZeRO-3 \(computed\)$", first.out, re.MULTILINE)
+    lines = [line for line in first.out.splitlines() if not line.startswith(("run folder: ", "training a tokenizer"))]
+    assert all(len(line) <= 80 and "…" not in line for line in lines), [line for line in lines if len(line) > 80]
+
+
+def test_losses_fall_and_bytes_are_the_plans(first: Done, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    experiment, found = compose(overrides(*FOUR)), summary(place / "runs" / "default")
+    assert found["status"] == "finished" and found["steps"] == len(found["losses"]) == STEPS
+    assert found["loss_last"] < found["loss_first"]
+    assert experiment.plan is not None
+    planned = plan_traffic(experiment.plan, experiment.numels, itemsize=4, fetches=found["fetches_per_micro_step"])
+    want = {(row.tier, row.role): 4 * row.wire_bytes for row in planned if row.used and row.wire_bytes}
+    got = {(row["tier"], row["role"]): row["received"] for row in found["bytes_per_step"]}
+    assert got == pytest.approx(want, rel=1e-3)
+    assert found["memory"]["optimizer"] >= 12 * sum(experiment.numels) / 4
+
+
+def test_the_saved_model_is_the_evaluated_one(first: Done, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hzero.commands import corpus
+
+    monkeypatch.chdir(place)
+    folder = place / "runs" / "default" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text = corpus.prepare(compose(overrides(*FOUR)), lambda line: pytest.fail(f"not in the cache: {line}"))
+    ids = torch.tensor(text.evaluation["input_ids"])
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert loss == pytest.approx(summary(folder.parent)["eval_loss"], abs=2e-4)
+    assert tokenizer.eos_token == "<|endoftext|>" and model.config.eos_token_id == tokenizer.eos_token_id
+    written = model.generate(ids[:1, :8], max_new_tokens=4, do_sample=False)
+    assert written.shape[1] > 8
+
+
+def test_files_follow_the_umask(first: Done, place: Path) -> None:
+    files = [path for path in (place / "runs" / "default").rglob("*") if not path.is_symlink()]
+    modes = {path: path.stat().st_mode & 0o777 for path in files}
+    assert not [str(path) for path, mode in modes.items() if mode & 0o027]
+    assert modes[place / "runs" / "default" / "model" / "model.safetensors"] == 0o640
+    assert modes[place / "runs" / "default" / "summary.json"] == 0o640
+
+
+def test_a_resumed_run_equals_the_first_bit_by_bit(first: Done, place: Path) -> None:
+    """Its output goes to a full disk, which does not end it."""
+    done = train(place, *FOUR, "resume=runs/default/checkpoint-3", out=Path("/dev/full"))
+    assert done.status == 0, done.err
+    assert "output is lost" in done.err
+    assert summary(place / "runs" / "default-2")["losses"] == summary(place / "runs" / "default")["losses"]
+
+
+def _refused(commands: Sequence[list[str]]) -> int:
+    """Runs commands one after the other, and prints status and error of each as JSON."""
+    answers = []
+    for argv in commands:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            status = cli.main(["train", *argv])
+        answers.append((status, err.getvalue()))
+    print(json.dumps(answers))
+    return 0
+
+
+REFUSED = {
+    "zero=tpo": "zero: unknown option 'tpo'; did you mean 'topo'?",
+    "train.stepz=3": "train.stepz: unknown key; did you mean 'train.steps'?",
+    "train.steps=many": "train.steps: found 'many'",
+    "train.steps": "train.steps: expected KEY=VALUE",
+    "model.num_layers=1000000000": "model.num_layers: found 1000000000",
+    "model.num_heads=3": "model.num_heads: found 3, expected a divisor of model.hidden_size, 32",
+    "model=gpt_neox_20b": "expected at most .*, the memory of this machine",
+    "train.dtype=fp16": "train.dtype: found fp16",
+    "+trainer.report_too=wandb": "trainer.report_too: found no such key; .*did you mean 'report_to'",
+    "+trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups train",
+    "+deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: found 2",
+    "data.path=nowhere": "data.path: found no regular file at 'nowhere'",
+    "data.path=pipe": "data.path: found no regular file at 'pipe'",
+    "data.path=short.txt": "data.path: 'short.txt' is too short: found [01] blocks",
+    "data.path=binary.txt": "data.path: cannot read 'binary.txt': .*utf-8",
+    "data.path=chat.jsonl": "data.path: found messages in 'chat.jsonl'; expected a key 'text'",
+    "data.cache_dir=book.txt": "data.cache_dir: cannot write .*book.txt",
+    "run.dir=book.txt/run": "run.dir: cannot write .*book.txt",
+    'run.dir="~nobody-here/run"': "~nobody-here/run: found no home for '~nobody-here'",
+    "resume=nowhere": "resume: found no complete checkpoint in .*nowhere",
+    "zero.transport=mpi": "zero.transport: found mpi; expected ranks of mpiexec or srun",
+}
+
+
+def test_wrong_input_is_one_line_and_status_2(place: Path) -> None:
+    os.mkfifo(place / "pipe")
+    (place / "short.txt").write_text("short")
+    (place / "binary.txt").write_bytes(b"\xff\xfe" * 40_000)
+    (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 10)
+    commands = [overrides(*ONE, override) for override in REFUSED]
+    commands[2] += ["--cfg", "job"]
+    out, err = place / "refused.txt", place / "refused.err"
+    process = fork(_refused, commands, folder=place, env={}, out=out, err=err)
+    join(process, 180)
+    answers = json.loads(out.read_text().splitlines()[-1])
+    for (override, message), (status, said) in zip(REFUSED.items(), answers):
+        assert status == 2, (override, said)
+        assert re.search(f"^hzero: error: .*{message}", said) and said.count("\n") == 1, (override, said)
+
+
+def test_another_model_and_another_text_are_refused(first: Done, place: Path) -> None:
+    (place / "other.txt").write_text((ROOT / "hzero" / "autoload.py").read_text() * 4)
+    for resume, override, message in (
+        ("checkpoint-3", "model.hidden_size=64", "model: found hidden_size 64; expected 32, as in .*checkpoint-3"),
+        ("checkpoint-3", "data.path=other.txt", "data.path: other.txt gives another tokenizer than .*checkpoint-3"),
+        ("", "train.steps=3", "train.steps: found 3; expected more than the 6 that .*checkpoint-6' has done"),
+    ):
+        done = train(place, *FOUR, f"resume=runs/default/{resume}", override)
+        assert done.status == 2 and re.search(f"^hzero: error: {message}", done.err), done.err
+        assert done.err.count("\n") == 1
+
+
+def test_a_multirun_of_stock_and_stage(place: Path) -> None:
+    done = train(place, *ONE, "-m", "zero=stock,zero3", "run.name=sweep", "train.steps=2", "checkpoint.model=false")
+    assert done.status == 0, done.out + done.err
+    losses = [summary(place / "runs" / name)["losses"] for name in ("sweep-0-stock", "sweep-1-zero3")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert not (place / "runs" / "sweep-0-stock" / "model").exists()
+
+
+def test_a_stopped_run_goes_on(place: Path) -> None:
+    """SIGUSR1, as a batch system sends it before the time is over."""
+    given = ("run.name=stopped", "resume=auto", "checkpoint.every=0", *ONE)
+    out, err = place / "stop.txt", place / "stop.err"
+    process = fork(
+        _main, ["train", *overrides(*given, "train.steps=100000")], 0o022, folder=place, env={}, out=out, err=err
+    )
+    deadline = time.monotonic() + 120
+    while "step 1/" not in (out.read_text() if out.exists() else "") and time.monotonic() < deadline:
+        assert process.exitcode is None, err.read_text()
+        time.sleep(0.2)
+    os.kill(process.pid or 0, signal.SIGUSR1)
+    join(process, 120)
+    assert process.exitcode == 75, err.read_text()
+    before = summary(place / "runs" / "stopped")
+    assert before["status"] == "stopped" and before["steps"] >= 1 and before["eval_loss"] is None
+    done = train(place, *given, f"train.steps={before['steps'] + 2}")
+    assert done.status == 0, done.out + done.err
+    after = summary(place / "runs" / "stopped")
+    assert after["status"] == "finished" and after["steps_here"] == 2
+    assert after["losses"][: before["steps"]] == before["losses"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+def test_ranks_of_a_launcher(launcher: str, place: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hzero"]
+    if launcher == "mpiexec":
+        mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        if mpiexec is None:
+            pytest.skip("no mpiexec: pip install mpich")
+        command = [mpiexec, "-n", "2", sys.executable, "-m", "hzero"]
+    two = ("topology=single_node", "topology.gcds_per_gpu=2", f"run.name={launcher}", "train.steps=2", "zero=zero3")
+    done = subprocess.run(
+        [*command, "train", *overrides(*two)],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("received per step: ") == 1 and done.stderr.count("hzero: zero3 on 1 node") == 1
+    assert summary(place / "runs" / launcher)["world_size"] == 2
+
+
+class _Marker:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_models_folder(place: Path) -> None:
+    """Its weights are used, its code is not run, and weights that the architecture lacks are refused unless allowed."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=300, num_hidden_layers=3, max_position_embeddings=64, **shape)
+    folder = place / "llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    ran = place / "code ran"
+    (folder / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    with open(folder / "pytorch_model.bin", "wb") as file:
+        pickle.dump(_Marker(ran), file)
+    written = json.loads((folder / "config.json").read_text())
+    own = {"auto_map": {"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}}
+    (folder / "config.json").write_text(json.dumps({**written, **own}))
+    given = ("model=hf", "model.path=llama", "model.seq_length=32", "train.steps=1", "run.name=llama", *ONE)
+    layers = "+model.config={num_hidden_layers: 1}"
+    done = train(place, *given, layers)
+    assert done.status == 2 and "has more than the architecture: 18 weights" in done.err, done.err
+    assert "model.allow_other_weights=true" in done.err and "Traceback" not in done.err
+    done = train(place, *given, layers, "model.allow_other_weights=true")
+    assert done.status == 0, done.out + done.err
+    done = train(place, *given)
+    assert done.status == 0, done.out + done.err
+    (folder / "model.safetensors").unlink()
+    done = train(place, *given)
+    assert done.status == 2 and "model.path: cannot load the weights" in done.err and "Traceback" not in done.err
+    assert not ran.exists()
+
+
+def test_float16_that_overflows_is_refused_by_name(place: Path) -> None:
+    """One step of Adam moves weights by about the learning rate."""
+    given = ("train.lr=100000", "train.warmup_steps=0", "train.steps=1", "checkpoint.dtype=fp16", "run.name=half")
+    done = train(place, *ONE, *given)
+    assert done.status == 2, done.out + done.err
+    assert re.search(r"checkpoint.dtype: found fp16, but weight '[\w.]+' reaches [\d,]+, more than 65,504", done.err)
+    assert not (place / "runs" / "half" / "model").exists()
