@@ -139,8 +139,12 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     found = complete_in(Path(folder))
     if found:
         return str(found[0])
-    others = [path for path in _children(Path(folder)) if any(path.glob("[!.]*/*model_states.pt"))]
-    others += [path for path in _children(Path(folder)) if any(path.glob("*model_states.pt"))]
+    others = [
+        path
+        for path in _children(Path(folder))
+        for inner in (path, *_children(path))
+        if not (inner / NOTE).exists() and any(inner.glob("*model_states.pt"))
+    ]
     if not others:
         return None
     newest = max(others, key=lambda path: path.stat().st_mtime)
@@ -176,16 +180,22 @@ def manifests_in(path: Path) -> Iterable[Manifest]:
     return (Manifest.read(inner) for inner in _children(path) if (inner / NOTE).exists())
 
 
-def recover(folder: Path) -> None:
-    """Tidies up after saves that were cut short: those whose note was written get their name, others are removed.
+def recover(folder: Path, clean: bool = False) -> None:
+    """Gives a save its name that was killed while it replaced a checkpoint of the same tag.
 
-    A save that replaces a checkpoint of the same tag moves the old one away first, and may be killed in between.
+    Args:
+        folder: The folder that holds checkpoints.
+        clean: Whether to remove what other saves have left that were cut short. Only the run that saves there may.
+
+    Raises:
+        OSError: The folder cannot be changed.
     """
-    for path in folder.glob(".*.partial"):
-        place = path.with_name(path.name[1:].removesuffix(".partial"))
-        if path.is_dir() and (path / NOTE).exists() and not place.exists() and place.suffix != ".old":
-            path.rename(place)
-    for path in folder.glob(".*.partial"):
+    for old in folder.glob(".*.old.partial"):
+        name = old.name[1:].removesuffix(".old.partial")
+        new, place = folder / f".{name}.partial", folder / name
+        if (new / NOTE).exists() and not place.exists():
+            new.rename(place)
+    for path in folder.glob(".*.partial") if clean else ():
         shutil.rmtree(path, ignore_errors=True)
 
 

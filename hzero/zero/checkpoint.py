@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import shutil
@@ -36,6 +35,7 @@ from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
 from hzero.files import read_text, replacing
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, SaveError, complete_in, recover
+from hzero.reasons import PlainError
 from hzero.validation import ConfigError, on_all_ranks, report_once, some
 from hzero.zero.refusals import read_block
 from hzero.zero.reshard import MODEL, OPTIMIZER, Layout, Resharding
@@ -81,11 +81,11 @@ class CheckpointFiles(CheckpointEngine):
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
-    def save_all(self, stock: Callable[[str], Any], folder: Path, tag: str, latest: bool) -> Any:
+    def save_all(self, stock: Callable[[], Any], folder: Path, tag: str, latest: bool) -> Any:
         """Saves a checkpoint. Collective.
 
         Args:
-            stock: DeepSpeed's save of a tag, which does not write ``latest``.
+            stock: DeepSpeed's save of that tag, which does not write ``latest``.
             folder: The folder that holds the tag's folder.
             tag: The tag.
             latest: Whether to write it into ``latest``.
@@ -95,12 +95,11 @@ class CheckpointFiles(CheckpointEngine):
         """
         target = folder / tag
         partial = target.with_name(f".{target.name}.partial")
-        self._failure, self._written = None, {}
-        if dist.get_rank() == 0:
-            recover(folder)
-        self._folders = target, partial
+        self._failure, self._written, self._folders = None, {}, (target, partial)
         try:
-            done = stock(tag)
+            if dist.get_rank() == 0:
+                self._attempt(str(folder), lambda: recover(folder, clean=True))
+            done = stock()
         finally:
             self._folders = None
         everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -199,17 +198,17 @@ class CheckpointFiles(CheckpointEngine):
         if tag is None:
             return stock(None)  # says that there is nothing
         if candidates:
-            found = candidates[newest_intact(candidates, self.config.verify)]
-            tag = found.folder.name
+            index = newest_intact(candidates, self.config.verify)
+            tag = candidates[index].folder.name if index else tag
             if resumes and self.config.same_batch:
-                self._keep_batch(found)
+                self._keep_batch(candidates[index])
         # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
         name = "get_fp32_state_dict_from_zero_checkpoint"
         weights = functools.partial(getattr(deepspeed.runtime.engine, name), tag=tag)
         with (
             mock.patch.object(deepspeed.runtime.engine, name, weights),
             only_tensors(self.config.trust),
-            self._reading(folder / tag),
+            self._reading(folder / tag, resumes),
         ):
             return stock(tag)
 
@@ -233,7 +232,7 @@ class CheckpointFiles(CheckpointEngine):
                 raise IncompleteError(f"checkpoint: no folder {str(folder / tag)!r}{_beside(folder)}")
             logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(folder / tag))
             return tag, []
-        complete, latest = complete_in(folder), None
+        complete, latest = [path for path in complete_in(folder) if (path / NOTE).exists()], None
         with contextlib.suppress(ConfigError):
             latest = folder / read_text(folder / "latest").strip()
         if latest in complete:
@@ -273,35 +272,29 @@ class CheckpointFiles(CheckpointEngine):
         say_accumulation(before, accumulation, manifest)
 
     @contextlib.contextmanager
-    def _reading(self, folder: Path) -> Iterator[None]:
+    def _reading(self, folder: Path, resumes: bool) -> Iterator[None]:
         """Inside, the engine loads what this rank would have written: its own files, or of another layout what they become."""
-        engine, read = self._engine, functools.partial(load, map_location="cpu", trust=self.config.trust)
+        engine, optimizer = self._engine, self._engine.optimizer
         written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
-        group = getattr(engine.optimizer, "dp_process_group", None)
+        group = getattr(optimizer, "dp_process_group", None)
         ranks = dist.get_world_size(group)
-        whole = (
-            engine.mp_world_size == 1
-            and engine.zero_optimization_stage() == 3
-            and hasattr(engine.optimizer, "fp16_groups")
-        )
-        if not whole:  # with tensor groups or pipeline stages; or weights alone
-            if engine.mp_world_size > 1 and written not in (0, ranks):
+        if engine.mp_world_size > 1 or engine.zero_optimization_stage() == 1:
+            if resumes and written not in (0, ranks):
                 raise ConfigError(
-                    f"checkpoint: {str(folder)!r} was written by {written} data-parallel ranks, and this world has {ranks}; "
-                    "expected as many with tensor or pipeline parallelism"
+                    f"checkpoint: {str(folder)!r} was written by {written} data-parallel ranks; found {ranks}; expected as many "
+                    "with tensor parallelism or pipeline stages"
                 )
-            yield
-            return
-        layout = Layout(ranks, engine._get_zero_param_shapes())
-        groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(engine.optimizer.fp16_groups))]
-        found = Resharding(folder, max(written, 1), layout, dist.get_rank(group), groups, read)
-        if found.old == layout:
-            yield
-            return
-        own = str(found.path(0, MODEL))  # this rank may have written none
-        self._resharding = found
+        elif hasattr(optimizer, "fp16_groups"):  # not an engine without an optimizer
+            layout = Layout(ranks, engine._get_zero_param_shapes())
+            groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
+            read = functools.partial(load, map_location="cpu", trust=self.config.trust)
+            found = Resharding(folder, max(written, 1), layout, dist.get_rank(group), groups, read)
+            self._resharding = None if found.old == layout else found
         try:
-            with mock.patch.object(engine, "_get_all_ckpt_names", return_value=[own]):
+            with contextlib.ExitStack() as stack:
+                if self._resharding is not None:
+                    own = str(self._resharding.path(0, MODEL))  # this rank may have written none
+                    stack.enter_context(mock.patch.object(engine, "_get_all_ckpt_names", return_value=[own]))
                 yield
         finally:
             self._resharding = None
@@ -311,16 +304,20 @@ class CheckpointFiles(CheckpointEngine):
 
 
 def from_rank_0(function: Callable[[], T]) -> T:
-    """Calls a function on rank 0 and returns its result on all ranks, which raise its `ConfigError` alike. Collective."""
+    """Calls a function on rank 0 and returns its result on all ranks, or raises its error on all. Collective."""
     answer: list[Any] = [None, None]
+    raised: Exception | None = None
     if dist.get_rank() == 0:
         try:
             answer[0] = function()
-        except ConfigError as error:
-            answer[1] = error
+        except Exception as error:  # the others would wait for it
+            raised = error
+            answer[1] = (
+                error if isinstance(error, ConfigError) else PlainError(f"rank 0: {type(error).__name__}: {error}")
+            )
     dist.broadcast_object_list(answer)
     if answer[1] is not None:
-        raise answer[1]
+        raise raised or answer[1]
     return answer[0]  # type: ignore[no-any-return]
 
 
@@ -436,45 +433,52 @@ def configures(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def saves(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``DeepSpeedEngine.save_checkpoint`` by `CheckpointFiles.save_all`."""
-    signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        engine, folder = given["self"], given["save_dir"]
-        files = engine.checkpoint_engine
-        if not isinstance(files, CheckpointFiles) or not folder:
-            return stock(*args, **kwargs)
-        tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
-        latest, given["save_latest"], given["tag"] = given["save_latest"], False, tag
+    def save_checkpoint(
+        engine: Any,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        files, state = engine.checkpoint_engine, client_state or {}
+        if not isinstance(files, CheckpointFiles) or not save_dir:
+            return stock(engine, save_dir, tag, state, save_latest, *more, **named)
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         with on_all_ranks():
-            return files.save_all(lambda _: stock(*call.args, **call.kwargs), Path(folder), tag, latest)
+            save = functools.partial(stock, engine, save_dir, tag, state, False, *more, **named)
+            return files.save_all(save, Path(save_dir), tag, save_latest)
 
     return save_checkpoint
 
 
 def loads(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``DeepSpeedEngine.load_checkpoint`` by `CheckpointFiles.load_all`."""
-    signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        files = given["self"].checkpoint_engine
-        if not isinstance(files, CheckpointFiles) or given["self"].load_universal_checkpoint():
-            return stock(*args, **kwargs)
-
-        def of_tag(tag: str | None) -> Any:
-            given["tag"] = tag
-            return stock(*call.args, **call.kwargs)
-
-        resumes = given["load_optimizer_states"] and not given["load_module_only"]
-        tag = None if given["tag"] is None else str(given["tag"])
+    def load_checkpoint(
+        engine: Any,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **more: Any,
+    ) -> Any:
+        files = engine.checkpoint_engine
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        if not isinstance(files, CheckpointFiles) or engine.load_universal_checkpoint():
+            return stock(engine, load_dir, tag, *what, **more)
         with on_all_ranks():
-            return files.load_all(of_tag, Path(given["load_dir"]), tag, resumes)
+            return files.load_all(
+                lambda chosen: stock(engine, load_dir, chosen, *what, **more),
+                Path(load_dir),
+                None if tag is None else str(tag),
+                load_optimizer_states and not load_module_only,
+            )
 
     return load_checkpoint

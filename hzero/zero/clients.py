@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -134,23 +135,42 @@ def _keep_batch(trainer: Any, found: Manifest) -> None:
 def follow_accelerator(accelerator: Any) -> None:
     """Makes ``load_state`` take complete checkpoints, run no code, and begin a window of accumulation on all ranks alike.
 
+    And makes ``save_state`` remove checkpoints beyond ``total_limit`` after it has saved, where Accelerate does so before.
+
     Args:
         accelerator: An ``accelerate.Accelerator`` that uses DeepSpeed.
     """
-    config = _config_of(accelerator)
-    stock = accelerator.load_state
+    config, names = _config_of(accelerator), accelerator.project_configuration
+    stock_save, stock_load = accelerator.save_state, accelerator.load_state
 
-    @functools.wraps(stock)
+    @functools.wraps(stock_save)
+    def save_state(*args: Any, **kwargs: Any) -> Any:
+        limit, names.total_limit = names.total_limit, None
+        try:
+            saved = stock_save(*args, **kwargs)
+        finally:
+            names.total_limit = limit
+        if names.automatic_checkpoint_naming and limit is not None:
+            dist.barrier()  # all ranks have written their random states
+            if dist.get_rank() == 0:
+                for path in complete_in(_automatic(accelerator))[max(limit, 1) :]:
+                    shutil.rmtree(path, ignore_errors=True)
+        return saved
+
+    @functools.wraps(stock_load)
     def load_state(input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        names = accelerator.project_configuration
         with on_all_ranks():
-            if input_dir is None and names.automatic_checkpoint_naming:
-                # Accelerate takes the one with the highest number.
-                input_dir = from_rank_0(lambda: newest_checkpoint(Path(accelerator.project_dir) / "checkpoints"))
+            if input_dir is None and names.automatic_checkpoint_naming:  # Accelerate takes the highest number
+                input_dir = from_rank_0(lambda: newest_checkpoint(_automatic(accelerator)))
             with only_tensors(config.trust):
-                stock(input_dir, *args, **kwargs)
+                stock_load(input_dir, *args, **kwargs)
         # Accelerate reads this count of micro-steps from the file of a rank's random state, which new ranks do not have; and
         # it is that of another accumulation.
         accelerator.step = 0
 
-    accelerator.load_state = load_state
+    accelerator.save_state, accelerator.load_state = save_state, load_state
+
+
+def _automatic(accelerator: Any) -> Path:
+    """Where Accelerate saves by numbers."""
+    return Path(accelerator.project_dir) / "checkpoints"

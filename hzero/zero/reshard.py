@@ -174,7 +174,11 @@ class Resharding:
 
         for name, shape in (own.get("frozen_param_shapes") or {}).items():
             fragments[name] = self._cut(math.prod(shape), functools.partial(fragment, name))
-        return {**own, "dp_world_size": self._layout.world_size, _FROZEN: fragments if _FROZEN in own else None}
+        return {
+            **own,
+            "dp_world_size": self._layout.world_size,
+            _FROZEN: fragments if own.get(_FROZEN) is not None else None,
+        }
 
     def _optimizer(self) -> dict[str, Any]:
         own = self._file(self._first, OPTIMIZER)

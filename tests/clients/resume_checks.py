@@ -126,6 +126,14 @@ def check_trainer_goes_on() -> None:
         whole = _trainer(_folder("whole"), STEPS, PRESETS[4], save_strategy="no")
         whole.train()
         _compare("Trainer", losses(whole, 0), 0, STEPS)
+        blocked = _folder("blocked") / "checkpoint-1" / "rng_state_2.pth"
+        if dist.get_rank() == 0:
+            blocked.mkdir(parents=True)
+        failing = _trainer(_folder("blocked"), 2, PRESETS[4])
+        with pytest.raises(hzero.SaveError, match=r"checkpoint-1' could not be saved: .*rank 2"):
+            failing.train()
+        assert hzero.newest_checkpoint(_folder("blocked")) is None
+        losses(failing, 0)
         trainer = _trainer(folder, 2, PRESETS[4])
         trainer.train()
         _compare("Trainer", losses(trainer, 0), 0, 2)

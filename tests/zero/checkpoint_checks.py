@@ -201,6 +201,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
     built = engine("topo", 0)
     train(built, 2)
     built.save_checkpoint(str(folder))
+    built.save_checkpoint(str(folder), tag="without", exclude_frozen_parameters=True)
     expected = state_of(built)
     assert len(expected) > 20
     next_loss = train(built, 1, first=2)
@@ -222,6 +223,10 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
     _on_rank_0(write_as_three)
     for tag, zero in ((target, {}), (source, {"sub_group_size": 40})):
         resumed = engine("zero3", 9, **zero)
+        if zero:
+            frozen = state_of(resumed)["frozen.weight"]
+            resumed.load_checkpoint(str(folder), tag="without")
+            assert torch.equal(state_of(resumed)["frozen.weight"], frozen)
         resumed.load_checkpoint(str(folder), tag=tag.name)
         assert (len(resumed.optimizer.fp16_groups) > 2) == bool(zero)
         got = state_of(resumed)

@@ -1,0 +1,143 @@
+"""Which checkpoints count as complete, without ranks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hzero
+from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, recover
+
+NAME = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def _written(folder: Path, step: int, written: float = 0.0, size: int = 100) -> Manifest:
+    """A checkpoint of one file."""
+    folder.mkdir(parents=True)
+    content = os.urandom(size)
+    (folder / NAME).write_bytes(content)
+    (folder / NAME.replace("optim", "model")).write_bytes(b"")
+    files = {NAME: (size, hashlib.sha256(content).hexdigest())}
+    note = Manifest(folder, step, 4, 12, written, files)
+    note.write(folder)
+    return note
+
+
+def test_the_newest_complete_checkpoint_of_every_client_is_found(tmp_path: Path) -> None:
+    assert hzero.newest_checkpoint(tmp_path / "missing") is None and hzero.newest_checkpoint(tmp_path) is None
+    _written(tmp_path / "global_step9", 9)
+    assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "global_step9")
+    _written(tmp_path / "state_10" / "pytorch_model", 10)  # of Accelerate
+    _written(tmp_path / "last.ckpt" / "checkpoint", 11)  # of Lightning
+    _written(tmp_path / "again", 11, written=5.0)
+    _written(tmp_path / "checkpoint-12" / "global_step12", 12)  # of Trainer, killed before it had written its state
+    order = ["again", "last.ckpt", "state_10", "global_step9"]
+    assert [path.name for path in complete_in(tmp_path)] == order
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12')
+    assert [path.name for path in complete_in(tmp_path)] == order, "the text is cut off"
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12}')
+    assert hzero.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
+    os.truncate(tmp_path / "checkpoint-12" / "global_step12" / NAME, 99)
+    (tmp_path / "again" / NAME).unlink()
+    assert [path.name for path in complete_in(tmp_path)] == order[1:]
+
+
+def test_a_checkpoint_without_a_note_is_taken_only_if_no_other_has_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("checkpoint-1", "checkpoint-2"):
+        note = _written(tmp_path / name / "global_step", 1)
+        (note.folder / NOTE).unlink()
+    os.utime(tmp_path / "checkpoint-1", (1, 1))
+    with caplog.at_level(logging.WARNING, "hzero"):
+        assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert "written without the key checkpoint" in caplog.text
+    _written(tmp_path / "global_step0", 0)
+    assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "global_step0")
+
+
+def _sealed(note: dict[str, Any]) -> str:
+    """A note as whoever changes it on purpose would write it."""
+    content = {key: value for key, value in note.items() if key != "seal"}
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "seal": seal})
+
+
+def test_a_note_that_was_changed_is_refused(tmp_path: Path) -> None:
+    note = _written(tmp_path / "one", 1)
+    path = note.folder / NOTE
+    assert Manifest.read(note.folder) == note
+    text = path.read_text()
+    found = json.loads(text)
+    path.write_text(_sealed(found))
+    assert Manifest.read(note.folder) == note
+    for changed in (
+        json.dumps({**found, "step": 9}),
+        json.dumps({**found, "seal": None}),
+        text[:-9],
+        text.replace('"batch": 12', f'"batch": 1{"0" * 5000}'),
+        _sealed({**found, "files": {"../other": [1, ""]}}),
+        _sealed({**found, "files": {}}),
+        _sealed({**found, "files": 3}),
+        "[" * 100_000,
+    ):
+        path.write_text(changed)
+        with pytest.raises(IncompleteError, match=rf"one' is incomplete: its {NOTE} cannot be read"):
+            Manifest.read(note.folder)
+        assert complete_in(tmp_path) == []
+    path.unlink()
+    with pytest.raises(IncompleteError, match=f"it has no {NOTE}"):
+        Manifest.read(note.folder)
+    os.mkfifo(path)  # never waits for a writer
+    with pytest.raises(IncompleteError, match="cannot be read"):
+        Manifest.read(note.folder)
+
+
+def test_a_file_that_changed_is_named(tmp_path: Path) -> None:
+    note = _written(tmp_path / "one", 1)
+    assert note.changed() is None and note.bytes == 100
+    (note.folder / NAME).write_bytes(bytes(100))
+    assert note.changed(hashes=False) is None
+    assert note.changed() == f"{NAME} is not what was written: its hash differs"
+    assert note.changed([]) is None, "another rank's share"
+    os.truncate(note.folder / NAME, 7)
+    assert note.changed() == f"{NAME} has 7 bytes instead of 100"
+    with pytest.raises(OSError, match="has 7 bytes instead of 100"):
+        note.write(note.folder)  # the file system has lost what was written
+
+
+def test_a_save_that_was_cut_short_between_two_names_gets_its_own(tmp_path: Path) -> None:
+    _written(tmp_path / ".last.partial", 2)
+    _written(tmp_path / ".last.old.partial", 1)  # moved away for it
+    (tmp_path / ".other.partial").mkdir()
+    (tmp_path / ".latest.x.partial").write_text("a file of another process")
+    recover(tmp_path)  # another job may be saving: nothing is removed
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(".last.old.partial", ".latest.x.partial", ".other.partial", "last")
+    ]
+    recover(tmp_path, clean=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".latest.x.partial", "last"]
+    assert Manifest.read(tmp_path / "last").step == 2
+
+
+def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path) -> None:
+    """torch's own error would give a position in its archive."""
+    state = {"a": torch.arange(100_000), "b": [torch.ones(3)]}
+    whole = HashedFile(tmp_path / "whole.pt")
+    torch.save(state, whole)  # type: ignore[arg-type]
+    content = (tmp_path / "whole.pt").read_bytes()
+    assert whole.close() == (len(content), hashlib.sha256(content).hexdigest())
+    assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=True, mmap=True)["a"], state["a"])
+    full = HashedFile("/dev/full")  # every write fails as on a full disk
+    torch.save(state, full)  # type: ignore[arg-type]
+    with pytest.raises(OSError) as error:
+        full.close()
+    assert error.value.errno == errno.ENOSPC
