@@ -35,8 +35,7 @@ from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
 from hzero.files import read_text, replacing
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, SaveError, complete_in, recover
-from hzero.reasons import PlainError
-from hzero.validation import ConfigError, on_all_ranks, report_once, some
+from hzero.validation import ConfigError, PlainError, on_all_ranks, report_once, some
 from hzero.zero.refusals import read_block
 from hzero.zero.reshard import MODEL, OPTIMIZER, Layout, Resharding
 from hzero.zero.safe_load import load, only_tensors
