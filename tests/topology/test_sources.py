@@ -27,7 +27,6 @@ from tests.topology import trees
 from tests.topology.hostile import machine_or_error, mutated
 
 DUMPS = ROOT.parent / "shared" / "topologies"
-OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -41,7 +40,7 @@ def read(folder: Path, text: str, name: str = "node") -> Machine:
 
 
 def test_a_frontier_node(tmp_path: Path) -> None:
-    machine = read_sysfs(trees.frontier(tmp_path))
+    machine = read_sysfs(trees.frontier(tmp_path / "sys"))
     assert [device.number for device in machine.devices] == list(range(8))
     assert [device.bus for device in machine.devices] == [f"0000:{bus}:00.0" for bus in trees.FRONTIER_BUSES]
     assert [device.numa for device in machine.devices] == [3, 3, 1, 1, 0, 0, 2, 2]
@@ -52,13 +51,10 @@ def test_a_frontier_node(tmp_path: Path) -> None:
     assert all(link.kind == "xgmi" and link.gb_s == 50.0 * (link.count or 0) for link in machine.links)
     assert machine.nics == tuple(Nic(f"hsn{number}", "cxi", 25.0) for number in range(4))
     assert machine.remarks == ()
-
-
-@pytest.mark.parametrize("order", [OLCF, (0, 2, 4, 6, 1, 3, 5, 7), (7, 6, 5, 4, 3, 2, 1, 0)])
-def test_packages_follow_links_not_numbers(tmp_path: Path, order: tuple[int, ...]) -> None:
-    machine = read_sysfs(trees.frontier(tmp_path, order=order))
-    packages = {frozenset(order[number] for number in package) for package in packages_of(machine)}
-    assert packages == {frozenset(pair) for pair in [(0, 1), (2, 3), (4, 5), (6, 7)]}
+    for order in ((4, 5, 2, 3, 6, 7, 0, 1), (0, 2, 4, 6, 1, 3, 5, 7)):  # packages follow links, not numbers
+        other = read_sysfs(trees.frontier(tmp_path / str(order), order=order))
+        packages = {frozenset(order[number] for number in package) for package in packages_of(other)}
+        assert packages == {frozenset(pair) for pair in [(0, 1), (2, 3), (4, 5), (6, 7)]}
 
 
 def test_devices_outside_the_cgroup_are_hidden_but_their_links_are_known(tmp_path: Path) -> None:
@@ -248,16 +244,13 @@ def test_small_dumps(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('target="0000:c6:00.0"', 'target="0000:aa:00.0"', "link of gpu 4 leads to 0000:aa:00.0, which is no gpu"),
-        ('target="0000:c6:00.0"', 'target="0000:c1:00.0"', "device 4 is linked to itself"),
         ('target="0000:c6:00.0" count="4"', 'target="0000:c6:00.0" count="2"', "the ends of link 4-5"),
         ('count="4"', 'count="-4"', "xgmi: found count='-4', expected an integer from 1 to 64"),
         ('dev="5"', 'dev="4"', "device 4 is linked to itself"),
         ('busid="0000:c1:00.0"', 'busid="../../etc"', r"found '../../etc', expected a PCI bus id"),
-        ('version="2"', 'version="3"', "expected system of version 1 or 2"),
         ("</system>", "", "is not valid XML: .* line 20"),
         ("<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "has 2 hosts|has 3 hosts"),
         ("<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "has a DOCTYPE"),
-        ("<system", '<!DOCTYPE system SYSTEM "file:///etc/passwd"><system', "has a DOCTYPE"),
         ("<cpu ", "&undeclared;<cpu ", "is not valid XML"),
     ],
 )  # fmt: skip
@@ -266,30 +259,6 @@ def test_contradictions_in_a_dump(tmp_path: Path, old: str, new: str, message: s
     with pytest.raises(ConfigError, match=message) as caught:
         read(tmp_path, PAIR.replace(old, new, 1))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-BUSES = st.sampled_from(["0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:07:00.0", "fffffff:ff:ff.0", "c1", ""])
-NUMBERS = st.sampled_from(["0", "1", "2", "4", "-1", "9" * 25, "NaN", "1.5", ""])
-CLASSES = st.sampled_from(["0x038000", "0x068000", "0x068001", "0x030200", ""])
-LINKS = st.lists(st.tuples(st.sampled_from(["xgmi", "nvlink"]), BUSES, NUMBERS, CLASSES), max_size=4)
-GPUS = st.lists(st.tuples(BUSES, NUMBERS, st.sampled_from(["910", "gfx942", "906", "", "x"]), LINKS), max_size=4)
-
-
-@quick
-@given(gpus=GPUS, numa=NUMBERS, speed=NUMBERS)
-def test_any_wiring_gives_a_machine_or_an_error(
-    tmp_path: Path, gpus: list[tuple[str, str, str, list[tuple[str, str, str, str]]]], numa: str, speed: str
-) -> None:
-    """Well-formed dumps whose links may be cyclic, lead to their own device or nowhere, or contradict each other."""
-    lines = [f'<system version="2"><cpu numaid="{numa}">']
-    for bus, number, gcn, links in gpus:
-        lines.append(f'<pci busid="{bus}" device="{number}"><gpu dev="{number}" gcn="{gcn}">')
-        lines += [f'<{tag} target="{to}" count="{count}" tclass="{kind}"/>' for tag, to, count, kind in links]
-        lines.append(f'</gpu><nic><net name="n{number}" speed="{speed}"/></nic></pci>')
-    (tmp_path / "dump.xml").write_text("\n".join([*lines, "</cpu></system>"]))
-    machine = machine_or_error(read_file, tmp_path / "dump.xml")
-    if machine is not None:
-        assert len(machine.devices) == len(gpus)
 
 
 def test_many_gpus_on_many_switches_end_soon(tmp_path: Path) -> None:
@@ -343,7 +312,6 @@ def test_a_matrix(tmp_path: Path) -> None:
     [
         ("GPU1\tNV18\t X ", "GPU1\tNV12\t X ", "the ends of link 0-1 contradict"),
         ("GPU0\t X ", "GPU0\tNV4", "device 0 is linked to itself"),
-        ("NV18", "NV0", "row of GPU0: expected 5 cells"),
         ("GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 5 cells"),
         ("\tGPU1\tGPU2", "\tGPU1\tGPU1", "columns, expected at most"),
         ("00000000:43:00.0", "00000000:1B:00.0", "0000:1b:00.0 occurs twice"),
@@ -423,19 +391,16 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("devices: 2\nkind: a\ndevices: 3", "a key occurs twice"),
         ("devices: -2", "devices: found -2"),
         ("devices: 1025", "devices: found 1025"),
-        ("devices: " + "9" * 4000, "devices"),
         ("kind: a", "devices: missing; expected their number"),
         ("buses: ['c1:00.0', 'C1:00.0']", "PCI bus id 0000:c1:00.0 occurs twice"),
         ("buses: [c1]", "buses.0: found 'c1', expected a PCI bus id such as"),
         ("buses: [01:00.0]", "buses.0: found 60.0; input should be a valid string"),
         ("devices: 2\nbuses: ['c1:00.0']", "buses: found 1, expected one for each of 2 devices"),
-        ("devices: 2\nnuma: [0]", "numa: found 1, expected one for each of 2 devices"),
         ("devices: 2\npackages: [[0, 1], [2]]", "packages [[0, 1], [2]] do not hold each of the devices 0, 1 once"),
         ("devices: 2\nlinks: [{pairs: [[0, 1], [1, 0]]}]", "link 0-1 occurs twice"),
         ("devices: 2\nlinks: [{pairs: [[0, 2]]}]", "link 0-2: expected two of the devices 0, 1"),
         ("devices: 2\nlinks: [{kind: xgm, pairs: all}]", "unknown value 'xgm'; did you mean 'xgmi'? Possible: xgmi, nvlink"),
         ("devices: 2\nlinks: [{gb_s: .inf, pairs: all}]", "links.0.gb_s: found inf"),
-        ("devices: 2\nnics: [{kind: cxi}]", "nics.0.name: missing"),
         ("devices: 2\ntier_gb_s: {gdc: 1}", "unknown key 'gdc'; did you mean 'gcd'? Possible: gcd, hive, gpu, node, cluster"),
         ("gpus_per_node: 2\nlinks: []", "unknown key 'links'"),
         ("gpus_per_node: 2", "declares a grid (gpus_per_node), expected a node"),
@@ -444,9 +409,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         ("devices: 2\n---\ndevices: 3", "line 2: is neither YAML nor JSON that can be used: but found another document"),
         ("devices: &a 2\nnuma: *a", "line 1: is neither YAML nor JSON that can be used: found a reference"),
         ("a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk")), "a reference"),
-        ("devices: !!python/object:os.system 2", "could not determine a constructor for the tag"),
         ("[" * 100_000, "nested too deeply"),
-        ("devices: " + "{a: " * 20_000, "nested too deeply"),
         ("name: [" + "1," * 10_000 + "]", "found [1, 1"),
         ("#" * 131_073, "larger than 131,072 bytes"),
     ],
