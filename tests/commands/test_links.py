@@ -122,7 +122,7 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
     assert output.count(": 4 x 2 ranks, all at once") == 3
 
     assert main(["plan", "model=gpt_neox_1m", "topology=emulated_2x2x2", "--links", str(out)]) == 0
-    assert str(out) in capsys.readouterr().out.replace("\n", "")
+    assert "GB/s" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
