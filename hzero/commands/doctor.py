@@ -24,7 +24,7 @@ from hzero.topology.discovery import by_host, discover, host_identity, node_of
 from hzero.topology.exchange import TIMEOUT_S, Exchange
 from hzero.topology.machine import Device, Link, Machine, product
 from hzero.topology.sources import PRESETS, machine_of
-from hzero.topology.tiers import tiers_of
+from hzero.topology.tiers import packages_of
 from hzero.validation import ConfigError
 
 #: Verdicts by exit status.
@@ -55,13 +55,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add(
-        "config",
-        nargs="?",
-        type=Path,
-        metavar="CONFIG",
-        help="a DeepSpeed configuration (JSON) to check as it will be used",
-    )
+    add("config", nargs="?", type=Path, metavar="CONFIG", help="a DeepSpeed configuration (JSON) to check")
     add("--topology", metavar="SOURCE", help="a file, a copy of /sys or a preset to check instead of this machine")
     add("--expect", metavar="PRESET|FILE", help="the machine whose devices, links and NICs the node should have")
     add("--nodes", type=int, metavar="N", help="nodes of the run for which CONFIG is meant")
@@ -103,18 +97,17 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     nodes: dict[str, Machine] = {}
     ranks: list[dict[str, Any]] = []
     grid, fabric = None, ""
+    together = start.world_size > 1 and parsed.topology is None
     try:
-        if start.world_size > 1 and parsed.topology is None:
+        if together:
             environ = {**os.environ, **start.environment()}
             found = discover(source_of(config or {}), Exchange.of_environment(parsed.timeout, environ), environ)
             if start.rank:
                 return None
             grid, fabric = found.grid, "+".join({report.fabric for report in found.reports})
             findings += [(GOOD, note) for note in found.notes] + [(UNUSABLE, found.refusal)] * (grid is None)
-            for report, place in zip(found.reports, found.places):
-                ranks.append(
-                    {"rank": report.rank, "host": report.host, "package": place.package, **_row(report.device)}
-                )
+            for one, place in zip(found.reports, found.places):
+                ranks.append({"rank": one.rank, "host": one.host, "package": place.package, **_row(one.device)})
             nodes = {host: node_of(reports) for host, reports in by_host(found.reports).items()}
         else:
             machine = machine_of(parsed.topology or "auto")
@@ -128,9 +121,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
         if parsed.topology is not None or start.rank:
             raise
         findings.append((UNUSABLE, str(error)))
-    links = [
-        examine_links(host, node, expected, findings, of_ranks=start.world_size > 1) for host, node in nodes.items()
-    ]
+    links = [examine_links(host, node, expected, together, findings) for host, node in nodes.items()]
     sections: dict[str, Any] = {"grid": str(grid) if grid is not None else None, "ranks": ranks, "links": links}
     if parsed.topology is None:
         if "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics)):
@@ -155,36 +146,31 @@ def _row(device: Device | None) -> dict[str, Any]:
 
 
 def examine_links(
-    host: str, node: Machine, expected: Machine | None, findings: list[Finding], *, of_ranks: bool
+    host: str, node: Machine, expected: Machine | None, of_ranks: bool, findings: list[Finding]
 ) -> dict[str, str]:
-    """The tiers of a node, and its devices, links and NICs against an expected machine.
+    """A node's devices, links and NICs against an expected machine.
 
     Args:
         host: Its name, for remarks.
         node: As it was found. Ranks report no NICs, and no links between devices that have no rank.
         expected: What it should be, if the user says so: whatever of it is missing or not known is a finding.
-        findings: Takes the findings.
         of_ranks: Whether ranks reported the node.
+        findings: Takes the findings.
     """
-    tiers = ""
     if node.devices and (of_ranks or not any(device.hidden for device in node.devices)):
         try:
-            levels = tiers_of(node, of_ranks=of_ranks)
-            tiers = ", ".join(
-                f"{level.name} {level.size} at {level.gb_s or 0:g} GB/s" for level in levels if level.size > 1
-            )
+            packages_of(node, of_ranks=of_ranks)
         except ConfigError as error:
             findings.append((UNUSABLE, str(error)))
     if expected is None:
-        return {"host": host, "tiers": tiers, "links": "not compared: --expect PRESET"}
+        return {"host": host, "links": "not compared: --expect PRESET"}
     lines = differences(node, expected)
     rates = [(nic.gb_s or 0) / ENOUGH for nic in node.nics]
-    for nic in expected.nics if not of_ranks else ():
-        if sum(rate >= (nic.gb_s or 0) for rate in rates) < len(expected.nics):
-            lines.append(f"found {len(node.nics)} NICs, expected {len(expected.nics)} of {nic.gb_s or 0:g} GB/s")
-            break
+    slowest = min((nic.gb_s or 0 for nic in expected.nics), default=0)
+    if not of_ranks and sum(rate >= slowest for rate in rates) < len(expected.nics):
+        lines.append(f"found {len(node.nics)} NICs, expected {len(expected.nics)} of {slowest:g} GB/s")
     findings += [(DEGRADED if node.devices else UNUSABLE, f"{host}: {line}") for line in lines]
-    return {"host": host, "tiers": tiers, "links": f"{len(lines) or 'no'} differences from {expected.source}"}
+    return {"host": host, "links": f"{len(lines) or 'no'} differences from {expected.source}"}
 
 
 def differences(node: Machine, expected: Machine) -> list[str]:
@@ -203,13 +189,13 @@ def differences(node: Machine, expected: Machine) -> list[str]:
         if device.hidden:
             lines.append(f"device {device.number} is hidden by a cgroup or has no rank, so its links are not known")
         elif not {product(device.kind), *_PRODUCTS.get(product(device.kind), ())} & wanted:
-            lines.append(
-                f"device {device.number}: found {device.kind or 'no kind'}, expected {' or '.join(sorted(wanted))}"
-            )
+            kinds = f"found {device.kind or 'no kind'}, expected {' or '.join(sorted(wanted))}"
+            lines.append(f"device {device.number}: {kinds}")
     numbers = {device.bus: device.number for device in node.devices}
     places = {device.number: numbers.get(device.bus) for device in expected.devices if device.bus}
     if not set(numbers) <= {device.bus for device in expected.devices if device.bus}:
-        pairs = itertools.zip_longest(*(sorted(one.links, key=_strength, reverse=True) for one in (node, expected)))
+        ordered = (sorted(one.links, key=lambda n: (-(n.gb_s or 0), -(n.count or 0))) for one in (node, expected))
+        pairs = itertools.zip_longest(*ordered)
         weak = Counter(_text(link, want) for link, want in pairs if want is not None and _weaker(link, want))
         return lines + [f"{count} of {len(expected.links)} linked pairs: {text}" for text, count in weak.items()]
     lines += [f"missing: device {device.bus}" for device in expected.devices if places[device.number] is None]
@@ -220,12 +206,8 @@ def differences(node: Machine, expected: Machine) -> list[str]:
     return lines
 
 
-def _strength(link: Link) -> tuple[float, int]:
-    return link.gb_s or 0, link.count or 0
-
-
 def _text(found: Link | None, expected: Link) -> str:
-    return f"expected {expected or 'none (routed)'}, found {found or 'none (routed)'}"
+    return f"expected {expected}, found {found or 'none (routed)'}"
 
 
 def _weaker(found: Link | None, expected: Link) -> bool:
@@ -249,9 +231,7 @@ def examine_software(findings: list[Finding], devices: int) -> dict[str, Any]:
         findings.append((DEGRADED, text))
     for a, b in itertools.permutations(range(torch.cuda.device_count()), 2):
         if not torch.cuda.can_device_access_peer(a, b):  # a task's cgroup can cut it (SchedMD bug 17793)
-            findings.append(
-                (DEGRADED, f"device {a} has no peer access to device {b}: their traffic goes through the host")
-            )
+            findings.append((DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"))
     return {
         "codecs": examine_codecs(findings),
         "mpi": examine_mpi(findings),
