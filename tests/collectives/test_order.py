@@ -29,7 +29,7 @@ from hzero.topology import Grid
 from hzero.validation import ConfigError
 
 GRID = Grid(2, 2, 1)
-SCHEDULES = 1000
+SCHEDULES = 300
 TIMEOUT_S = 20.0
 
 

@@ -137,7 +137,7 @@ def test_payloads_of_another_size_or_kind_are_named(seed: int) -> None:
                 assert str(error.value).startswith(says), error.value
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     counts=st.tuples(*[st.sampled_from(COUNTS)] * 4),
     codec=st.sampled_from(CODECS),
