@@ -69,18 +69,6 @@ def test_bound_holds_anywhere(
     assert_within_bound(in_small_blocks(codec, scale, rounding), x, seed)
 
 
-@pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("scale", ["bf16", "fp32", "int8"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_bound_holds_on_blocks_of_every_magnitude(codec: str, scale: str, rounding: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    info = torch.finfo(dtype)
-    exponents = torch.linspace(math.log2(info.smallest_normal) - 24, math.log2(info.max), 61, dtype=torch.float64)
-    x = torch.randn(61, 40, generator=generator, dtype=torch.float64) * 2 ** exponents.unsqueeze(1)
-    assert_within_bound(in_small_blocks(codec, scale, rounding), x.clamp(info.min, info.max).to(dtype).view(-1))
-
-
 # ---- signal and noise -----------------------------------------------------------------------------------------------
 
 
@@ -206,22 +194,6 @@ def test_bound_holds_where_elements_are_rotated(
     for part, errors in zip(x.split(128), error.split(128)):
         bound = own.error_bound(float(part.abs().max()), torch.float32)
         assert float(errors.max()) <= bound, bound
-
-
-@pytest.mark.parametrize("rotation", [64, 128])
-def test_a_rotation_spreads_what_stands_out(rotation: int) -> None:
-    """A few channels thirty times as large as the rest, as in activations: the error has a tenth of the power."""
-    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(2))
-    x[:, ::64] *= 30
-
-    def noise(own: Codec) -> float:
-        return float((round_trip(own, x.view(-1)) - x.view(-1)).square().mean())
-
-    for codec in BLOCKED:
-        plain, rotated = make(codec), make(codec, rotation=rotation)
-        assert rotated.bits == plain.bits
-        gain = 10 * math.log10(noise(plain) / noise(rotated))
-        assert gain > 10, (codec, gain)
 
 
 @pytest.mark.parametrize("numel", [64, 65, 96, 100, 127, 128, 192, 1000])

@@ -198,36 +198,3 @@ def test_sums_are_those_of_the_decoded_values_in_float32() -> None:
     to = Codec.from_config(CodecConfig(codec="int8", block_size=512))
     again = EXP.decode_sum_encode(payload, 3, [600], inner=2, dtype=BF16, to=to, outer=2)
     assert torch.equal(again, to.encode([want], [600], sizes=[2], outer=2))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_opcheck() -> None:
-    ops, how = torch.ops.hzero, ("exp", 128, "bf16", 0, 0, 0)
-    source, chunks = [source_of("weights", 84), source_of("weights", 4)], [21, 1]
-    payload = EXP.encode(source, chunks, sizes=[4], outer=2)
-    torch.library.opcheck(ops.encode, (source, chunks, [4], [1], 2, *how, False, 0))
-    torch.library.opcheck(ops.decode, (payload, chunks, [4], [1], 2, *how, BF16))
-    torch.library.opcheck(ops.decode_sum, (payload, 2, chunks, 2, *how, BF16))
-    torch.library.opcheck(ops.decode_add, (payload, 2, chunks, 2, *how, BF16, [torch.zeros(42), torch.zeros(2)]))
-    torch.library.opcheck(
-        ops.decode_sum_encode, (payload, 2, chunks, 2, *how, BF16, 2, "int4", 32, "fp32", 0, 0, 0, False, 0)
-    )
-
-
-@pytest.mark.parametrize("offset", [1, 2, 5, 8])
-def test_a_payload_may_start_anywhere(offset: int) -> None:
-    x = source_of("gradients", 1500)
-    message = torch.cat([torch.zeros(offset, dtype=torch.uint8), EXP.encode([x], [500])])[offset:]
-    assert same(EXP.decode(message, [500], dtype=BF16)[0], x)
-
-
-def test_other_sources_are_refused() -> None:
-    x = torch.randn(40)
-    for dtype in (torch.float32, torch.float16):
-        with pytest.raises(TypeError, match=rf"source\[0\]: found {dtype}, expected bfloat16: codec exp encodes no"):
-            EXP.encode([x.to(dtype)], [40])
-    message = EXP.encode([x.to(BF16)], [40])
-    with pytest.raises(ValueError, match="out_codec: found 'exp', which holds bfloat16 numbers, and sums are float32"):
-        EXP.decode_sum_encode(message, 1, [40], inner=1, dtype=BF16, to=EXP, outer=1)
-    with pytest.raises(ValueError, match="codec: found 'exp', which holds bfloat16 numbers"):
-        EXP.encode_feedback([x.to(BF16)], [x], [1.0], [40], sizes=[1], strides=[1])

@@ -128,23 +128,6 @@ def test_data_decide_on_the_bytes() -> None:
     assert two < one
 
 
-def test_a_message_has_the_records_of_its_rows() -> None:
-    own, chunks, sizes, strides, outer = codec_of(3), [1030, 0, 1, 37], [2, 3], [1, 2], 3
-    source = [numbers("normal", max(6 * chunk - 5, 0), chunk) for chunk in chunks]
-    message = own.encode(source, chunks, sizes=sizes, strides=strides, outer=outer)
-    want = []
-    for piece in range(outer):
-        for tensor, chunk in zip(source, chunks):
-            for row in (2 * piece, 2 * piece + 1):
-                shard = row // 3 + row % 3 * 2
-                found = tensor[shard * chunk : (shard + 1) * chunk]
-                want.append(own.encode([found], [chunk], sizes=[1]))
-    assert torch.equal(message, torch.cat(want))
-    decoded = own.decode(message, chunks, dtype=torch.float32, sizes=sizes, strides=strides, outer=outer)
-    for got, tensor in zip(decoded, source):
-        assert same(got[: tensor.numel()], tensor) and not got[tensor.numel() :].view(torch.int32).any()
-
-
 def test_other_types_are_those_of_float32_converted() -> None:
     own, x = codec_of(), torch.cat([numbers("nan", 40), numbers("normal", 1000) * 1e3])
     message = own.encode([x], [1040])
@@ -153,18 +136,6 @@ def test_other_types_are_those_of_float32_converted() -> None:
         torch.testing.assert_close(got, x.to(dtype), rtol=0, atol=0, equal_nan=True)
         largest = float(x[40:].abs().max())
         assert float((got[40:].float() - x[40:]).abs().max()) <= own.error_bound(largest, dtype)
-
-
-def test_narrow_sources_are_sent_as_float32_and_sums_are_refused() -> None:
-    own, x = codec_of(), torch.randn(40)
-    for narrow in (x.bfloat16(), x.half()):
-        assert torch.equal(own.decode(own.encode([narrow], [40]), [40], dtype=narrow.dtype)[0], narrow)
-    message = own.encode([x], [40])
-    with pytest.raises(
-        ValueError, match="out_codec: found 'mpc', whose messages have no fixed size, as those of a stage have"
-    ):
-        own.decode_sum_encode(message, 1, [40], inner=1, dtype=torch.float32, to=own, outer=1)
-    assert torch.equal(own.decode_sum(message, 1, [40], inner=1, dtype=torch.float32)[0], x)
 
 
 # ---- cut messages ---------------------------------------------------------------------------------------------------

@@ -161,25 +161,3 @@ def check_the_wire_log_has_the_role_of_a_communicator() -> None:
     assert {entry.tier for entry in entries} == {hop.tier for hop in group.plan.gather_hops()}
     assert {entry.codec for entry in entries if entry.tier == "gpu"} <= {"int8"}
     assert float(tokens.grad[0, 0]) == pytest.approx(WORLD, rel=0.05)
-
-
-def check_activations_refuse_what_they_cannot_do() -> None:
-    group, odd = _communicator(SOME[0]), torch.ones(2, WORLD + 1)
-    with pytest.raises(
-        ValueError, match=rf"reduce_scatter_to: dim: found dimension 1 of shape .*multiple of .*{WORLD}"
-    ):
-        activations.reduce_scatter_to(odd, group, 1)
-    for refused in (lambda: activations.copy_to([1.0], group), lambda: activations.gather_from([1.0], group, 0)):
-        with pytest.raises(TypeError, match=r"tensor: found list, expected a torch\.Tensor"):
-            refused()
-    with pytest.raises(TypeError, match="gather_from: dim: found '1', expected the number of a dimension"):
-        activations.gather_from(odd, group, "1")
-    with pytest.raises(ValueError, match="exchange: split: found dimension 0"):
-        activations.exchange(odd[:1], group, 0, 1)
-    feedback = _communicator(SOME[0], codecs="int4", error_feedback=["gcd"])
-    with pytest.raises(ValueError, match="error_feedback: found gcd, but activations"):
-        activations.copy_to(odd, feedback)
-    tokens = torch.ones(WORLD, requires_grad=True)
-    (first,) = torch.autograd.grad(activations.copy_to(tokens, group).square().sum(), tokens, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()

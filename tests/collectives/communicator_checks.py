@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import random
 from datetime import timedelta
 from unittest import mock
 
@@ -255,27 +254,6 @@ def check_error_feedback_of_both_halves_recovers_what_was_lost() -> None:
     assert group._feedback._pending == group._tiered.feedback._pending == {}
     with pytest.raises(ValueError, match="all_reduce: key: found None, expected a number"):
         group.all_reduce(everyone[0])
-
-
-def check_handles_give_their_own_results_in_any_order() -> None:
-    """Of two communicators, waited for in another order on every rank; arguments may change once they have been read."""
-    rank, everyone = dist.get_rank(), _everyones((WORLD, 40))
-    groups = [_communicator(SOME[0], codecs="int8"), _communicator(SOME[-1])]
-    calls = [
-        (group, operation, factor)
-        for factor in (1, 2, 4)
-        for group in groups
-        for operation in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
-    ]
-    wanted = [getattr(group, operation)(everyone[rank] * factor) for group, operation, factor in calls]
-    for turn in range(3):
-        chains = []
-        for group, operation, factor in calls:
-            tensor = everyone[rank] * factor
-            chains.append(getattr(group, operation)(tensor, async_op=True))
-            tensor.zero_()
-        for index in random.Random(turn * WORLD + rank).sample(range(len(chains)), len(chains)):
-            assert torch.equal(chains[index].wait(), wanted[index]) and chains[index].done
 
 
 def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:

@@ -59,37 +59,6 @@ def check_messages_from_rank_to_rank() -> None:
         assert entries["recv"].wire_bytes > 0 and entries["send"].wire_bytes == 0
 
 
-def check_messages_of_other_roles_pass_each_other() -> None:
-    """Two communicators of the same ranks, whose messages are sent and awaited in other orders."""
-    one, other = (
-        Communicator({"topology": "discover", "transport": TRANSPORT}, role=role, grid=SOME[0])
-        for role in ("one", "other")
-    )
-    rank, like = dist.get_rank(), torch.empty(300)
-    if rank == 0:
-        sent = [
-            group.send(torch.full((300,), k), 1, async_op=True) for k, group in ((1.0, one), (2.0, one), (3.0, other))
-        ]
-        for chain in sent:
-            chain.wait()
-    elif rank == 1:
-        assert [group.recv(like, 0)[0].item() for group in (other, one, one)] == [3.0, 1.0, 2.0]
-    other_grid = Communicator({"transport": TRANSPORT, "checksum": True}, role="one", grid=SOME[-1])
-    pair = (other_grid, Communicator({"transport": TRANSPORT, "checksum": True}, role="one", grid=SOME[0]))
-    if rank == 0:
-        sent = [group.send(torch.full((300,), float(k)), 1, async_op=True) for k, group in enumerate(pair, 1)]
-        for chain in sent:
-            chain.wait()
-    elif rank == 1:
-        got = [group.recv(like, 0, async_op=True) for group in pair]
-        assert [chain.wait()[0].item() for chain in got] == [1.0, 2.0]
-    without = Communicator(
-        {"topology": "discover", "transport": TRANSPORT}, role="one", grid=SOME[0], uses={"copies", "sums"}
-    )
-    with pytest.raises(ValueError, match="send: dst: found no 'messages' among the uses of this communicator"):
-        without.send(like, (rank + 1) % WORLD)
-
-
 def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
     if TRANSPORT == "mpi":
         pytest.skip("MPI is refused after an error")

@@ -123,20 +123,6 @@ def check_a_communicator_of_mpi() -> None:
         Communicator({}, dist.group.WORLD, comm=MPI.COMM_WORLD)
 
 
-def check_worlds_that_differ_are_refused() -> None:
-    rank = dist.get_rank()
-    with (
-        mock.patch.object(dist, "get_rank", return_value=rank + 1),
-        pytest.raises(ConfigError, match=rf"MPI has this process as rank {rank} of {WORLD}, and torch.distributed as"),
-    ):
-        mpi_wires.world_of_mpi()
-    with (
-        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
-        pytest.raises(ConfigError, match=r"on GPUs, but this MPI library does not say that it reads their memory"),
-    ):
-        mpi_wires.world_of_mpi()
-
-
 def check_ranks_that_do_not_come_end_a_wait() -> None:
     """Last, since MPI's job is ended with the process. To the making of a communicator, and to a hop."""
     rank, second = dist.get_rank(), timedelta(seconds=1)

@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import hzero
 from hzero.zero.weights import Weights
-from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
+from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, train
 
 AUDITED = {"every": 1}
 
@@ -121,23 +121,6 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
         )
         assert "not what their owners hold" not in message
         engine.destroy()
-
-
-def check_an_audit_comes_first_then_every_so_many_steps_and_after_a_load() -> None:
-    engine = _engine("topo", guard={"every": 3})
-    own, found = hzero.state(engine), []
-    for step in range(4):
-        before = own.ratios
-        train(engine, 1, 2, first=step)
-        found.append(own.ratios is not before)
-    assert found == [True, False, True, False]
-    folder = str(shared_folder())
-    engine.save_checkpoint(folder, tag="four")
-    engine.load_checkpoint(folder, tag="four")
-    before = own.ratios
-    train(engine, 1, 2, first=4)
-    assert own.ratios is not before
-    engine.destroy()
 
 
 class _Unused(AwkwardNet):

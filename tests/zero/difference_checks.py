@@ -164,13 +164,3 @@ def check_an_edit_that_nobody_is_told_of_is_gone() -> None:
                     engine.module.gain.data.fill_(value + dist.get_rank())
         assert losses[0] == losses[1], losses
         engine.destroy()
-
-
-def check_differences_of_narrow_weights_cross_a_tier_without_codec() -> None:
-    """The first hop sends them in the weights' own type, the second in int4."""
-    codecs = {"weights": {"node": "none", "gpu": "int4", "gcd": "none"}}
-    block = block_of("topo", refresh_differences=True, codecs=codecs, shard={"weights": "package"})
-    engine = engine_of(ds_config(block, 1, bf16={"enabled": True}))
-    losses = train(engine, 4)
-    assert losses[-1] < losses[0]
-    engine.destroy()

@@ -99,20 +99,6 @@ def check_bytes_between_nodes() -> None:
         engine.destroy()
 
 
-def check_refresh_messages_are_as_long_as_asked_for() -> None:
-    """By default one per prefetch bucket, and one for all with a size that all reach together."""
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
-    hops, losses = [], []
-    for least in (0, 10**6):
-        engine = engine_of(ds_config(block_of("lossless", refresh_message_bytes=least), zero_optimization=zero))
-        losses.append(train(engine, 2))
-        own = hzero.state(engine)
-        hops.append({entry.tier: entry.hops for entry in own.wire_log.entries() if entry.role == "weights"})
-        engine.destroy()
-    assert losses[0] == losses[1]
-    assert hops[1]["node"] == hops[1]["gpu"] == 2 < hops[0]["node"] and hops[0]["gcd"] == hops[1]["gcd"], hops
-
-
 def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
     """Of 4 nodes; some refresh messages are short, others are not."""
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
@@ -441,26 +427,6 @@ def check_saving_changes_nothing() -> None:
         hops.append({(e.role, e.tier): e.hops for e in hzero.state(engine).wire_log.entries()})
         engine.destroy()
     assert losses[0] == losses[1] and hops[0] == hops[1]
-
-
-def check_offloaded_states_come_back() -> None:
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    def all_trainable() -> AwkwardNet:  # DeepSpeed 0.19.8 cannot offload the shards of frozen parameters
-        model = AwkwardNet()
-        model.frozen.weight.requires_grad_(True)
-        return model
-
-    plain = engine_of(ds_config(block_of("topo")), all_trainable())
-    want = train(plain, 4)
-    plain.destroy()
-    engine = engine_of(ds_config(block_of("topo")), all_trainable())
-    got = train(engine, 2)
-    engine.offload_states(include=[OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads], pin_memory=False)
-    assert hzero.state(engine).memory(engine.optimizer)["resident weights"] == 0
-    engine.reload_states()
-    assert got + train(engine, 2, first=2) == want
-    engine.destroy()
 
 
 def check_memory_is_what_the_plan_says() -> None:

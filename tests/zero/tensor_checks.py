@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -271,26 +270,3 @@ def check_experts_exchange_tokens_in_the_codec_of_their_dimension() -> None:
     want = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand_as(tokens).float()
     torch.testing.assert_close(tokens.grad, want, rtol=0.02, atol=0)
     assert {(entry.role, entry.codec) for entry in group.wire_log.entries()} == {("expert", "int8")}
-
-
-def check_codecs_that_nothing_uses_are_warned_about() -> None:
-    block = block_of("hybrid", codecs={"expert": "int8"})  # whose codecs of other dimensions nobody has written
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hzero").addHandler(handler)
-    uncrossed = ds_config(block_of("lossless", codecs={"sequence": {"node": "int8"}}))
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
-    inside = for_dimension("sequence", uncrossed, pairs[dist.get_rank() // 2])
-    try:
-        engine_of(ds_config(block)).destroy()
-        engine_of(uncrossed).destroy()
-    finally:
-        logging.getLogger("hzero").removeHandler(handler)
-    assert inside.plan.grid.world_size == 2
-    crossing = [text for text in said if "codecs.sequence has no effect: its groups cross gcd alone" in text]
-    assert len(crossing) == (dist.get_rank() == 0), said
-    said = [text for text in said if text not in crossing]
-    warned = [text for text in said if "has no effect" in text]
-    assert all("codecs.expert has no effect" in text and "for_dimension('expert'" in text for text in warned), said
-    assert len(warned) == (dist.get_rank() == 0), said
