@@ -159,20 +159,12 @@ def complete_in(folder: Path) -> list[Path]:
     found = []
     for path in _children(folder):
         try:
-            manifests = [manifest_of(path)] if (path / NOTE).exists() else list(manifests_in(path))
+            manifests = [Manifest.read(path)] if (path / NOTE).exists() else list(manifests_in(path))
             if manifests and not any(manifest.changed(hashes=False) for manifest in manifests) and _is_whole(path):
                 found.append((max((one.step, one.written) for one in manifests), path))
         except IncompleteError as error:
             logger.warning("hzero: %s; skipped", error)
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def manifest_of(path: Path) -> Manifest:
-    """The note of the checkpoint of a tag, or of a client's folder around it. Raises `IncompleteError` as `Manifest.read`."""
-    if not (path / NOTE).exists():
-        for manifest in manifests_in(path):
-            return manifest
-    return Manifest.read(path)
 
 
 def manifests_in(path: Path) -> Iterable[Manifest]:

@@ -223,6 +223,8 @@ BAD: list[tuple[Any, str]] = [
     ({"canary": {"bytes": 8}}, "hzero.canary.bytes: found 8"),
     ({"guard": 5.5}, "hzero.guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
     ({"guard": -1}, "hzero.guard.discarded_steps: found -1"),
+    ({"checkpoint": True}, "hzero.checkpoint: found True, expected a block with keys same_batch, verify, trust"),
+    ({"checkpoint": {"verif": True}}, "hzero.checkpoint: unknown key 'verif'; did you mean 'verify'"),
     ({"topology": 8}, "hzero.topology: found 8"),
     ({"topology": {"nodes": 2}}, "hzero.topology.gpus_per_node: missing"),
     ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "hzero.topology.nodes: found '2'"),

@@ -79,23 +79,19 @@ def _chosen(output_dir: str, asked: Any, config: CheckpointConfig) -> tuple[Any,
     """The checkpoint from which Trainer resumes, and its note, if it has one. Collective.
 
     One that is incomplete gives way to the newest complete one if Trainer has chosen it, or a script by ``get_last_checkpoint``:
-    then it has the highest number in its folder.
+    then it has the highest number in its folder. Without a note, the engine says what it is.
     """
     folder = Path(output_dir) if asked is True else Path(asked).parent
 
-    def candidates() -> tuple[Any, list[Manifest]]:
+    def candidates() -> list[Manifest]:
         complete, last = complete_in(folder), _last(folder)
-        if asked is not True and Path(asked) in complete:
-            complete = complete[complete.index(Path(asked)) :] if Path(asked) == last else [Path(asked)]
-        elif not complete and newest_checkpoint(folder) is not None:
-            return asked, []  # written without the key
-        elif asked is not True and Path(asked) != last:
-            return asked, []  # not one of Trainer's: the engine says what it is
-        elif not complete and last is not None:
+        if asked is not True and Path(asked) != last:
+            complete = [path for path in complete if path == Path(asked)]
+        elif last is not None and not complete and newest_checkpoint(folder) is None:
             raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
-        return asked, [next(iter(manifests_in(path))) for path in complete]
+        return [next(iter(manifests_in(path))) for path in complete]
 
-    asked, notes = from_rank_0(candidates)
+    notes = from_rank_0(candidates)
     if not notes:
         return asked, None
     found = notes[newest_intact(notes, config.verify)]
