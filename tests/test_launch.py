@@ -110,6 +110,24 @@ def test_rank_0_has_the_terminal_and_the_others_have_logs(tmp_path: Path) -> Non
         assert sorted(said) == sorted(f"rank {rank} of 3\n" + "y" * 300_000)
 
 
+#: As on a machine with an accelerator: ranks are new processes.
+SPAWNED = """
+import functools, operator, sys, torch
+from pathlib import Path
+from hzero.launch import run_ranks
+torch.cuda.is_available = lambda: True
+for work in (functools.partial(operator.mul, 1, 75), functools.partial(operator.truediv, 1, 0)):
+    print(run_ranks(work, 2, logs=Path(sys.argv[1])), flush=True)
+"""
+
+
+def test_ranks_with_an_accelerator_are_no_forks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SPAWNED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "75\n1\n", done.stderr
+    assert "ZeroDivisionError: division by zero\nhzero: rank" in done.stderr
+
+
 #: A trainer that saves upon a signal, as a rank finds it after its step.
 SAVES = "told = []\nsignal.signal(signal.SIG{}, lambda *_: told.append(1))\nwait()\nwhile not told: time.sleep(0.01)\nreturn 75"
 
