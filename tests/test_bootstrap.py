@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ from hypothesis import strategies as st
 
 from hzero.bootstrap import Bootstrap, bootstrap
 from hzero.validation import ConfigError
-from tests.topology.test_exchange import under_mpi
+from tests.ranks import environment, mpiexec
 
 
 def srun(rank: int, tasks: int = 16, **more: str) -> dict[str, str]:
@@ -177,11 +181,41 @@ os.write(1, (json.dumps(said) + chr(10)).encode())
 """
 
 
+def _under_mpi(code: str) -> subprocess.CompletedProcess[str]:
+    """Three ranks of mpiexec."""
+    command = [mpiexec(), "-n", "3", sys.executable, "-c", code]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
 def test_ranks_of_mpiexec_meet_through_mpi4py() -> None:
-    done = under_mpi(RANKS, 3)
+    done = _under_mpi(RANKS)
     found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert found == [[rank, 3, "mpi", "127.0.0.1", found[0][4]] for rank in range(3)], done.stderr
-    done = under_mpi(RANKS.replace('"other" in sys.argv', "True"), 3)
+    done = _under_mpi(RANKS.replace('"other" in sys.argv', "True"))
     found = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     text = "mpi4py has this process as rank 0 of 1, its launcher as rank {} of 3: they are of different MPI libraries"
     assert found == [[rank, text.format(rank)] for rank in range(3)], done.stderr
+
+
+def test_a_rank_that_raises_ends_the_job_of_mpiexec() -> None:
+    """MPI_Finalize would wait for the others without end."""
+    begun = time.monotonic()
+    body = "import time\nfrom hzero.bootstrap import bootstrap\nif bootstrap(visible=0).rank: time.sleep(100)\n1 / 0\n"
+    done = _under_mpi(body)
+    assert done.returncode and "ZeroDivisionError" in done.stderr and time.monotonic() - begun < 30
+
+
+def test_hzero_run_tells_a_script_its_rank(tmp_path: Path) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys; print(*[os.environ[name] for name in {names}], sys.argv[1])")
+    for more, said in (({}, "9 16 0 frontier00001 3442 --x\n"), ({"RANK": "1", "WORLD_SIZE": "16"}, "")):
+        done = subprocess.run(
+            [sys.executable, "-m", "hzero.run", str(script), "--x"],
+            env=environment(**srun(9, LOCAL_RANK="0", **more)), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.stdout, done.returncode) == (said, 0 if said else 2), done.stderr
+    assert (
+        done.stderr.startswith("hzero: error: RANK=1 of WORLD_SIZE=16 and SLURM_PROCID=9")
+        and done.stderr.count("\n") == 1
+    )
