@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(bool(cluster.missing()), reason=cluster.missing(
 #: With it a job also runs into its time limit, which Slurm looks at twice a minute.
 FULL = os.environ.get("HZERO_SLURM") == "full"
 #: Longest wait for a job, in seconds.
-WAIT_S = 400.0 if FULL else 120.0
+WAIT_S = 600.0 if FULL else 120.0
 #: A small run in fp32 and without a codec, so that losses can be compared bit for bit.
 KEYS = (
     *("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=1", "zero=lossless", "train.dtype=fp32"),
@@ -89,8 +89,8 @@ def jobs(slurm: Cluster, tmp_path: Path) -> Iterator[_Jobs]:
 
 def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster, jobs: _Jobs) -> None:
     """Slurm sends the signal here that it sends before the time limit; with HZERO_SLURM=full the time limit comes."""
-    steps = 400 if FULL else 60
-    keys = (*KEYS, f"train.steps={steps}", "checkpoint.every=4")
+    steps = 1200 if FULL else 60
+    keys = (*KEYS, f"train.steps={steps}", f"checkpoint.every={40 if FULL else 4}")
     limit = ("--time=2", "--signal=USR1@60") if FULL else ()
     cut = jobs.send("cut", *keys, options=limit, HZERO_CHECK="1")
     jobs.until(lambda: jobs.losses("cut"), "cut", "the job trains")
