@@ -105,8 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if not error.elsewhere:
             print(f"hzero: error: {error}", file=sys.stderr)
-        if "mpi4py.MPI" in sys.modules:
-            pkgutil.resolve_name("hzero.mpi:abort_at_exit")()
         return 2
     except ModuleNotFoundError as error:
         return _missing(parsed.command, error)

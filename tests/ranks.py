@@ -156,4 +156,4 @@ def environment(**more: str) -> dict[str, str]:
     """Our environment without the variables of a launcher, and with others."""
     ours = ("SLURM_", "PMI", "OMPI_", "MPI_", "RANK")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), **more}

@@ -276,7 +276,7 @@ def world_of_mpi() -> Any:
     Raises:
         ConfigError: It is not, or mpi4py or the MPI library cannot do what is needed.
     """
-    mpi = import_mpi('transport "mpi" needs mpi4py', 'possible without: "torch"')
+    mpi = import_mpi()
     world, where = mpi.COMM_WORLD, "transport: found 'mpi'"
     own, ours = (world.Get_rank(), world.Get_size()), (dist.get_rank(), dist.get_world_size())
     if own != ours:

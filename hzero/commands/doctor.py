@@ -14,7 +14,7 @@ from typing import Any
 
 from hzero import __version__
 from hzero.arguments import Parser
-from hzero.bootstrap import bootstrap
+from hzero.bootstrap import rank_variables
 from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
 from hzero.commands.environment import examine_environment, site_of
 from hzero.formatting import show_table
@@ -92,17 +92,18 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     """
     expected = machine_of(parsed.expect, where="--expect") if parsed.expect is not None else None
     config = read_config(parsed.config) if parsed.config is not None else None
-    start = bootstrap(os.environ, visible=0)
+    variables = rank_variables(visible=0)
+    rank, world_size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
     findings: list[Finding] = []
     nodes: dict[str, Machine] = {}
     ranks: list[dict[str, Any]] = []
     grid, fabric = None, ""
-    together = start.world_size > 1 and parsed.topology is None
+    together = world_size > 1 and parsed.topology is None
     try:
         if together:
-            environ = {**os.environ, **start.environment()}
+            environ = {**os.environ, **variables}
             found = discover(source_of(config or {}), Exchange.of_environment(parsed.timeout, environ), environ)
-            if start.rank:
+            if rank:
                 return None
             grid, fabric = found.grid, "+".join({report.fabric for report in found.reports})
             findings += [(GOOD, note) for note in found.notes] + [(UNUSABLE, found.refusal)] * (grid is None)
@@ -118,7 +119,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
             if parsed.topology is not None and not machine.devices:
                 findings.append((UNUSABLE, f"{machine.source}: no devices found"))
     except ConfigError as error:
-        if parsed.topology is not None or start.rank:
+        if parsed.topology is not None or rank:
             raise
         findings.append((UNUSABLE, str(error)))
     links = [examine_links(host, node, expected, together, findings) for host, node in nodes.items()]
@@ -288,7 +289,7 @@ def examine_mpi(findings: list[Finding]) -> str | None:
     if not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")):
         return None
     try:
-        mpi = import_mpi('transport "mpi" needs mpi4py', "without it torch carries hops")
+        mpi = import_mpi()
     except ConfigError as error:
         findings.append((GOOD, str(error)))
         return None

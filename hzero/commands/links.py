@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hzero import __version__
 from hzero.arguments import Parser
-from hzero.bootstrap import bootstrap, launched
+from hzero.bootstrap import launched
 from hzero.config import NAMED, TRANSPORTS, Topology, TopologyConfig
 from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
@@ -170,18 +170,18 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
     from hzero.commands.probe import Probe, measurements
 
     use_gpu = parsed.device == "auto" and torch.cuda.is_available()
-    start = bootstrap(os.environ, visible=torch.cuda.device_count() if use_gpu else 0)
-    device = torch.device("cuda", start.local_rank) if use_gpu else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=max(parsed.timeout, START_TIMEOUT_S))
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (start.local_size or 1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     _check_together(parsed, torch.cuda.mem_get_info(device)[0] if use_gpu else memory)
-    grid = resolve_grid(parsed.topology, start.world_size, "--topology")
+    grid = resolve_grid(parsed.topology, world_size, "--topology")
     backend = "mpi" if parsed.transport == "mpi" else dist.get_backend()
     name, codecs = torch.cuda.get_device_name(device) if use_gpu else "cpu", choice(device.type).name
-    lines = [f"# hzero links: {start.world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}"]
+    lines = [f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}"]
     sizes = [parsed.min_bytes]
     while sizes[-1] * FACTOR <= parsed.max_bytes:
         sizes.append(sizes[-1] * FACTOR)
@@ -189,12 +189,12 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
     probe = Probe(grid, device, parsed.transport, parsed.iterations, parsed.timeout)
     for one in measurements(grid, sizes, parsed.codecs, torch.bfloat16 if use_gpu else torch.float32):
         if not rows or rows[-1].tier != one.tier:
-            lines += [f"# tier {one.tier}: {start.world_size // one.ranks} x {one.ranks} ranks, all at once", _HEAD]
+            lines += [f"# tier {one.tier}: {world_size // one.ranks} x {one.ranks} ranks, all at once", _HEAD]
         rows.append(probe.measure(one))
-        if start.rank == 0:
+        if rank == 0:
             print(*lines, line(rows[-1]), sep="\n", flush=True)
         lines = []
-    if start.rank == 0:
+    if rank == 0:
         links = LinksFile(
             schema=SCHEMA,
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -203,7 +203,7 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
             backend=backend,
             device=name,
             codecs=codecs,
-            launcher=launcher or start.launcher,
+            launcher=launcher or "other",
             grid={tier: grid.size(tier) for tier in grid.tiers},
             settings={"sizes": sizes, "iterations": parsed.iterations},
             tiers={tier: tier_rate([row for row in rows if row.tier == tier]) for tier in grid.crossed},

