@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from benchmarks.hybrid.model import Mpu, pipeline_of, split
+from benchmarks.hybrid.model import Layout, Mpu, pipeline_of, split
 from benchmarks.training import adamw, batch, build, learning_rate, numels, start_rank
 from hzero.collectives import for_dimension
 from hzero.files import replacing
-from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import Grid
 
 GRID = Grid(2, 2, 2)
@@ -55,8 +54,8 @@ def train(work: Work) -> None:
 class _Run:
     def __init__(self, work: Work) -> None:
         self._model, self._train = work.config["model"], work.config["train"]
-        self._layout = TensorGroups(GRID, work.config["tensor"], work.config["pipeline"])
-        self._reader = self._layout.data_rank(dist.get_rank())
+        self._layout = Layout(range(GRID.world_size), work.config["tensor"], work.config["pipeline"])
+        self._reader = self._layout.places(dist.get_rank())[1]
         ids = np.load(work.tokens, mmap_mode="r")
         cut = len(ids) - int(len(ids) * EVALUATION)
         self._ids, self._held_out = ids[:cut], ids[cut:]

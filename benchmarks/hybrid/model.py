@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,45 @@ from hzero.collectives import Communicator
 from hzero.collectives.activations import copy_to, reduce_from
 from hzero.collectives.process_groups import shared_groups
 from hzero.collectives.recorder import world_timeout
-from hzero.sharding.tensor_groups import TensorGroups, stage_layers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where ranks are: tensor groups innermost, stages of a pipeline outermost, data-parallel groups between them.
+
+    Attributes:
+        ranks: The rank of every place.
+        tensor: Ranks of a tensor group.
+        pipeline: Stages of a pipeline.
+    """
+
+    ranks: Sequence[int]
+    tensor: int
+    pipeline: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks of a data-parallel group."""
+        return len(self.ranks) // self.tensor // self.pipeline
+
+    def places(self, rank: int) -> tuple[int, int, int]:
+        """Stage of a rank, its number in its data-parallel group, and in its tensor group."""
+        group, tensor = divmod(self.ranks.index(rank), self.tensor)
+        return *divmod(group, self.data), tensor
+
+    def tensor_group(self, rank: int) -> list[int]:
+        """The tensor group of a rank, in order."""
+        return [other for other in self.ranks if self.places(other)[:2] == self.places(rank)[:2]]
+
+    def data_group(self, rank: int) -> list[int]:
+        """The data-parallel group of a rank, in order."""
+        return [other for other in self.ranks if self.places(other)[::2] == self.places(rank)[::2]]
 
 
 class Mpu:
     """The groups of a layout, under the names that DeepSpeed expects of an ``mpu``."""
 
-    def __init__(self, layout: TensorGroups) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._rank, self._layout = dist.get_rank(), layout
         timeout = world_timeout()
         self._tensor = shared_groups.get(("mpu tensor", "gcd"), layout.tensor_group(self._rank), timeout)
@@ -40,7 +73,7 @@ class Mpu:
 
     def get_model_parallel_rank(self) -> int:
         """This rank's place in the tensor group."""
-        return self._layout.tensor_rank(self._rank)
+        return self._layout.places(self._rank)[2]
 
     def get_model_parallel_world_size(self) -> int:
         """Size of the tensor group."""
@@ -52,7 +85,7 @@ class Mpu:
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place in the data-parallel group."""
-        return self._layout.data_rank(self._rank)
+        return self._layout.places(self._rank)[1]
 
     def get_data_parallel_world_size(self) -> int:
         """Size of the data-parallel group."""
@@ -121,7 +154,7 @@ class _Stage(torch.nn.Module):
     def __init__(self, model: Any, stage: int, stages: int) -> None:
         super().__init__()
         self._first, self._last = stage == 0, stage == stages - 1
-        first, last = stage_layers(len(model.gpt_neox.layers), stage, stages)
+        first, last = (len(model.gpt_neox.layers) * number // stages for number in (stage, stage + 1))
         self.gpt_neox = model.gpt_neox
         self.gpt_neox.layers = self.gpt_neox.layers[first:last]
         if not self._first:
@@ -137,11 +170,12 @@ class _Stage(torch.nn.Module):
         return self.embed_out(hidden) if self._last else hidden
 
 
-def pipeline_of(model: Any, layout: TensorGroups, rank: int) -> PipelineModule:
+def pipeline_of(model: Any, layout: Layout, rank: int) -> PipelineModule:
     """The stages of a GPT-NeoX, of which this rank keeps one; a layer without parameters replaces each of the others."""
     loss = functools.partial(_loss, model.loss_function, model.config.vocab_size)
     stages: list[torch.nn.Module] = [torch.nn.Identity() for _ in range(layout.pipeline)]
-    stages[layout.stage(rank)] = _Stage(model, layout.stage(rank), layout.pipeline)
+    stage, _, _ = layout.places(rank)
+    stages[stage] = _Stage(model, stage, layout.pipeline)
     topology = PipeModelDataParallelTopology(layout.pipeline, layout.tensor, layout.data)
     with contextlib.redirect_stdout(None):  # a dozen lines about layers
         return PipelineModule(stages, topology=topology, loss_fn=loss, partition_method="uniform")

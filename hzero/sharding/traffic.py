@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, CodecsConfig, Dimension, Role, Tier, TierCodecs
-from hzero.sharding.memory import REDUCE_NUMEL
+from hzero.config import NET_TIERS, ROLES, TIERS, CodecName, Role, Tier
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.records import chunk_numel, record_format
+from hzero.sharding.records import chunk_numel
 from hzero.sharding.sequence import stage_chains
 from hzero.topology import Grid
 
@@ -32,14 +31,13 @@ class TierTraffic:
         codec: Codec of the messages.
         wire_bytes: Bytes received, scales and record padding included.
         raw_bytes: The same with codec ``none``, without padding.
-        crossings: How often per step a whole set of parameters crosses the tier; of activations the number of sums, or of
-            exchanges.
+        crossings: How often per step a whole set of parameters crosses the tier.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
         checksum_bytes: Bytes received on top with each collective, where messages carry checksums. They are in no other
             number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
     """
 
-    role: Role | Dimension
+    role: Role
     tier: Tier
     codec: CodecName
     wire_bytes: int
@@ -99,183 +97,6 @@ def plan_traffic(
         for role in ROLES
         for tier in plan.grid.tiers
     ]
-
-
-def tensor_traffic(
-    grid: Grid, codecs: TierCodecs, numel: int, sums: int, *, itemsize: int = 2, checksum: bool = False
-) -> list[TierTraffic]:
-    """Bytes of the sums of activations in a tensor group, exactly as its wire log counts them.
-
-    A sum is a reduction over the tiers, from the innermost outwards, and a gather back (`Communicator.all_reduce`).
-
-    Args:
-        grid: Of the tensor group.
-        codecs: Of the tiers.
-        numel: Elements of an activation.
-        sums: Sums per step.
-        itemsize: Bytes of an element.
-        checksum: Whether messages carry checksums.
-
-    Returns:
-        One entry per tier of more than one rank, innermost first.
-    """
-    chunks = [chunk_numel(numel, grid.world_size)]
-    return _there_and_back("tensor", grid, codecs, chunks, sums, itemsize=itemsize, checksum=checksum)
-
-
-def zero1_traffic(
-    grid: Grid,
-    codecs: CodecsConfig,
-    numel: int,
-    *,
-    itemsize: int = 2,
-    reduced: int = REDUCE_NUMEL,
-    gathered: int = REDUCE_NUMEL,
-    checksum: bool = False,
-) -> list[TierTraffic]:
-    """Bytes of one step of ZeRO-1 beside pipeline stages, exactly as the wire log of `hzero.zero.stage1` counts them.
-
-    Float32 gradients are reduced over the tiers, from the innermost outwards, and new weights gathered back, in buckets.
-
-    Args:
-        grid: Of the data-parallel ranks of a stage.
-        codecs: The block's; those of ``gradients`` and ``optimizer`` count.
-        numel: Elements of one rank's parameters.
-        itemsize: Bytes of a weight.
-        reduced: Elements of a bucket of gradients, over all ranks (``reduce_bucket_size``).
-        gathered: Of weights (``allgather_bucket_size``).
-        checksum: Whether messages carry checksums.
-
-    Returns:
-        One entry per role and tier of more than one rank, gradients first, tiers innermost first.
-    """
-    world = grid.world_size
-    own = 2 * chunk_numel(numel, 2 * world)  # DeepSpeed starts every partition at an even element
-
-    def columns(elements: int) -> list[int]:
-        step = max(1, elements // world)
-        return [min(step, own - first) for first in range(0, own, step)]
-
-    gradients, weights = columns(reduced), columns(gathered)
-    return [
-        *_there_and_back("gradients", grid, codecs.gradients, gradients, 1, itemsize=4, back=False, checksum=checksum),
-        *_there_and_back(
-            "optimizer", grid, codecs.optimizer, weights, 1, itemsize=itemsize, there=False, checksum=checksum
-        ),
-    ]
-
-
-def pipeline_traffic(
-    tiers: Sequence[Tier], codecs: TierCodecs, numel: int, messages: int, *, itemsize: int = 2, checksum: bool = False
-) -> list[TierTraffic]:
-    """Bytes that a pipeline stage receives, exactly as its wire log counts them.
-
-    Args:
-        tiers: The tier to each stage from which it receives: the one before, of activations, and the next, of gradients.
-        codecs: Of the tiers.
-        numel: Elements of a message.
-        messages: Micro-batches per step.
-        itemsize: Bytes of an element.
-        checksum: Whether messages carry checksums.
-
-    Returns:
-        One entry per tier, innermost first.
-    """
-    found = []
-    for tier in (tier for tier in TIERS if tier in tiers):
-        count = messages * tiers.count(tier)
-        found.append(
-            TierTraffic(
-                role="pipeline",
-                tier=tier,
-                codec=codecs[tier].codec,
-                wire_bytes=count * record_format(codecs[tier]).message_bytes([numel], 1, itemsize),
-                raw_bytes=count * numel * itemsize,
-                crossings=count,
-                used=True,
-                checksum_bytes=CHECKSUM_BYTES if checksum else 0,
-            )
-        )
-    return found
-
-
-def _there_and_back(
-    role: Role | Dimension,
-    grid: Grid,
-    codecs: TierCodecs,
-    chunks: Sequence[int],
-    times: int,
-    *,
-    itemsize: int,
-    there: bool = True,
-    back: bool = True,
-    checksum: bool = False,
-) -> list[TierTraffic]:
-    """Bytes of a reduction over the tiers, from the innermost outwards, of a gather back, or of both; ``chunks`` are a rank's."""
-    rows, found = grid.world_size, []
-    for tier in grid.crossed:
-        size, form = grid.size(tier), record_format(codecs[tier])
-        left = rows // size  # rows that the reduction leaves, and that the gather begins with
-        wire = 0
-        for chunk in chunks:
-            wire += there * round(form.message_bytes([chunk], rows, itemsize) * (1 - 1 / size))
-            wire += back * form.message_bytes([chunk], left, itemsize) * (size - 1)
-        found.append(
-            TierTraffic(
-                role=role,
-                tier=tier,
-                codec=codecs[tier].codec,
-                wire_bytes=times * wire,
-                raw_bytes=times * (there + back) * left * sum(chunks) * itemsize * (size - 1),
-                crossings=times,
-                used=True,
-                checksum_bytes=CHECKSUM_BYTES * (size - 1) if checksum else 0,
-            )
-        )
-        rows = left
-    return found
-
-
-def sequence_traffic(
-    grid: Grid,
-    codecs: TierCodecs,
-    numels: Sequence[int],
-    times: int,
-    *,
-    itemsize: int = 2,
-    checksum: bool = False,
-) -> list[TierTraffic]:
-    """Bytes of the exchanges of activations in a sequence group, exactly as its wire log counts them.
-
-    Args:
-        grid: Of the sequence group.
-        codecs: Of the tiers.
-        numels: Elements that a rank has of each tensor that is exchanged.
-        times: How often per step each is.
-        itemsize: Bytes of an element.
-        checksum: Whether messages carry checksums.
-
-    Returns:
-        One entry per tier of more than one rank, innermost first.
-    """
-    found = []
-    for tier in grid.crossed:
-        size, form = grid.size(tier), record_format(codecs[tier])
-        others = 1 - 1 / size
-        wire = [form.message_bytes([count // grid.world_size], grid.world_size, itemsize) for count in numels]
-        found.append(
-            TierTraffic(
-                role="sequence",
-                tier=tier,
-                codec=codecs[tier].codec,
-                wire_bytes=times * sum(round(one * others) for one in wire),
-                raw_bytes=times * sum(math.ceil(count * itemsize * others) for count in numels),
-                crossings=times * len(numels),
-                used=True,
-                checksum_bytes=CHECKSUM_BYTES * (size - 1) if checksum else 0,
-            )
-        )
-    return found
 
 
 def node_bytes(traffic: Sequence[TierTraffic], plan: ShardPlan) -> int:

@@ -273,17 +273,13 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b"name: \xff", "is not YAML: 'utf-8' codec can't decode"),
-        (b"name: [", "is not YAML: while parsing"),
         (b"[" * 5000, "is not YAML"),
         (b"extends: frontier-2027", "did you mean 'frontier-2026'"),
         (b"extends: lumi\nconstants: [1]", r"constants: found \[1\]"),
-        (b"extends: lumi\nconstants: {gcd_gb_s: {value: -1, source: olcf}}", r"constants\.gcd_gb_s\.value: found -1"),
         (b"extends: lumi\nconstants: {gcd_gb_s: {value: 0, source: olcf}}", r"gcd_gb_s\.value: found 0, expected more"),
         (b"extends: lumi\nconstants: {gcd_gbs: {value: 1, source: olcf}}", "did you mean 'gcd_gb_s'"),
         (b"extends: lumi\nconstants: {ll_share: {value: 2, source: olcf}}", r"ll_share\.value: found 2, expected a share"),
-        (b"extends: lumi\ngroup_nodes: 0", "group_nodes: found 0"),
         (b"extends: lumi\nvisible: 3", "visible: found 3, possible: 1, or null"),
-        (b"extends: lumi\nerror: -1", "error: found -1"),
         (b"- 3", "expected a block with keys name"),
     ],
 )  # fmt: skip

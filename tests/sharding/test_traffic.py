@@ -13,7 +13,6 @@ from hzero.parsing import parse_config
 from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import RecordFormat, chunk_numel, record_format
-from hzero.sharding.shapes import gpt_neox_numels
 from hzero.sharding.traffic import (
     CHECKSUM_BYTES,
     link_seconds,
@@ -27,6 +26,12 @@ from hzero.topology.grid import Grid
 from tests.sharding.test_plan import GRIDS
 
 NUMELS = st.lists(st.integers(1, 3000), min_size=1, max_size=5)
+
+
+def _gpt_neox(h: int, layers: int, vocab: int) -> list[int]:
+    """Elements of every parameter of a GPT-NeoX of hidden size ``h``."""
+    layer = [h, h, h, h, 3 * h * h, 3 * h, h * h, h, 4 * h * h, 4 * h, 4 * h * h, h]
+    return [vocab * h, *layer * layers, h, h, vocab * h]
 
 
 def _walk(
@@ -82,7 +87,7 @@ def test_traffic_is_what_a_walk_of_all_messages_counts(
 def test_topo_crosses_nodes_with_three_quarters_of_the_weights(nodes: int, accumulation: int) -> None:
     grid = Grid(nodes, 4, 2)
     # A shard of fewer than some hundred elements pays for a record's padding, so 384 ranks want a larger model.
-    numels = gpt_neox_numels(hidden=256 if nodes < 48 else 2048, layers=4, vocab=2048)
+    numels = _gpt_neox(256 if nodes < 48 else 2048, layers=4, vocab=2048)
     plan = ShardPlan.from_config(parse_config({"preset": "topo"}), grid, 0)
     into_node = node_bytes(plan_traffic(plan, numels, accumulation=accumulation), plan)
     m, f = 2 * sum(numels), (nodes - 1) / nodes
@@ -136,7 +141,7 @@ def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> N
 def test_link_times_of_zero3_on_frontier() -> None:
     """20.55 x 10^9 weights of 2 bytes, three collectives, NICs of 100 GB/s per node: 41.1 GB x 3 x 383 / 384 / 100 GB/s."""
     grid, rates = Grid(48, 4, 2), {"gcd": 200.0, "gpu": 50.0, "node": 12.5}
-    numels = gpt_neox_numels(hidden=6144, layers=44, vocab=50432)
+    numels = _gpt_neox(6144, layers=44, vocab=50432)
     seconds = link_seconds(zero3_traffic(grid, numels), rates)
     m = 2 * 20_554_567_680
     assert seconds["node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
@@ -161,7 +166,7 @@ def test_link_times_of_the_stage_are_those_of_its_ranks_links() -> None:
 def test_memory_of_the_papers_model_agrees_with_the_arithmetic_of_the_schemes() -> None:
     """20B on 384 GCDs: 0.8 GB of ZeRO-3 states; 16-bit and int8 weights on the package, float32 gradients on the node."""
     grid = Grid(48, 4, 2)
-    numels = gpt_neox_numels(hidden=6144, layers=44, vocab=50432)
+    numels = _gpt_neox(6144, layers=44, vocab=50432)
     p = sum(numels)
     assert p == pytest.approx(20.55e9, rel=0.01)
 
@@ -206,13 +211,3 @@ def test_records_hold_their_codes_and_scales(codec: str, numel: int, block_size:
     assert size % 16 == 0
     assert fmt.code_bytes(numel, 4) <= fmt.scales_offset(numel, 4) <= size
     assert size - fmt.code_bytes(numel, 4) - fmt.scales_bytes(numel) < 32
-
-
-def test_sizes_are_those_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers", reason="the trainer's extra is not installed")
-    config = transformers.GPTNeoXConfig(
-        vocab_size=101, hidden_size=24, num_hidden_layers=3, num_attention_heads=2, intermediate_size=50
-    )
-    model = transformers.GPTNeoXForCausalLM(config)
-    expected = gpt_neox_numels(hidden=24, layers=3, vocab=101, intermediate=50)
-    assert sorted(p.numel() for p in model.parameters()) == sorted(expected)
