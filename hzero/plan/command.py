@@ -158,8 +158,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "memory_bytes": own.bytes,
         "zero3_memory_bytes": other.bytes,
         "device_bytes": scenario.memory,
-        "traffic": traffic_plan.as_dicts(traffic),
-        "zero3_traffic": traffic_plan.as_dicts(stock),
+        "traffic": [asdict(row) for row in traffic],
+        "zero3_traffic": [asdict(row) for row in stock],
         "node_bytes": {
             f"hzero {experiment.preset}": traffic_plan.node_bytes(traffic, plan),
             **traffic_plan.schemes_node_bytes(grid, numels, **about),

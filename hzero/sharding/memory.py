@@ -233,11 +233,6 @@ def _step(shard: int, buffers: Buffers) -> StateMemory:
     return StateMemory("transient step", 12 * group, "float32 gradients and two temporaries of Adam")
 
 
-def as_dicts(states: Sequence[StateMemory]) -> list[dict[str, object]]:
-    """As plain dictionaries, for JSON."""
-    return [dataclasses.asdict(state) for state in states]
-
-
 def _communicators(count: int, channels: int) -> StateMemory:
     """An estimate of the buffers of NCCL's or RCCL's communicators: of each role and tier, and of DeepSpeed's world.
 

@@ -5,7 +5,6 @@ For the stage these are exactly the bytes that its wire log counts; for plain Ze
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -181,8 +180,3 @@ def link_seconds(traffic: Sequence[TierTraffic], rates_gb_s: Mapping[str, float 
         for tier in TIERS
         if (rate := rates_gb_s.get(tier))
     }
-
-
-def as_dicts(traffic: Sequence[TierTraffic]) -> list[dict[str, object]]:
-    """As plain dictionaries, for JSON."""
-    return [dataclasses.asdict(row) for row in traffic]

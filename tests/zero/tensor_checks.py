@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,11 +16,10 @@ from deepspeed.utils import groups
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
-from benchmarks.hybrid.model import ColumnParallel, Mpu, RowParallel
+from benchmarks.hybrid.model import ColumnParallel, Layout, Mpu, RowParallel
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, activations, for_dimension, shared_recorder
 from hzero.config import TopologyConfig
-from hzero.sharding.tensor_groups import TensorGroups
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
 from tests.zero.delay_checks import _Late, _late
@@ -61,7 +61,9 @@ class SplitNet(torch.nn.Module):
 @contextlib.contextmanager
 def tensor_groups(tensor: int, **topology: Any) -> Iterator[Mpu]:
     """Groups on the 2 x 2 x 2 grid; afterwards DeepSpeed, which keeps an mpu for all later engines, forgets them."""
-    layout = TensorGroups(resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size()), tensor)
+    grid = resolve_grid(TopologyConfig(**{**TOPOLOGY, **topology}), dist.get_world_size())
+    places = itertools.product(range(grid.nodes), range(grid.gpus_per_node), range(grid.gcds_per_gpu))
+    layout = Layout([grid.rank(*place) for place in places], tensor)
     try:
         yield Mpu(layout)
     finally:
