@@ -20,8 +20,6 @@ from hzero.validation import ConfigError, some
 #: Longest wait for the reports of all ranks, in seconds.
 TIMEOUT_S = 300.0
 
-_PREFIX = "hzero/exchange"
-
 
 class Exchange:
     """Ranks that can reach one store.
@@ -119,7 +117,7 @@ class Exchange:
 
     def _through_store(self, report: dict[str, Any], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:
         # Each rank counts its rounds, so that a second exchange of the same job has keys of its own.
-        prefix = f"{_PREFIX}/{self.store.add(f'{_PREFIX}/rounds/{self.rank}', 1)}"
+        prefix = f"hzero/exchange/{self.store.add(f'hzero/exchange/rounds/{self.rank}', 1)}"
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)] if self.rank == 0 else []
         self.store.set(f"{prefix}/{self.rank}", json.dumps(report))
         # The others wait longer, so that the reason of rank 0 reaches them before they give up.
@@ -138,8 +136,9 @@ class Exchange:
             answer = _answered(reports, self.world_size, combine)
         else:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            absent = f"{len(missing)} of {self.world_size} ranks have not reported within {self.timeout_s:g} s"
-            answer = {"error": f"topology: {absent}: {_ranks(missing)}"}
+            late, wait = _ranks(missing), f"{self.timeout_s:g} s"
+            error = f"topology: {len(missing)} of {self.world_size} ranks have not reported within {wait}: {late}"
+            answer = {"error": error}
         self.store.set(f"{prefix}/answer", json.dumps(answer))
         # Rank 0 may serve the store, so it stays until all have heard.
         deadline = time.monotonic() + grace_s
