@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.terminal import keep_streams, lost_output
-from hzero.validation import ConfigError, one_of, printable
+from hzero.validation import ConfigError, one_of, printable, report
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except ConfigError as error:
         if not error.elsewhere:
-            print(f"hzero: error: {error}", file=sys.stderr)
+            report(error)
         return 2
     except ModuleNotFoundError as error:
         return _missing(parsed.command, error)

@@ -31,7 +31,7 @@ from typing import NamedTuple, NoReturn
 
 from hzero.files import FULL
 from hzero.terminal import keep_streams
-from hzero.validation import WAIT_S, ConfigError, PeerError, PlainError
+from hzero.validation import ConfigError, PeerError, PlainError, report
 
 #: Exit statuses: after Ctrl-C, for input that is refused, and for work that has saved and is to be started again (EX_TEMPFAIL of
 #: sysexits.h).
@@ -238,12 +238,10 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
     """
 
     def tell(error: BaseException) -> None:
-        rank, failure = os.environ["RANK"], Failure.of(error)
-        if getattr(error, "elsewhere", False):
-            return
-        if rank != "0" and not failure.accepted:
-            time.sleep(WAIT_S)  # if rank 0 reports the same, its launcher ends all others
-        _say(f"hzero: {'' if failure.accepted else 'error: '}{f'rank {rank}: ' if rank != '0' else ''}{failure.text}")
+        if isinstance(error, ConfigError) and not error.elsewhere:
+            report(error)
+        elif not getattr(error, "elsewhere", False):
+            _say(f"hzero: rank {os.environ['RANK']}: {Failure.of(error).text}")
 
     status = _work(work, tell)
     distributed = sys.modules.get("torch.distributed")

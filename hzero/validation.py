@@ -106,13 +106,17 @@ class _OneLine:
         if not isinstance(error, ConfigError) and not getattr(error, "of_all_ranks", False):
             self._stock(kind, error, traceback)
             return
-        rank = _rank()
-        if rank:
-            # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
-            # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job.
-            time.sleep(WAIT_S)
-        where = f"rank {rank}: " if rank else ""
-        print(f"hzero: error: {where}{error}", file=sys.stderr, flush=True)
+        report(error)
+
+
+def report(error: BaseException) -> None:
+    """Prints the line of an error that is likely to be of all ranks: rank 0 at once, the others only if nothing ends them."""
+    rank = _rank()
+    if rank:
+        # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
+        # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job.
+        time.sleep(WAIT_S)
+    print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
