@@ -54,7 +54,7 @@ class _Command:
 
     def finish(self) -> tuple[str, str]:
         """Output and errors."""
-        join(self.process, 60)
+        join(self.process, 120)
         return self._out.read_text(), self._err.read_text()
 
 
@@ -88,12 +88,11 @@ class _Command:
     ids=["well", "unfinished", "refused", "full disk", "killed", "waited", "exit"],
 )
 def test_how_ranks_end(tmp_path: Path, body: str, status: int, told: str) -> None:
-    begun = time.monotonic()
     out, err = _Command(tmp_path, body).finish()
     assert out == f"status {status}\n", err
     assert told in err and err.count("Traceback") <= 1 and len(err.splitlines()) <= 12, err
     assert bool(err) == bool(told)
-    assert time.monotonic() - begun < 30
+    assert time.time() - (tmp_path / "0").stat().st_mtime < 30, "the others were not ended"
 
 
 def test_rank_0_has_the_terminal_and_the_others_have_logs(tmp_path: Path) -> None:
