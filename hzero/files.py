@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from hzero.validation import ConfigError
 
@@ -34,12 +34,8 @@ def refusing(key: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(cannot_write(key, path, error)) from None
-
-
-def cannot_write(key: str, path: str | os.PathLike[str], error: OSError) -> str:
-    """The line of `refusing`."""
-    return f"{key}: cannot write {str(error.filename2 or error.filename or path)!r}: {error.strerror or error}"
+        name = str(error.filename2 or error.filename or path)
+        raise ConfigError(f"{key}: cannot write {name!r}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
@@ -129,48 +125,6 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{os.fspath(path)}: is not valid JSON: {' '.join(str(error).split())}") from None
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading that others may have put there: a pipe or a device could keep its reader forever.
-
-    Raises:
-        OSError: It cannot be opened, or is no regular file.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - the caller's
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
-
-
-def read_small(path: str | os.PathLike[str], limit: int = 1 << 26) -> bytes:
-    """Reads a file that others may have put there, such as a note or a summary.
-
-    Args:
-        path: The file.
-        limit: Max bytes. Twice what the note of a checkpoint of 75,264 ranks takes, the longest of all.
-
-    Raises:
-        OSError: As of `open_regular`.
-        ValueError: It is larger.
-    """
-    with open_regular(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{str(path)!r} is larger than {limit:,} bytes")
-    return content
-
-
-@contextlib.contextmanager
-def narrow(mask: int) -> Iterator[None]:
-    """Inside, this process and those that it starts make files and folders without the permissions in ``mask``."""
-    before = os.umask(0o077)
-    os.umask(before | mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def distrust(path: Path) -> str:

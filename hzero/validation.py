@@ -46,11 +46,16 @@ class ConfigError(ValueError):
 class PlainError(RuntimeError):
     """An error whose message says all, so that no user needs its traceback.
 
+    The message may hold names of hosts, which cannot command the terminal either.
+
     Attributes:
         elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
     """
 
     elsewhere = False
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(printable, message.split("\n"))))
 
     @classmethod
     def of_rank_0(cls, message: str) -> Self:

@@ -1,4 +1,4 @@
-"""Modes of files: others never write what hzero writes, and a training's files are its user's alone."""
+"""Files that are read whole, written whole, and those of others that are not taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hzero.files import distrust, expanded, read_json, read_small, read_text, read_whole, replacing
+from hzero.files import distrust, expanded, read_json, read_text, read_whole, replacing
 from hzero.validation import ConfigError
 
 
@@ -61,16 +61,6 @@ def test_who_is_distrusted(tmp_path: Path) -> None:
         assert distrust(entry) == f"'{tmp_path}' can be written by others (mode 777)"
     tmp_path.chmod(0o1777)
     assert not distrust(made)
-
-
-def test_what_is_small_and_regular_is_read(tmp_path: Path) -> None:
-    (tmp_path / "note").write_bytes(b"12345")
-    assert read_small(tmp_path / "note", 5) == b"12345"
-    with pytest.raises(ValueError, match=r"note' is larger than 4 bytes"):
-        read_small(tmp_path / "note", 4)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file"):
-        read_small(tmp_path / "pipe")
 
 
 def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:

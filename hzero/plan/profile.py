@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
-from hzero.files import read_small
+from hzero.files import read_text
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
 
@@ -146,10 +146,9 @@ def _shipped(name: str) -> Profile:
 
 def _loaded(path: Path, name: str) -> Profile:
     """The profile in a file, completed by the one that it ``extends``."""
+    text = read_text(path)
     try:
-        content: Any = yaml.safe_load(read_small(path).decode())
-    except OSError as error:
-        raise ConfigError(f"profile: cannot read {str(path)!r}: {error.strerror or error}") from None
+        content: Any = yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"profile: {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     if isinstance(content, dict) and "extends" in content:
