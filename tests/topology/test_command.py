@@ -11,7 +11,7 @@ from hzero import cli
 from hzero.commands.topology import show_machine
 from hzero.terminal import console
 from hzero.topology.machine import Device, Link, Machine, Nic
-from hzero.topology.sources import PRESETS, preset
+from hzero.topology.sources import PRESETS, machine_of, preset
 from tests.topology import trees
 
 
@@ -34,7 +34,7 @@ def _shown(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return shown.get().splitlines()
 
 
-def test_tables_of_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_frontier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = _shown(preset("frontier"), monkeypatch)
     assert lines[0] == "preset frontier: 8 devices, 4 packages, 4 NICs"
     words = [line.split() for line in lines]
@@ -44,6 +44,8 @@ def test_tables_of_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == ["-41...2.", "4-.1.1..", "1.-42...", ".14-...1", "..2.-41.", ".1..4-.1", "2...1.-4", "...1.14-"]
     assert "    4  xgmi, 200 GB/s each way together: 4 pairs" in lines
     assert ["hsn2", "cxi", "25"] in words
+    monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path)))
+    assert _shown(machine_of("auto"), monkeypatch)[0].endswith(": 8 devices, 4 packages, 4 NICs")
 
 
 @pytest.mark.parametrize("machine", [*map(preset, PRESETS), _gcds(16), _gcds(64), AMBIGUOUS, Machine("none", ())])
@@ -96,9 +98,3 @@ def test_an_ambiguous_machine_is_shown_and_then_refused(capsys: pytest.CaptureFi
     assert cli.main(["topology", "frontie"]) == 2
     error = capsys.readouterr().err
     assert "unknown source 'frontie'; did you mean 'frontier'? Possible: auto, frontier" in error
-
-
-def test_show_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path)))
-    assert cli.main(["topology"]) == 0
-    assert "8 devices, 4 packages, 4 NICs" in capsys.readouterr().out

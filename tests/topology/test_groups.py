@@ -62,6 +62,7 @@ def _grid(topology: Any, nodes: int, width: int = 2) -> Grid:
         ({"gpus_per_node": 2, "nodes_per_group": None}, 72, 1),
         ({"gpus_per_node": 2, "nodes_per_group": 36}, 72, 2),
         ({"gpus_per_node": 2, "clusters": 2}, 144, 9),
+        ({"gpus_per_node": 2, "switch_nodes": 128}, 9408, 147),
     ],
 )
 def test_groups_are_made_unless_the_block_says_otherwise(topology: Any, nodes: int, groups: int) -> None:
@@ -72,12 +73,6 @@ def test_groups_are_made_unless_the_block_says_otherwise(topology: Any, nodes: i
     chosen = grid.automatic and groups > 1
     assert [note for note in plan.notes if "chosen" in note] == [grid.groups_text] * chosen
     assert ("(groups chosen)" in str(plan)) == chosen, "the start line"
-
-
-def test_presets_prefer_a_part_of_a_switch_group() -> None:
-    for topology in ("frontier", {"source": "frontier"}):
-        assert _grid(topology, 9408, width=8).nodes_per_group == 64
-    assert _grid({"source": "frontier", "nodes_per_group": None}, 9408, width=8).nodes_per_group is None
 
 
 @pytest.mark.parametrize(("others", "group"), [("switch_nodes: 12", 6), ("", 8)], ids=["all", "contradiction"])

@@ -98,9 +98,3 @@ def test_a_missing_device_names_its_node() -> None:
 def test_two_ranks_on_one_device_are_refused() -> None:
     with pytest.raises(ConfigError, match="ranks 0 and 1 are on the same device of node n0"):
         grid_of([Place(0, "n0", 0, 0), Place(1, "n0", 0, 0)])
-
-
-def test_part_of_a_node_is_a_grid() -> None:
-    """One rank a package, on whichever of its dies."""
-    grid = grid_of([Place(0, "a", 0, 0), Place(1, "a", 1, 1), Place(2, "b", 0, 0), Place(3, "b", 1, 1)])
-    assert (grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu) == (2, 2, 1)
