@@ -23,6 +23,7 @@ import hzero
 from tests.clients.accelerate_checks import Loop
 from tests.clients.cells import LENGTH, VOCAB, llama, mean, reset, samples
 from tests.clients.config import CLIP, LR, config_of
+from tests.zero.checkpoint_checks import small_disk
 from tests.zero.training import assert_losses
 
 #: Samples in a step on every world, with micro-batches of one; steps before each change of the world, and in all.
@@ -213,7 +214,29 @@ def check_accelerate_goes_on() -> None:
         assert loop.accelerator.gradient_accumulation_steps == BATCH // world
     _compare("Accelerate", trained(loop, first, ENDS[world]), first, ENDS[world])
     loop.accelerator.save_state(str(folder / f"step_{ENDS[world]}"))
+    if world == 4:
+        _keeps_one_by_numbers(loop.accelerator)
     loop.end()
+
+
+def _keeps_one_by_numbers(accelerator: Any) -> None:
+    """With a limit of one, a save that fails leaves the checkpoint before; Accelerate would have removed it first."""
+    names, folder = accelerator.project_configuration, _folder("numbered") / "checkpoints"
+    names.project_dir, names.automatic_checkpoint_naming = str(folder.parent), True
+    names.total_limit, names.iteration = 1, 0
+    accelerator.save_state()
+    with small_disk(2, 500), pytest.raises(hzero.SaveError, match=r"\(rank 2\)"):
+        accelerator.save_state()
+    assert hzero.newest_checkpoint(folder) == str(folder / "checkpoint_0")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "checkpoint_1")
+    dist.barrier()
+    accelerator.save_state()
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_1"]
+    accelerator.load_state()  # the newest complete one
+    names.automatic_checkpoint_naming = False
 
 
 # ---- a plain script --------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def _engine(preset: str = "topo", accumulation: int = 1, seed: int = 0, **change
 
 
 @contextlib.contextmanager
-def _small_disk(rank: int, limit: int) -> Iterator[None]:
+def small_disk(rank: int, limit: int) -> Iterator[None]:
     """On one rank no file may become larger than ``limit`` bytes: the kernel refuses the write, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -88,14 +88,14 @@ def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before()
         (3, r"_rank_3_mp_rank_00_(model|optim)_states\.pt: File too large \(rank 3\)"),
         (0, r"\(rank 0\)"),
     ):
-        with _small_disk(rank, 500), pytest.raises(hzero.SaveError, match=why) as error:
+        with small_disk(rank, 500), pytest.raises(hzero.SaveError, match=why) as error:
             engine.save_checkpoint(str(folder))
         assert "earlier checkpoints are unchanged" in _same(str(error.value))
         assert error.value.elsewhere == (dist.get_rank() != 0)
         dist.barrier()
         assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["global_step1"]
         assert (folder / "latest").read_text() == "global_step1"
-    with _small_disk(5, 500), pytest.raises(hzero.SaveError):  # in place of what is there
+    with small_disk(5, 500), pytest.raises(hzero.SaveError):  # in place of what is there
         engine.save_checkpoint(str(folder), tag="global_step1")
     train(engine, 1, first=2)
     engine.save_checkpoint(str(folder))
