@@ -1,1 +1,1 @@
-"""``hzero plan``: memory, bytes and link times of a model on a machine, before anything runs. Needs no torch."""
+"""``hzero plan``: memory, bytes, link times and predicted steps of a model on a machine, before anything runs."""

@@ -40,9 +40,8 @@ from hzero.plan import tables
 from hzero.plan.memory import footprint
 from hzero.plan.profile import CONSTANTS
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
-from hzero.plan.search import Setting, fit, tune
+from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
 from hzero.plan.step import predict
-from hzero.plan.sweep import draw, node_counts, sweep
 from hzero.sharding import traffic as traffic_plan
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme

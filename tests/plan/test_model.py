@@ -21,8 +21,7 @@ from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Job, buckets_of
 from hzero.plan.memory import activations
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
-from hzero.plan.simulate import COMPUTE, Task, simulate, speeds
-from hzero.plan.step import Prediction, predict, simulated
+from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, simulated, speeds
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import PLAIN, Crossing, Scheme
 from hzero.topology import Grid

@@ -14,7 +14,7 @@ from hzero.commands.experiment import compose
 from hzero.config import PRESETS
 from hzero.parsing import parse_config
 from hzero.plan.scenario import read_scenario
-from hzero.plan.sweep import node_counts
+from hzero.plan.search import node_counts
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
 
