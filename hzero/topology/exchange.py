@@ -136,8 +136,8 @@ class Exchange:
             answer = _answered(reports, self.world_size, combine)
         else:
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            late, wait = _ranks(missing), f"{self.timeout_s:g} s"
-            error = f"topology: {len(missing)} of {self.world_size} ranks have not reported within {wait}: {late}"
+            late, limit = _ranks(missing), self.timeout_s
+            error = f"topology: {len(missing)} of {self.world_size} ranks have not reported within {limit:g} s: {late}"
             answer = {"error": error}
         self.store.set(f"{prefix}/answer", json.dumps(answer))
         # Rank 0 may serve the store, so it stays until all have heard.
