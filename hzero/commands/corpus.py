@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import sysconfig
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.commands.experiment import Experiment, checkpoint_folder
-from hzero.files import expanded, refusing
+from hzero.files import FULL, expanded, refusing
 from hzero.validation import ConfigError
 
 #: Ends a text where the tokenizer is trained here.
@@ -66,13 +67,15 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
     try:
         texts = load_dataset(
             "text" if kind else "json",
-            data_files=[str(path) for path in files],
+            data_files=[glob.escape(str(path)) for path in files],
             split="train",
             cache_dir=str(cache),
             **kind,
         )
     except Exception as error:  # of many kinds: what it wraps says why
         cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            raise ConfigError(f"data.cache_dir: cannot write {str(cache)!r}: {cause.strerror}") from None
         raise ConfigError(f"data.path: cannot read {source!r}: {' '.join(str(cause).split())[:300]}") from None
     if "text" not in texts.column_names:
         raise ConfigError(
@@ -80,13 +83,14 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
             "TRL's SFTTrainer, see docs/recipes/trl.md)"
         )
     tokenizer = _of_folder(checkpoint_folder(model), vocab) or _trained(texts, vocab, cache, say)
-    blocks = texts.map(
-        _cut,
-        fn_kwargs={"tokenizer": tokenizer, "length": length},
-        batched=True,
-        remove_columns=texts.column_names,
-        new_fingerprint=_hash("blocks", texts._fingerprint, tokenizer.backend_tokenizer.to_str(), length),
-    )
+    with refusing("data.cache_dir", cache):
+        blocks = texts.map(
+            _cut,
+            fn_kwargs={"tokenizer": tokenizer, "length": length},
+            batched=True,
+            remove_columns=texts.column_names,
+            new_fingerprint=_hash("blocks", texts._fingerprint, tokenizer.backend_tokenizer.to_str(), length),
+        )
     train, batch = experiment["train"], experiment["train"]["micro_batch"] * experiment.world_size
     kept = min(int(len(blocks) * data["eval_share"]), train["eval_batches"] * batch)
     if len(blocks) - kept < batch or not kept:
