@@ -13,13 +13,19 @@ from typing import Any
 from hzero.validation import ConfigError
 
 
-def import_mpi() -> Any:
-    """mpi4py's ``MPI``, which initialises MPI.
+def import_mpi(initialize: bool = True) -> Any:
+    """mpi4py's ``MPI``.
+
+    Args:
+        initialize: Whether the first import initialises MPI, which waits for all ranks, as its end does.
 
     Raises:
         ConfigError: It cannot be imported, or finds no MPI library.
     """
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize = initialize
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,7 +18,7 @@ from hzero.bootstrap import rank_variables
 from hzero.commands.ds_config import DEGRADED, GOOD, UNUSABLE, Finding, examine_config, quiet, read_config, source_of
 from hzero.commands.environment import examine_environment, site_of
 from hzero.formatting import show_table
-from hzero.mpi import gpu_aware, import_mpi
+from hzero.mpi import import_mpi
 from hzero.terminal import console
 from hzero.topology.discovery import by_host, discover, host_identity, node_of
 from hzero.topology.exchange import TIMEOUT_S, Exchange
@@ -286,16 +286,15 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
 
 
 def examine_mpi(findings: list[Finding]) -> str | None:
-    """The MPI library; None for a process that MPI has not started, in which MPI_Init may abort."""
+    """The MPI library; None for a process that MPI has not started."""
     if not any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK")):
         return None
     try:
-        mpi = import_mpi()
+        mpi = import_mpi(initialize=False)  # only rank 0 comes here
     except ConfigError as error:
         findings.append((GOOD, str(error)))
         return None
-    library = " ".join(mpi.Get_library_version().splitlines()[0].split())
-    return f"{library}; {'GPU-aware' if gpu_aware() else 'not GPU-aware, so GPUs need transport torch'}"
+    return " ".join(mpi.Get_library_version().splitlines()[0].split())
 
 
 def examine_deepspeed(findings: list[Finding]) -> str:
