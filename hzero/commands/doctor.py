@@ -101,7 +101,6 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     together = world_size > 1 and parsed.topology is None
     try:
         if together:
-            examine_mpi([])  # MPI_Init waits for all ranks, of which only rank 0 goes on below
             environ = {**os.environ, **variables}
             found = discover(source_of(config or {}), Exchange.of_environment(parsed.timeout, environ), environ)
             if rank:
