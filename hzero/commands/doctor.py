@@ -97,7 +97,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     findings: list[Finding] = []
     nodes: dict[str, Machine] = {}
     ranks: list[dict[str, Any]] = []
-    grid, fabric, mpi = None, "", None
+    grid, fabric = None, ""
     together = world_size > 1 and parsed.topology is None
     try:
         if together:
@@ -127,7 +127,7 @@ def examine(parsed: argparse.Namespace) -> dict[str, Any] | None:
     if parsed.topology is None:
         if "cxi" in fabric or (expected is not None and any(nic.kind == "cxi" for nic in expected.nics)):
             sections["environment"] = examine_environment(findings, site_of(os.environ, expected), len(nodes))
-        sections |= {"mpi": mpi, **examine_software(findings, sum(len(node.devices) for node in nodes.values()))}
+        sections |= examine_software(findings, sum(len(node.devices) for node in nodes.values()))
     if config is not None:
         node = next(iter(nodes.values()), Machine("no node", ()))
         sections["configuration"], more = examine_config(parsed.config, config, node, parsed.nodes, grid)
@@ -235,6 +235,7 @@ def examine_software(findings: list[Finding], devices: int) -> dict[str, Any]:
             findings.append((DEGRADED, f"device {a} has no peer access to device {b}: traffic goes through the host"))
     return {
         "codecs": examine_codecs(findings),
+        "mpi": examine_mpi(findings),
         "deepspeed": examine_deepspeed(findings),
         "versions": f"hzero {__version__}, python {platform.python_version()}, torch {torch.__version__}",
     }
