@@ -135,5 +135,5 @@ def _discovered(source: str, world_size: int) -> Grid:
         for note in found.notes:
             logger.warning("hzero: %s", note)
     if grid.world_size != world_size:
-        raise ConfigError(f"hzero.topology: found {grid.world_size} ranks, expected {world_size}")
+        raise ConfigError(f"hzero.topology: discovery found {grid.world_size} ranks; expected {world_size}")
     return grid
