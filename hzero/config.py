@@ -239,11 +239,10 @@ class CodecsConfig(Frozen):
     """One codec for each role and tier.
 
     Attributes:
-        tensor: Of activations and their gradients in layers that are split over ranks, as by `model.tensor_parallel` of the
-            trainer. Of a script's own model, as the next two: where `hzero.collectives.for_dimension` has made the group's
-            communicator.
-        sequence: The same where sequences are split over ranks, as by `model.sequence_parallel` of the trainer.
-        expert: The same of what goes to experts and back.
+        tensor: Of activations and their gradients in layers that are split over ranks, as by DeepSpeed's AutoTP. In your own
+            model it applies, like the next two, to communicators that `hzero.collectives.for_dimension` has made.
+        sequence: Of activations and their gradients where sequences are split over ranks.
+        expert: Of activations and their gradients on the way to experts and back.
         pipeline: Of activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost
             tier between two stages.
         optimizer: Of the updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states.
