@@ -108,6 +108,13 @@ class Command:
         self._process = fork(_hzero, list(arguments), folder=folder, env=env, out=self.out, err=self.err)
         self.pid = self._process.pid or 0
 
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.exitcode is None:  # a test that failed; the ranks end with their parent
+            self._process.kill()
+
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
         return self._process.exitcode

@@ -121,13 +121,13 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
-    running = start(tmp_path, "1x1x2", "--iterations", "100000", "--out", str(links), TMPDIR=str(tmp_path))
-    deadline = time.monotonic() + 240
-    while not running.out.exists() or "\n" not in running.out.read_text():
-        assert time.monotonic() < deadline and running.poll() is None, running.err.read_text()
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    status, output, errors = running.finish(60)
+    with start(tmp_path, "1x1x2", "--iterations", "100000", "--out", str(links), TMPDIR=str(tmp_path)) as running:
+        deadline = time.monotonic() + 240
+        while not running.out.exists() or "\n" not in running.out.read_text():
+            assert time.monotonic() < deadline and running.poll() is None, running.err.read_text()
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        status, output, errors = running.finish(60)
     assert output.startswith("# hzero links: 2 ranks, 1 node x 1 GPU x 2 GCDs")
     assert status == 130 and "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["output"]  # neither results nor logs
