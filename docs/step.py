@@ -10,9 +10,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
+from hzero.commands.experiment import compose
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.shapes import gpt_neox_numels
 from hzero.sharding.traffic import node_bytes, plan_traffic, schemes_node_bytes
 from hzero.topology.grid import Grid
 
@@ -59,7 +59,7 @@ def draw_step(axes: plt.Axes) -> None:
 def draw_bytes(axes: plt.Axes) -> None:
     """Bytes into one node per step against micro-batches, of GPT-NeoX-20B on 48 Frontier nodes: computed."""
     grid = Grid(48, 4, 2)
-    numels = gpt_neox_numels(hidden=6144, layers=44, vocab=50432)
+    numels = compose(["model=gpt_neox_20b"]).numels
     steps = [1, 2, 4, 8, 16]
     plan = ShardPlan.from_config(parse_config({"preset": "topo"}), grid, 0)
     own = [node_bytes(plan_traffic(plan, numels, accumulation=a), plan) / 1e9 for a in steps]
