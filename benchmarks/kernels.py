@@ -1,4 +1,4 @@
-"""Speed of the codec kernels against a copy of the same size, on this machine's processors or on a GPU.
+"""Speed of the codec kernels against a copy of the same size, on this machine's CPU or on a GPU.
 
 Every kernel, as `kernel` (into outputs that exist), `operator` (torch.ops.hzero: with checks and allocations), `torch
 eager` and `torch.compile` (the reference), and `DeepSpeed` (its quantizer, on a GPU). The copy and all variants take
@@ -360,7 +360,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is any GPU (default cpu)")
     parser.add_argument("--mib", type=int, nargs="+", default=[64], help="sizes of the tensor (default 64)")
-    parser.add_argument("--threads", type=int, default=1, help="on processors, of the copy too (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="on CPU, of the copy too (default 1)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default all)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)")
     parser.add_argument("--repeats", type=int, default=9, help="rounds (default 9)")

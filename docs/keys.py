@@ -1,4 +1,4 @@
-"""MkDocs hook: tables of keys, from the pydantic models that check them, in place of ``<!-- keys: NAME -->``."""
+"""MkDocs hook: tables of keys, from the pydantic models that check them, instead of ``<!-- keys: NAME -->``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hzero.config import DEFAULT_PRESET, DIMENSIONS, PRESETS, ROLES, TIERS, HZer
 from hzero.parsing import parse_config
 from hzero.plan.profile import CONSTANTS, load_profile
 
-#: A mark, and the text up to ``<!-- end -->`` that stands in its place where pages are read without being built.
+#: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
-#: What the user does not write.
+#: Keys that users do not write.
 HIDDEN = ("preset_shard", "preset_gradients")
 
 
@@ -158,7 +158,7 @@ def _models() -> Iterable[type[BaseModel]]:
 
 
 def _comments() -> Iterator[tuple[str, str]]:
-    """Keys of the configuration's files, and the comments behind them."""
+    """Keys of the configuration's files, and the comments after them."""
     conf = conf_dir()
     for path in [*sorted(conf.glob("*/*.yaml")), conf / "train.yaml"]:
         parents = [(-1, "" if path.parent == conf else path.parent.name)]

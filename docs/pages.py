@@ -1,4 +1,4 @@
-"""MkDocs hook: pages that stand beside the code are part of the site, and links between files of the checkout work in it."""
+"""MkDocs hook: pages next to the code are part of the site, and links between files of the checkout work in it."""
 
 from __future__ import annotations
 

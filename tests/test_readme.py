@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,6 +97,22 @@ def test_command(command: str, tmp_path: Path) -> None:
         assert _run(f"{command} --dry-run", tmp_path)
     else:
         pytest.fail(f"no rule says how to check: {command}")
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *ROOT.glob("benchmarks/*/README.md")], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_commands_of_benchmarks_can_be_read(page: Path) -> None:
+    """Figures can be repeated: suites, keys and modules that a page names exist."""
+    from benchmarks.compare.suite import read
+
+    text = page.read_text()
+    for arguments in re.findall(r'make bench ARGS="([^"]+)"', text):
+        assert read(shlex.split(arguments)).measurements
+    for module in re.findall(r"python -m (benchmarks[.\w]*)", text):
+        assert importlib.util.find_spec(module), module
+    for script in re.findall(r"\bbenchmarks/\w+\.py\b", text):
+        assert (ROOT / script).exists(), script
 
 
 def _links() -> Iterator[tuple[Path, str]]:

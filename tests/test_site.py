@@ -89,7 +89,7 @@ def test_recipes_include_the_examples(site: Path) -> None:
 def test_links_that_leave_the_pages_lead_to_copies(site: Path) -> None:
     assert (site / "examples/train.py").read_text() == (ROOT / "examples/train.py").read_text()
     assert 'href="../examples/train.py"' in (site / "recipes/deepspeed.html").read_text()
-    assert (site / "benchmarks/reports/2026-11-22-comparison.jsonl").exists()
+    assert (site / "benchmarks/reports/2026-11-23-accumulation.jsonl").exists()
 
 
 def _rows(head: str) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ _EXAMPLES = """files, each name beginning with DATE-NAME:
 examples:
   python -m benchmarks.report runs/bench                            into runs/bench/report, as `make bench` does
   python -m benchmarks.report runs/bench -o benchmarks/reports      a report to publish
-  python -m benchmarks.report benchmarks/reports/2026-11-21-comparison.jsonl -o /tmp/again"""
+  python -m benchmarks.report benchmarks/reports/2026-11-23-accumulation.jsonl -o /tmp/again"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def setting(result: Result) -> str:
 
 
 def step_times(result: Result) -> str:
-    """Step times, rates and losses by scheme, with the minimum time of wires and processor."""
+    """Step times, rates and losses by scheme, with the minimum time of wires and cores."""
     tiers, stock = result.config.cluster.tiers, result.row(STOCK)
     head = (*_TIMES, "ratio to ZeRO-3", "tokens/s", f"wires {' / '.join(tiers)}, s", "cores, s", _loss_head(result))
     rows = []
