@@ -27,6 +27,10 @@ from hzero.launch import free_port
 from tests.forks import fork, join
 
 ROOT = Path(__file__).resolve().parent.parent
+#: For tests that .ci/run alone runs.
+LONG = pytest.mark.skipif(
+    os.environ.get("HZERO_TESTS") != "all", reason="takes long: HZERO_TESTS=all runs it, as .ci/run does"
+)
 
 
 @dataclass(frozen=True)

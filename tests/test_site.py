@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import json
 import os
 import re
@@ -13,14 +11,15 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import hzero
-from hzero.cli import main
 from hzero.config import DEFAULT_PRESET, PRESETS
 from hzero.parsing import parse_config
+from hzero.plan.command import plan_dict
+from hzero.plan.memory import footprint
+from hzero.plan.scenario import read_scenario
 from tests.ranks import ROOT
 
 DOCS = ROOT / "docs"
@@ -110,25 +109,23 @@ def test_table_of_presets() -> None:
     assert [name for name, cells in rows.items() if "the default" in cells[2]] == [DEFAULT_PRESET]
 
 
-def _planned(preset: str, accumulation: int) -> dict[str, Any]:
-    """What `hzero plan` says of the tables' job."""
-    job = ["model=gpt_neox_20b", "topology=frontier", "nodes=48", "train.micro_batch=1"]
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main(["plan", *job, f"preset={preset}", f"accumulation={accumulation}", "--json"]) == 0
-    return json.loads(out.getvalue())
+STATES = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
 
 
 def test_figures_of_presets() -> None:
-    traffic, memory = _rows("| | 1 micro-batch"), _rows("| | states")
-    assert traffic.keys() == memory.keys() == PRESETS.keys()
-    states = ("primary weights", "resident weights", "gradient shard", "gradient accumulators", "optimizer")
-    for preset in PRESETS:
-        plans = [_planned(preset, count) for count in (1, 8)]
-        held = [sum(row["bytes"] for row in plan["memory"] if row["name"] in states) for plan in plans]
-        figures = [*held, *(plan["memory_bytes"] for plan in plans)]
-        assert memory[preset] == [f"{size / 1e9:.1f} GB" for size in figures], preset
-        assert traffic[preset] == [f"{plan['node_bytes'][f'hzero {preset}'] / 1e9:.1f} GB" for plan in plans], preset
+    """What `hzero plan` says of the tables' job, with 1 and 8 micro-batches."""
+    job = ["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48", "train.micro_batch=1"]
+    found: dict[str, tuple[list[str], list[str], list[str]]] = {preset: ([], [], []) for preset in PRESETS}
+    for count in (1, 8):
+        scenario = read_scenario([*job, f"train.grad_accumulation={count}"])
+        planned = plan_dict(scenario)["presets"]
+        for preset, (held, memory, traffic) in found.items():
+            states = footprint(scenario.shard_plan(preset), scenario.grid, scenario.job).states
+            held.append(f"{sum(state.bytes for state in states if state.name in STATES) / 1e9:.1f} GB")
+            memory.append(f"{planned[preset]['memory_bytes'] / 1e9:.1f} GB")
+            traffic.append(f"{planned[preset]['node_bytes'] / 1e9:.1f} GB")
+    assert _rows("| | 1 micro-batch") == {preset: traffic for preset, (_, _, traffic) in found.items()}
+    assert _rows("| | states") == {preset: [*held, *memory] for preset, (held, memory, _) in found.items()}
 
 
 @cache

@@ -8,14 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-MACHINE = {
-    "cores": 2,
-    "processor": "AMD EPYC",
-    "memory_bytes": 24_000_000_000,
-    "system": "Linux 6.18",
-    "python": "3.11.7",
-}
-VERSIONS = {"hzero": "0.1.0", "torch": "2.13.0", "commit": "abc1234"}
+import yaml
+
+from hzero.config import BASE_TIERS
+
+Row = dict[str, Any]
+ROW, LAYOUT = yaml.safe_load_all(Path(__file__).with_name("row.yaml").read_text())
 #: Scheme: engine, label, step time in seconds, megabytes a step by tier, optimizer bytes as a part of the world's.
 SCHEMES: dict[str, tuple[str, str, float, tuple[float, float, float], int]] = {
     "ddp": ("ddp", "PyTorch DDP", 3.0, (20, 20, 20), 8),
@@ -27,93 +25,37 @@ SCHEMES: dict[str, tuple[str, str, float, tuple[float, float, float], int]] = {
     "lossless": ("hzero", "hzero lossless", 2.0, (40, 20, 8), 1),
     "topo": ("hzero", "hzero topo", 1.25, (20, 10, 4), 1),
 }
-Row = dict[str, Any]
-MODEL = {"hidden_size": 256, "num_layers": 4, "seq_length": 64}
 
 
-def config(nodes: int = 2, accumulation: int = 2, node_rate: float = 50, **more: Any) -> dict[str, Any]:
+def config(accumulation: int = 2, node_rate: float | None = 50, **more: Any) -> dict[str, Any]:
     """Configuration of a measurement."""
-    return {
-        "cluster": {
-            "nodes": nodes,
-            "gpus_per_node": 2,
-            "gcds_per_gpu": 2,
-            "rates_mbit": {"gcd": 200, "gpu": 75, "node": node_rate},
-        },
-        "model": dict(MODEL),
-        "data": {},
-        "train": {
-            "micro_batch": 1,
-            "accumulation": accumulation,
-            "dtype": "bf16",
-            "seed": 0,
-            "lr": 1e-3,
-            "warmup_steps": 10,
-            "betas": [0.9, 0.95],
-            "weight_decay": 0.1,
-        },
-        "rounds": 4,
-        "warmup": 2,
-        "reduce_scatter": "gloo",
-        "timeout_s": 300,
-        "threads": 1,
-        "schemes": list(SCHEMES),
-        **more,
-    }
+    made = {**copy.deepcopy(ROW["config"]), "schemes": list(SCHEMES), **more}
+    made["train"]["accumulation"], made["cluster"]["rates_mbit"]["node"] = accumulation, node_rate
+    return made
 
 
 def steps(scheme: str, suite: str = "main", name: str = "main", scale: float = 1.0, **more: Any) -> Row:
     """A row of a scheme: step times are 0.9, 1, 1 and 1.2 of its median, losses fall from 6 by a half a step."""
     engine, label, median, megabytes, optimizer = SCHEMES[scheme]
     settings = more.pop("config", None) or config()
-    world = settings["cluster"]["nodes"] * 4
-    median *= scale
-    planned = {
-        tier: value * 1e6
-        for tier, value in zip(("gcd", "gpu", "node"), megabytes)
-        if tier != "node" or settings["cluster"]["nodes"] > 1
+    planned = {tier: value * 1e6 for tier, value in zip(BASE_TIERS, megabytes)}
+    twice = {"ddp": 1, "topo": 1}.get(scheme, 0.75)
+    block = {"block": {"preset": scheme}} if engine == "hzero" else {}
+    row = copy.deepcopy(ROW)
+    row["memory"]["optimizer"] *= optimizer
+    row |= {"measurement": name, "suite": suite, "config": settings, "scheme": scheme, "label": label, "engine": engine}
+    row["scheme_config"] = {"engine": engine, "label": label, **block}
+    row["tokens_per_step"] = 64 * 8 * settings["train"]["accumulation"]
+    row["step_s"] = [round(scale * median * part, 6) for part in (0.9, 1, 1, 1.2)]
+    row["bytes"] = {
+        "measured": {tier: value * 1.02 for tier, value in planned.items()},
+        "planned": planned,
+        "planned_twice": {tier: value * 1.02 / 0.9 for tier, value in planned.items()},
+        "ideal": {tier: value * twice for tier, value in planned.items()},
     }
-    return {
-        "kind": "steps",
-        "format": 2,
-        "measurement": name,
-        "suite": suite,
-        "id": "9f0c",
-        "date": "2026-11-21T18:02:11+00:00",
-        "machine": MACHINE,
-        "versions": VERSIONS,
-        "config": settings,
-        "scheme": scheme,
-        "label": label,
-        "engine": engine,
-        "scheme_config": {
-            "engine": engine,
-            "label": label,
-            **({"block": {"preset": scheme}} if engine == "hzero" else {}),
-        },
-        "parameters": 1_000_000,
-        "world_size": world,
-        "tokens_per_step": 64 * world * settings["train"]["accumulation"],
-        "step_s": [round(median * part, 6) for part in (0.9, 1, 1, 1.2)],
-        "losses": [6.0, 5.5, 5.0, 4.5, 4.0, 3.5],
-        "bytes": {
-            "measured": {tier: value * 1.02 for tier, value in planned.items()},
-            "planned": planned,
-            "planned_twice": {tier: value * 1.02 / 0.9 for tier, value in planned.items()},
-            "ideal": {tier: value * (1 if scheme in ("ddp", "topo") else 0.75) for tier, value in planned.items()},
-        },
-        "busiest": {tier: value / (world if tier != "node" else 2) * 1.1 for tier, value in planned.items()},
-        "cpu_s": 1.0,
-        "fetches": None if engine == "ddp" else 2.0 if engine == "fsdp" else 1.8,
-        "memory": {
-            "weights": 2_000_000,
-            "gradients": 1_000_000,
-            "optimizer": 1_500_000 * optimizer,
-            "kept": 0,
-            "peak": None,
-        },
-        **more,
-    }
+    row["busiest"] = {tier: value / (8 if tier != "node" else 2) * 1.1 for tier, value in planned.items()}
+    row["fetches"] = None if engine == "ddp" else 2.0 if engine == "fsdp" else 1.8
+    return {**row, **more}
 
 
 def main_rows(**more: Any) -> list[Row]:

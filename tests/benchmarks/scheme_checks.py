@@ -19,23 +19,10 @@ from tests.ranks import ROOT
 
 CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
 GRID = Grid(2, 1, 2)
-MODEL = {
-    "name": "tiny",
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "intermediate_size": 72,
-    "vocab_size": 263,
-    "seq_length": 16,
-}
-TRAIN = {
-    "accumulation": 2,
-    "micro_batch": 2,
-    "seed": 3,
-    "lr": 1e-2,
-    "betas": [0.9, 0.95],
-    "weight_decay": 0.1,
-}
+MODEL = dict(
+    name="tiny", hidden_size=32, num_layers=2, num_heads=2, intermediate_size=72, vocab_size=263, seq_length=16
+)
+TRAIN = dict(accumulation=2, micro_batch=2, seed=3, lr=1e-2, betas=[0.9, 0.95], weight_decay=0.1)
 STEPS = 3
 
 
@@ -70,15 +57,7 @@ def check_schemes_without_codec_have_the_losses_of_ddp() -> None:
     _, expected = _one("ddp", "fp32")
     assert expected[0] > expected[-1]
     shards = {"hsdp-package": 2}
-    for name in (
-        "fsdp2",
-        "fsdp2-node",
-        "hsdp-package",
-        "zero3-deepspeed",
-        "hpz-deepspeed",
-        "hpz",
-        "lossless",
-    ):
+    for name in ("fsdp2", "fsdp2-node", "hsdp-package", "zero3-deepspeed", "hpz-deepspeed", "hpz", "lossless"):
         scheme, losses = _one(name, "fp32")
         assert scheme.parameters == parameters, name
         assert all(math.isclose(a, b, rel_tol=2e-5) for a, b in zip(losses, expected)), (name, losses, expected)

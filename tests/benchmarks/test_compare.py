@@ -19,7 +19,7 @@ from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
 from benchmarks.rows import RESULTS, parse_row, read_rows
 from tests.benchmarks.rows import steps
-from tests.ranks import ROOT
+from tests.ranks import LONG, ROOT
 
 CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
 
@@ -41,12 +41,7 @@ def test_everything_is_one_list(asked: list[Any], tmp_path: Path) -> None:
     main = next(item for item in asked if item.title == "main/main")
     assert main.config.train.accumulation == 2
     assert main.config.cluster.rates_mbit == Rates(gcd=200, gpu=75, node=50)
-    assert [item.config.train.accumulation for item in asked if item.title.startswith("accumulation/")] == [
-        1,
-        2,
-        4,
-        8,
-    ]
+    assert [item.config.train.accumulation for item in asked if item.title.startswith("accumulation/")] == [1, 2, 4, 8]
     assert {item.config.train.seed for item in asked if item.suite == "convergence"} == {0, 1}
     assert all(item.estimated_s() > 0 for item in asked)
 
@@ -70,24 +65,18 @@ def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) 
         ("suite=one schemes=[topo,topo]", "schemes: topo is named 2 times"),
         ("suite=one schemes=[topo", "schemes: found '[topo'; expected a value as YAML writes it"),
         ("suite=one rounds=0", "rounds: found 0; input should be greater than or equal to 1"),
-        ("suite=one train.dtype=fp16", "train.dtype: unknown value 'fp16'"),
         ("suite=one train.lr=.nan", "train.lr: found nan"),
-        ("suite=one reduce_scatter=nccl", "reduce_scatter: unknown value 'nccl'"),
         ("suite=one model=gpt_neox_4mm", "model: unknown value 'gpt_neox_4mm'; did you mean 'gpt_neox_4m'"),
-        ("suite=one model.num_heads=0", "model.num_heads: found 0; input should be greater than or equal to 1"),
         ("suite=one model.num_heads=3", "model.num_heads: found 3; expected a number whose double divides"),
         ("suite=one model.foo=1", "model: unknown key 'foo'"),
         ("suite=one cluster.rates_mbit.node=fast", "cluster.rates_mbit.node: found 'fast'"),
         ("suite=one catalog.topo.block.preset=mlid", "did you mean 'mild'"),
         ("suite=one catalog.topo.engine=hzreo", "catalog.topo.engine: unknown engine 'hzreo'; did you mean 'hzero'"),
         ("suite=one catalog.fsdp2.shard=rack", "catalog.fsdp2.shard: unknown value 'rack'"),
-        ("suite=one catalog.ddp.hpz=node", "catalog.ddp: unknown key 'hpz'"),
         ("suite=one catlog.ddp.hpz=node", "configuration: unknown key 'catlog'; did you mean 'catalog'"),
-        ("suite=one speed=3", "configuration: unknown key 'speed'"),
         ("suite=one speed", "speed: expected KEY=VALUE"),
         ("suite=one again=3", "again: found 3; expected true or false"),
         ("suite=accumulation train.accumulation=2", "suite accumulation varies it"),
-        ("suite=one cluster=null", "cluster: found None"),
         ("suite=one results=/dev/null/x", "results: cannot write"),
     ],
 )
@@ -145,6 +134,7 @@ def test_store_keeps_whole_measurements(tmp_path: Path) -> None:
 # --- from end to end ---
 
 
+@LONG
 @pytest.mark.usefixtures("emulated_network")
 def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
@@ -172,11 +162,11 @@ def test_a_measurement_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
         for tier in ("gcd", "node"):
             # Of messages this small headers and acknowledgements are a larger share. hzero's prefetch for backward finds a
             # part of the last layer still there, and does not gather it again.
-            assert (
-                (0.98 if (row.scheme, tier) == ("topo", "gcd") else 1)
-                <= row.bytes.measured[tier] / row.bytes.planned[tier]
-                < 1.25
-            ), (row.scheme, tier, row.bytes)
+            least, ratio = (
+                0.98 if (row.scheme, tier) == ("topo", "gcd") else 1,
+                row.bytes.measured[tier] / row.bytes.planned[tier],
+            )
+            assert least <= ratio < 1.25, (row.scheme, tier, row.bytes)
     by_scheme = {row.scheme: row for row in rows}
     assert by_scheme["topo"].bytes.measured["node"] < by_scheme["zero3-deepspeed"].bytes.measured["node"] / 4
     report = next((tmp_path / "results" / "report").glob("*-comparison.md"))

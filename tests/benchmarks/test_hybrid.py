@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import pytest
 
 from benchmarks.hybrid.__main__ import LAYOUTS, NAIVE, SCHEMES, config_of
 from benchmarks.report.layouts import layouts
-from benchmarks.rows import RESULTS, LayoutRow, Machine, Sent, read_rows
+from benchmarks.rows import RESULTS, LayoutRow, parse_row, read_rows
 from hzero.config import TIERS
 from hzero.parsing import parse_config
-from tests.ranks import ROOT
+from tests.benchmarks.rows import LAYOUT
+from tests.ranks import LONG, ROOT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -37,6 +37,7 @@ def test_schemes_have_their_codecs(layout: str) -> None:
                 assert found == {("zfp", 16)}
 
 
+@LONG
 def test_a_run_is_stored_once_and_reported(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
     command = [sys.executable, "-m", "benchmarks.hybrid", "--on", "machine", "--steps", "2", "--layers", "2"]
@@ -56,34 +57,16 @@ def test_a_run_is_stored_once_and_reported(tmp_path: Path) -> None:
 
 def _row(scheme: str, seed: int, rates: str | None, step_s: float, loss: float | None, **other: Any) -> LayoutRow:
     name = f"{scheme}-{seed}-{rates}"
-    return LayoutRow(
-        suite="hybrid",
-        measurement=name,
-        id=name,
-        date=datetime(2026, 11, 23, tzinfo=timezone.utc),
-        machine=Machine(cores=2, processor="x", memory_bytes=10**9, system="Linux", python="3.11"),
-        versions={"hzero": "0.1.0"},
-        world_size=8,
-        config={"model": {"name": "gpt_neox_1m"}, "train": {"micro_batch": 4, "grad_accumulation": 1}},
-        scheme=scheme,
-        seed=seed,
-        rates=rates,
-        tokens_per_step=2048,
-        step_s=[9.0, 9.0, step_s],
-        losses=[5.0, 5.0, loss],
-        evaluation=loss,
-        **{
-            "layout": "tp2-dp4",
-            "parameters": 1000,
-            "sent": [Sent(role="tensor", tier="gcd", codec="zfp", wire_bytes=2.5e6, raw_bytes=5e6)],
-            **other,
-        },
-    )
+    named = {"measurement": name, "id": name, "scheme": scheme, "seed": seed, "rates": rates}
+    found = {"step_s": [9.0, 9.0, step_s], "losses": [5.0, 5.0, loss], "evaluation": loss}
+    row = parse_row({**LAYOUT, **named, **found, **other}, "here")
+    assert isinstance(row, LayoutRow)
+    return row
 
 
 def test_the_tables_compare_with_the_baseline_of_the_same_seed() -> None:
     rows = [_row("hybrid", 0, "200,75,50", 0.5, 3.03), _row("baseline", 0, "200,75,50", 0.75, 3.0)]
-    sent = [Sent(role="pipeline", tier="node", codec="none", wire_bytes=1000, raw_bytes=1000)]
+    sent = [{"role": "pipeline", "tier": "node", "codec": "none", "wire_bytes": 1000, "raw_bytes": 1000}]
     for seed, loss in ((0, 2.0), (1, 4.0)):
         rows.append(_row("baseline", seed, None, 1.0, loss, layout="tp2-pp2-dp2", sent=sent))
         rows.append(_row("zhybrid", seed, None, 1.0, loss + 0.5, layout="tp2-pp2-dp2", sent=sent))

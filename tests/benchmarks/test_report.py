@@ -138,9 +138,7 @@ def test_series_borrow_points_that_differ_along_the_axis_alone() -> None:
             row["config"] = copy.deepcopy(row["config"])
             row["config"]["train"]["dtype"] = "fp32"
     assert [value for value, _ in _points(rows, "sweep")] == [15, 150]
-    unlimited = config(schemes=["topo"])
-    unlimited["cluster"]["rates_mbit"]["node"] = None
-    rows.append(steps("topo", "sweep", "node-none", config=unlimited))
+    rows.append(steps("topo", "sweep", "node-none", config=config(node_rate=None, schemes=["topo"])))
     assert [value for value, _ in _points(rows, "sweep")] == [15, 150, math.inf]
 
 

@@ -5,66 +5,45 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hzero.codecs import Codec
-from hzero.config import SUMMED, CodecConfig
-from hzero.sharding.records import RecordFormat, chunk_numel, record_format
+from hzero.config import SUMMED
+from hzero.sharding.records import RecordFormat, chunk_numel
+from tests.codecs.samples import make, numbers
 
 
 @pytest.mark.parametrize(
     ("codec", "scale", "block_size", "numel", "itemsize", "codes", "scales_at", "record"),
     [
-        ("none", "bf16", 128, 0, 4, 0, 0, 0),
         ("none", "bf16", 128, 1, 2, 2, 16, 16),
         ("none", "bf16", 128, 9, 4, 36, 48, 48),
-        ("none", "bf16", 128, 8, 2, 16, 16, 16),
-        ("bf16", "bf16", 128, 9, 4, 18, 32, 32),
         ("bf16", "fp32", 16, 9, 2, 18, 32, 32),
-        ("int8", "bf16", 128, 0, 4, 0, 0, 0),
         ("int8", "bf16", 128, 1, 4, 1, 16, 32),
-        ("int8", "bf16", 128, 128, 4, 128, 128, 144),
-        ("int8", "bf16", 128, 129, 2, 129, 144, 160),
         ("int8", "bf16", 128, 1024, 2, 1024, 1024, 1040),
         ("int8", "bf16", 128, 1025, 2, 1025, 1040, 1072),
         ("int8", "fp32", 16, 65, 4, 65, 80, 112),
-        ("int4", "bf16", 128, 1, 4, 1, 16, 32),
         ("int4", "bf16", 128, 33, 4, 17, 32, 48),
         ("int4", "fp32", 4096, 4097, 2, 2049, 2064, 2080),
-        ("int4", "int8", 64, 0, 4, 0, 0, 0),
         ("int4", "int8", 64, 512, 4, 256, 256, 272),
         ("int4", "int8", 64, 513, 4, 257, 272, 288),
-        ("int8", "int8", 32, 1024, 2, 1024, 1024, 1072),
-        ("exp", "bf16", 128, 0, 2, 0, 0, 0),
         ("exp", "bf16", 128, 1, 2, 17, 32, 48),
-        ("exp", "fp32", 16, 513, 2, 528 + 257, 800, 800 + 528),
-        ("exp", "bf16", 128, 32768, 4, 49152, 49152, 49152 + 704),
-        ("zfp", "bf16", 128, 0, 4, 0, 0, 0),
-        ("zfp", "bf16", 128, 1, 4, 5, 16, 16),
-        ("zfp", "fp32", 16, 29, 2, 36, 48, 48),
-        ("mpc", "bf16", 128, 0, 4, 0, 0, 0),
-        ("mpc", "bf16", 128, 1, 4, 16 + 128 + 4 * 33, 288, 288),
-        ("mpc", "bf16", 128, 1023, 4, 16 + 128 + 4096, 4240, 4240),
-        ("mpc", "bf16", 128, 2048 + 33, 2, 16 + 3 * 128 + 4 * (2048 + 65), 8864, 8864),
         ("exp", "bf16", 128, 32770, 2, 32784 + 16385, 49184, 49184 + 720),
+        ("zfp", "fp32", 16, 29, 2, 36, 48, 48),
+        ("mpc", "bf16", 128, 1, 4, 16 + 128 + 4 * 33, 288, 288),
+        ("mpc", "bf16", 128, 2048 + 33, 2, 16 + 3 * 128 + 4 * (2048 + 65), 8864, 8864),
     ],
 )
 def test_record_sizes(
     codec: str, scale: str, block_size: int, numel: int, itemsize: int, codes: int, scales_at: int, record: int
 ) -> None:
-    fmt = record_format(
-        CodecConfig(codec=codec, scale=scale, block_size=block_size, rate=9 if codec == "zfp" else None)
-    )
-    assert fmt.code_bytes(numel, itemsize) == codes
-    assert fmt.scales_offset(numel, itemsize) == scales_at
-    assert fmt.record_bytes(numel, itemsize) == record
+    fmt = make(codec, scale=scale, block_size=block_size, rate=9 if codec == "zfp" else None).format
+    assert (fmt.code_bytes(numel, itemsize), fmt.scales_offset(numel, itemsize)) == (codes, scales_at)
+    assert fmt.record_bytes(numel, itemsize) == record and fmt.record_bytes(0, itemsize) == 0
     assert fmt.message_bytes([numel, 3], 5, itemsize) == 5 * (record + fmt.record_bytes(3, itemsize))
 
 
 def test_formats_without_blocks_do_not_differ_by_block_size() -> None:
     for codec in ("none", "bf16"):
-        formats = {record_format(CodecConfig(codec=codec, block_size=size)) for size in (16, 128)}
-        assert formats == {RecordFormat(codec, 0, "")}
-    assert record_format(CodecConfig(codec="int8")) == RecordFormat("int8", 128, "bf16")
-    assert record_format(CodecConfig(codec="int4", block_size=64, scale="fp32")) == RecordFormat("int4", 64, "fp32")
+        assert make(codec, block_size=16).format == make(codec).format == RecordFormat(codec, 0, "")
+    assert make("int4", block_size=64, scale="fp32").format == RecordFormat("int4", 64, "fp32")
 
 
 @pytest.mark.parametrize(("numel", "world", "chunk"), [(0, 8, 0), (1, 8, 1), (8, 8, 1), (9, 8, 2), (17 * 257, 6, 729)])
@@ -76,11 +55,9 @@ def test_chunk_is_deepspeeds_partition(numel: int, world: int, chunk: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_records_can_be_cut_out_and_joined_into_other_buckets(codec: str, dtype: torch.dtype) -> None:
     """Three tensors in one bucket, [outer][tensor][inner]; then two of them in another, by bytes alone."""
-    own = Codec.from_config(CodecConfig(codec=codec, block_size=16, rate=9 if codec == "zfp" else None))
+    own = make(codec, block_size=16, rate=9 if codec == "zfp" else None)
     chunks, outer, inner = [21, 1, 40], 2, 3
-    source = [
-        torch.randn(outer * inner * chunk, generator=torch.Generator().manual_seed(chunk)).to(dtype) for chunk in chunks
-    ]
+    source = [numbers("normal", outer * inner * chunk, dtype, chunk) for chunk in chunks]
     message = own.encode(source, chunks, sizes=[outer * inner], outer=outer)
     whole = own.decode(message, chunks, dtype=dtype, outer=outer)
 
@@ -98,11 +75,14 @@ def test_records_can_be_cut_out_and_joined_into_other_buckets(codec: str, dtype:
 
 
 def test_bits_an_element() -> None:
-    assert Codec.from_config(CodecConfig(codec="int8")).bits == 8.125
-    assert Codec.from_config(CodecConfig(codec="int4")).bits == 4.125
-    assert Codec.from_config(CodecConfig(codec="int4", scale="fp32", block_size=64)).bits == 4.5
-    assert Codec.from_config(CodecConfig(codec="bf16")).bits == 16
-    assert Codec.from_config(CodecConfig(codec="none")).bits == 32
-    assert Codec.from_config(CodecConfig(codec="exp")).bits == 12 + 11 * 8 / 512
-    assert Codec.from_config(CodecConfig(codec="zfp", rate=9)).bits == 9
-    assert Codec.from_config(CodecConfig(codec="mpc")).bits == 33 + 1 / 2**15
+    for bits, codec in {
+        8.125: make("int8"),
+        4.125: make("int4"),
+        4.5: make("int4", scale="fp32", block_size=64),
+        16: make("bf16"),
+        32: make("none"),
+        12 + 11 * 8 / 512: make("exp"),
+        9: make("zfp", rate=9),
+        33 + 1 / 2**15: make("mpc"),
+    }.items():
+        assert codec.bits == bits, codec

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import Codec
-from hzero.config import CodecConfig
+from tests.codecs.samples import make, same_bits
 
-EXP = Codec.from_config(CodecConfig(codec="exp"))
+EXP = make("exp")
 BF16 = torch.bfloat16
 LINE, BLOCK = 512, 32768
 
@@ -43,11 +42,6 @@ KINDS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
 
 def source_of(kind: str, count: int, seed: int = 0) -> torch.Tensor:
     return KINDS[kind](count, torch.Generator().manual_seed(seed)).view(BF16)
-
-
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Bit for bit, NaNs too."""
-    return torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def round_trip(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -114,7 +108,7 @@ def test_a_message_has_the_records_of_its_rows() -> None:
     assert bytes(message.tolist()) == want
     decoded = EXP.decode(message, chunks, dtype=BF16, sizes=sizes, strides=strides, outer=outer)
     for got, tensor in zip(decoded, source):
-        assert same(got[: tensor.numel()], tensor) and not got[tensor.numel() :].view(torch.int16).any()
+        assert same_bits(got[: tensor.numel()], tensor) and not got[tensor.numel() :].view(torch.int16).any()
 
 
 # ---- nothing is lost ------------------------------------------------------------------------------------------------
@@ -123,7 +117,7 @@ def test_a_message_has_the_records_of_its_rows() -> None:
 def test_every_word_comes_back() -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
     got, lost = round_trip(every)
-    assert same(got, every) and not lost
+    assert same_bits(got, every) and not lost
 
 
 @pytest.mark.parametrize("level", [0, 1, 13, 14, 15, 127, 240, 241, 254, 255])
@@ -136,7 +130,7 @@ def test_every_exponent_comes_back_among_any_others(level: int) -> None:
     tails = uniform(256 * LINE, generator).view(256, LINE)
     source = (tails & -0x7F81 | exponents << 7).to(torch.int16).view(BF16).view(-1)
     message = EXP.encode([source], [LINE], sizes=[256])
-    assert same(EXP.decode(message, [LINE], dtype=BF16)[0], source)
+    assert same_bits(EXP.decode(message, [LINE], dtype=BF16)[0], source)
     assert not EXP.lost(message, [LINE])
 
 
@@ -151,7 +145,7 @@ def test_blocks_come_back_or_are_lost_as_a_whole(lines: list[str], short: int, s
     x = x[: x.numel() - short]
     got, lost = round_trip(x)
     pairs = list(zip(got.split(BLOCK), x.split(BLOCK)))
-    wrong = [part for part, own in pairs if not same(part, own)]
+    wrong = [part for part, own in pairs if not same_bits(part, own)]
     assert len(wrong) == lost and all((part.view(torch.int16) == -1).all() for part in wrong)
 
 
@@ -165,8 +159,10 @@ def test_lost_blocks_are_counted_in_every_record() -> None:
         assert int(EXP.lost(message, chunks, outer=outer)) == 2
         first, _, last = EXP.decode(message, chunks, dtype=BF16, outer=outer)
         assert first[BLOCK + 10 :][:BLOCK].isnan().all() and last[1800:2700].isnan().all()
-        assert same(first[2 * BLOCK + 10 :], source[0][2 * BLOCK + 10 :]) and same(last[2700:], source[2][2700:])
-    assert not Codec.from_config(CodecConfig(codec="int8")).lost(message, chunks)
+        assert same_bits(first[2 * BLOCK + 10 :], source[0][2 * BLOCK + 10 :]) and same_bits(
+            last[2700:], source[2][2700:]
+        )
+    assert not make("int8").lost(message, chunks)
     assert not EXP.lost(message[:0], [0])
 
 
@@ -195,6 +191,6 @@ def test_sums_are_those_of_the_decoded_values_in_float32() -> None:
     before = torch.randn(1200)
     added = EXP.decode_sum(payload, 3, [600], inner=2, dtype=BF16, into=[before.clone()])[0]
     assert torch.equal(added, ((before + parts[0].float()) + parts[1].float()) + parts[2].float())
-    to = Codec.from_config(CodecConfig(codec="int8", block_size=512))
+    to = make("int8", block_size=512)
     again = EXP.decode_sum_encode(payload, 3, [600], inner=2, dtype=BF16, to=to, outer=2)
     assert torch.equal(again, to.encode([want], [600], sizes=[2], outer=2))

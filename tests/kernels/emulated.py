@@ -39,18 +39,8 @@ def build(wave: int, *sources: str) -> Path:
     path = folder / f"emulated_{wave}_{len(list(folder.iterdir()))}.so"
     text = "".join(f'#include "{source}"\n' for source in sources)
     command = [compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-DHZ_EMULATE"]
-    command += [
-        f"-DHZ_WAVE={wave}",
-        f"-I{KERNELS}",
-        "-Wall",
-        "-Wno-unknown-pragmas",
-        "-Werror",
-        "-x",
-        "c++",
-        "-",
-        "-o",
-        str(path),
-    ]
+    command += [f"-DHZ_WAVE={wave}", f"-I{KERNELS}", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    command += ["-x", "c++", "-", "-o", str(path)]
     done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
     if done.returncode and "_Float16" in done.stderr:
         pytest.skip(f"{command[0]} has no _Float16 in C++: the kernels cannot be emulated")

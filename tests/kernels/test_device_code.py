@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.kernels.emulated import FAMILIES, KERNELS
+from tests.ranks import LONG
 
 #: Kernels of each family: types, codecs, and a wide variant of those that exchange between lanes.
 COUNTS = {"encode": 12, "decode": 6, "decode_sum": 2, "decode_sum_encode": 8, "exponents": 5}
@@ -35,7 +36,7 @@ def _compiler(name: str) -> list[str]:
 
 
 # Two compilers, years apart: a kernel near its limits fits one of them only. Debian's hipcc does not support gfx942.
-@pytest.fixture(scope="module", params=["hipcc-gfx90a", "clang-gfx90a", "clang-gfx942"])
+@pytest.fixture(scope="module", params=["hipcc-gfx90a", "clang-gfx90a", pytest.param("clang-gfx942", marks=LONG)])
 def assembly(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Assembly of each family."""
     compiler, architecture = request.param.split("-")

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hzero.codecs import backends, host, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
@@ -19,15 +17,17 @@ from hzero.codecs.descriptor import AXES, TENSORS
 from hzero.codecs.kernels import KernelBackend
 from hzero.sharding.records import RecordFormat
 from tests.codecs import test_exponents as exponents
+from tests.codecs.samples import FLOATS, numbers, same
 from tests.codecs.test_exponents import source_of
-from tests.kernels.cases import FLOATS, KINDS, Case, disagreements, numbers, random_case, same
+from tests.kernels.cases import KINDS, Case, disagreements, random_case
 from tests.kernels.emulated import EmulatedKernels
+from tests.ranks import LONG
 
 CPU = torch.device("cpu")
 ZFP = [RecordFormat.of("zfp", 0, "", rate=rate) for rate in (4, 9, 16, 23)]
 MPC = [RecordFormat.of("mpc", 0, "", dimension=dimension) for dimension in (1, 5, 32)]
 NEAREST = Rounding(stochastic=False, seed=0)
-TARGETS = ["avx512", "avx2", "baseline", "wave 64", "wave 32", "device"]
+TARGETS = ["avx512", "avx2", "baseline", "wave 64", pytest.param("wave 32", marks=LONG), "device"]
 
 
 @functools.cache
@@ -78,36 +78,29 @@ def assert_agrees(target: tuple[Any, torch.device], case: Case) -> None:
     assert not found, (found, case)
 
 
-EMULATED = [name for name in TARGETS if name.startswith("wave")]
+def emulated(target: tuple[Any, torch.device]) -> int:
+    """The wave size of the emulation, which takes long; 0 of others."""
+    launcher = target[0].launcher
+    return launcher.wave if isinstance(launcher, EmulatedKernels) else 0
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name not in EMULATED], indirect=True)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**30))
-def test_random_buckets(target: tuple[Any, torch.device], seed: int) -> None:
-    case = random_case(seed)
-    if sum(case.chunks):
-        assert_agrees(target, case)
-
-
-@pytest.mark.parametrize("target", EMULATED, indirect=True)
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**30))
-def test_random_buckets_emulated(target: tuple[Any, torch.device], seed: int) -> None:
-    """Fewer, since the emulation takes long."""
-    case = random_case(seed)
-    if sum(case.chunks):
-        assert_agrees(target, case)
+def test_random_buckets(target: tuple[Any, torch.device]) -> None:
+    count, most = (8, 20_000) if emulated(target) else (25, 10**6)
+    while count:
+        case = random_case()
+        if 0 < case.rows.total * sum(case.chunks) <= most:
+            assert_agrees(target, case)
+            count -= 1
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_numbers(target: tuple[Any, torch.device], kind: str, codec: str) -> None:
-    """Emulated, which takes long, a wave size has one half of the combinations of a kind and the other one the other half."""
+    """Emulated, which takes long, each wave size has one half of the combinations of a kind."""
     hows = itertools.product(FLOATS, (("bf16", False), ("fp32", True), ("int8", False)))
-    wave = getattr(target[0].launcher, "wave", None)
+    wave = emulated(target)
     for seed, (dtype, (scale, stochastic)) in enumerate(hows):
-        if wave is not None and (seed + KINDS.index(kind)) % 2 == (wave == 32):
+        if wave and (seed + KINDS.index(kind)) % 2 == (wave == 32):
             continue
         fmt = RecordFormat.of(codec, 64, scale)
         assert_agrees(target, Case((130, 64, 7), (2,), (1,), 2, fmt, dtype, kind, stochastic, 3 * seed))
@@ -127,7 +120,7 @@ def test_exponents(target: tuple[Any, torch.device]) -> None:
         (want,) = reference.decode(message, rows, fmt, dtype)
         exact = dtype != torch.float16  # NaNs too
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)) if exact else same([got.cpu()], [want])
-        if hasattr(backend.launcher, "wave"):
+        if emulated(target):
             break
     assert_agrees(target, Case((700, 0, 1, 513), (2, 3), (1, 2), 3, fmt, torch.bfloat16, "subnormal", short=7))
     assert_agrees(target, Case((530,), (2,), (1,), 2, fmt, torch.bfloat16, "nan", unaligned=True))
@@ -135,27 +128,40 @@ def test_exponents(target: tuple[Any, torch.device]) -> None:
 
 def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
     """Codecs zfp and mpc, whose bits end inside bytes and groups of elements; a device leaves them to the reference."""
-    if hasattr(target[0].launcher, "wave") and target[0].launcher.wave:
+    if target[0].launcher.wave:
         assert target[0].prepare_encode([torch.ones(9)], Rows.in_order((9,), 1), ZFP[1], NEAREST) is None
         return
-    chunks = [(700, 0, 1, 64), (1025, 5), (63,), (2048, 130)]
-    for index, (kind, chunk) in enumerate(itertools.product(KINDS, chunks)):
+    chunks = itertools.cycle([(700, 0, 1, 64), (1025, 5), (63,), (2048, 130)])
+    for index, (kind, chunk) in enumerate(zip(KINDS, chunks)):
         rows = {"sizes": (2, 3), "strides": (1, 2), "outer": 3, "short": index % 5, "unaligned": index % 2 > 0}
         dtype = FLOATS[index % 3]
         assert_agrees(target, Case(chunk, fmt=ZFP[index % 4], dtype=dtype, kind=kind, seed=index, **rows))
         assert_agrees(target, Case(chunk, fmt=MPC[index % 3], dtype=torch.float32, kind=kind, seed=index, **rows))
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 64, 128, 192, 256, 448, 512, 576, 768, 1024, 1088, 1536, 2048, 4096])
-def test_block_sizes(target: tuple[Any, torch.device], block_size: int) -> None:
-    for codec in ("int8", "int4"):
-        fmt = RecordFormat.of(codec, block_size, "bf16")
-        assert_agrees(target, Case((3 * block_size + 21,), (2,), (1,), 1, fmt, torch.bfloat16, seed=block_size))
+def of_blocks(codec: str, size: int) -> Case:
+    return Case((3 * size + 21,), (2,), (1,), 1, RecordFormat.of(codec, size, "bf16"), torch.bfloat16, seed=size)
+
+
+INT4 = RecordFormat.of("int4", 32, "bf16")
+MANY = tuple(17 * index % 90 for index in range(2 * TENSORS + 5))
+SIZES, STRIDES = (2,) * (AXES + 1), tuple(2**axis for axis in range(AXES + 1))
+BLOCK_SIZES = (16, 48, 64, 128, 192, 256, 448, 512, 576, 768, 1024, 1088, 1536, 2048, 4096)
+AWKWARD: dict[str, Case] = {
+    "more tensors than one call takes": Case(MANY, (2, 3), (1, 2), 3, INT4, torch.float32, stochastic=True, seed=5),
+    "more axes than kernels take, so the reference steps in": Case((5,), SIZES, STRIDES, 2, INT4, torch.float32),
+    **{f"blocks of {size}, {codec}": of_blocks(codec, size) for size in BLOCK_SIZES for codec in ("int8", "int4")},
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_buckets(target: tuple[Any, torch.device], name: str) -> None:
+    assert_agrees(target, AWKWARD[name])
 
 
 @pytest.mark.parametrize("count", [1, 1_000_003])
 def test_lengths_up_to_millions(target: tuple[Any, torch.device], count: int) -> None:
-    if hasattr(target[0].launcher, "wave"):
+    if emulated(target):
         count = min(count, 60_003)  # 15 workgroups, the last one with a block of 99 elements
     for codec, unaligned in (("int8", False), ("int4", True)):
         fmt = RecordFormat.of(codec, 128, "bf16")
@@ -179,7 +185,7 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
 def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str) -> None:
     """All mantissas of an extreme, with all smaller numbers of the 13 binades below it, of both signs."""
     backend, device = target
-    if getattr(backend.launcher, "wave", None) == 32:
+    if emulated(target) == 32:
         pytest.skip("the quotients are those of wave 64: a wave's size is in its exchanges alone")
     bits = torch.arange(127 - 12 << 7, 128 << 7, dtype=torch.int32).to(torch.int16)
     magnitudes = bits.view(torch.bfloat16)
@@ -196,19 +202,6 @@ def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str
     assert torch.equal(backend.encode([half.to(device)], *how).cpu(), reference.encode([half], *how))
 
 
-def test_more_tensors_than_one_call_takes(target: tuple[Any, torch.device]) -> None:
-    chunks = tuple(17 * index % 90 for index in range(2 * TENSORS + 5))
-    fmt = RecordFormat.of("int4", 32, "bf16")
-    assert_agrees(target, Case(chunks, (2, 3), (1, 2), 3, fmt, torch.float32, stochastic=True, seed=5))
-
-
-def test_more_axes_than_kernels_know(target: tuple[Any, torch.device]) -> None:
-    """The reference steps in."""
-    sizes = (2,) * (AXES + 1)
-    strides = tuple(2**axis for axis in range(AXES + 1))
-    assert_agrees(target, Case((5,), sizes, strides, 2, RecordFormat.of("int8", 16, "bf16"), torch.float32))
-
-
 def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.device]) -> None:
     backend, device = target
     x = [numbers("normal", 300, torch.bfloat16, 1)]
@@ -222,17 +215,15 @@ def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.devic
     assert torch.equal(got, reference.decode_sum_encode(message, *how))
 
 
-@pytest.mark.parametrize("name", ["avx512", "avx2", "baseline"])
-def test_threads_share_the_work(name: str) -> None:
-    """Blocks of a large bucket are split over threads, at any block, also inside a record."""
-    backend = _backend(name)
+def test_threads_share_the_work() -> None:
+    """Blocks of a large bucket are split over threads, at any block, also inside a record; by no instruction set's code."""
+    backend = _backend("baseline")
     if isinstance(backend, str):
         pytest.skip(backend)
-    backend.launcher.instruction_set = name
     fmt = RecordFormat.of("int4", 128, "bf16")
     # 256 Ki elements are worth a thread: the two rows of sums have 4 of them, the four rows to encode 9.
     case = Case((350_001, 0, 33, 250_000), (2, 2), (1, 2), 2, fmt, torch.float32)
-    for threads in (2, 3, 7) if name == "baseline" else (3,):  # they are split before an instruction set is chosen
+    for threads in (2, 3, 7):
         torch.set_num_threads(threads)
         assert_agrees((backend, CPU), case)
 

@@ -229,13 +229,12 @@ def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "254 nodes form no groups" in text and "64 nodes form" not in text and f"drawn in {out}" in text
 
 
-@pytest.mark.parametrize("model", ["gpt_neox_10b", "gpt_neox_20b"])
-@pytest.mark.parametrize("accumulation", [1, 8])
+@pytest.mark.parametrize(("model", "accumulation"), [("gpt_neox_10b", 8), ("gpt_neox_20b", 1)])
 def test_topo_keeps_its_rate_on_many_nodes(
     model: str, accumulation: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     keys = [f"model={model}", "topology=frontier", "train.micro_batch=1", f"accumulation={accumulation}"]
-    curves = _json(capsys, "--sweep", "nodes=16,128,1024,9408", *keys, "--out", str(tmp_path / "scaling.png"))["curves"]
+    curves = _json(capsys, "--sweep", "nodes=16,128,9408", *keys, "--out", str(tmp_path / "scaling.png"))["curves"]
     topo = [point["tflops"] for point in curves["hzero topo"]]
     assert all(point["fits"] for point in curves["hzero topo"]) and min(topo) >= 0.93 * topo[0]
     for other in ("HSDP, node", "FSDP2", "ZeRO-3"):
