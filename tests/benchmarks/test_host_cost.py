@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 
-from tests.ranks import ROOT
+from tests.ranks import LONG, ROOT
 
 
+@LONG
 def test_hops_and_launches_of_a_step() -> None:
     command = [
         sys.executable,

@@ -57,13 +57,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"kind": "step"}, "kind: unknown value 'step'; did you mean 'steps'?"),
     "format": ({"format": 1}, "found format 1, expected 2"),
     "unknown key": ({"peer": "topo"}, "unknown key 'peer'"),
-    "engine": ({"engine": "jax"}, "engine: unknown value 'jax'"),
     "date": ({"date": "yesterday"}, "date: found 'yesterday'"),
-    "time of 0": ({"step_s": [1.0, 0.0]}, "step_s.1: found 0.0"),
     "not a number": ({"step_s": [math.nan]}, "step_s.0: found nan"),
-    "huge": ({"step_s": [10**400]}, ""),
     "tier": ({"busiest": {"rack": 1.0}}, "busiest.rack"),
-    "bytes": ({"busiest": {"node": -1.0}}, "busiest.node: found -1.0"),
     "rates": ({"config": config(node_rate=0)}, "cluster.rates_mbit.node: found 0"),
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,71 +55,59 @@ def source_of(case: Case) -> list[torch.Tensor]:
     return source
 
 
+def _there(argument: Any, device: torch.device) -> Any:
+    """A copy of tensors on a device, as unaligned as they are; anything else as it is."""
+    if isinstance(argument, list):
+        return [_there(one, device) for one in argument]
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    offset = argument.storage_offset()
+    return torch.cat([argument.new_zeros(offset), argument]).to(device)[offset:]
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result.cpu()]
+    return [tensor for one in result for tensor in _flat(one)]
+
+
+def compared(backend: Any, device: torch.device, name: str, *arguments: Any) -> Iterator[str]:
+    """The call, if the backend finds other bits than the reference."""
+    there = [_there(argument, device) for argument in arguments]
+    want, got = (getattr(one, name)(*given) for one, given in ((reference, arguments), (backend, there)))
+    if name in ("decode_onto", "decode_add"):  # what they have changed
+        want, got = arguments[-1], there[-1]
+    if not same(_flat(got), _flat(want)):
+        yield f"{name}{arguments[1:]}"
+
+
 def disagreements(backend: Any, case: Case, device: torch.device) -> Iterator[str]:
-    """Differences of the backend from the reference, one line each."""
-    source = source_of(case)
-    there = [tensor.to(device) for tensor in source]
-    if case.unaligned:
-        there = [torch.cat([t.new_zeros(1), t])[1:] for t in there]
-    rows, rounding = case.rows, case.rounding
-    message = reference.encode(source, rows, case.fmt, rounding)
-    got = backend.encode(there, rows, case.fmt, rounding)
-    if not torch.equal(got.cpu(), message):
-        places = (got.cpu() != message).nonzero().flatten()[:8].tolist()
-        yield f"encode: bytes {places} of {message.numel()} differ"
+    """Operators by which the backend finds other bits than the reference."""
+    compare = functools.partial(compared, backend, device)
+    source, rows, fmt, rounding = source_of(case), case.rows, case.fmt, case.rounding
+    yield from compare("encode", source, rows, fmt, rounding)
+    if fmt.codec in SUMMED:  # of the others nothing is lost that could be fed back
+        residuals = [numbers("normal", t.numel() * (i % 3 != 2), seed=7) for i, t in enumerate(source)]
+        factors = [(1.0, 0.5, 1.0 / 3.0)[index % 3] for index in range(len(source))]
+        yield from compare("encode_feedback", source, residuals, factors, rows, fmt, rounding)
+        base = [numbers("normal", t.numel(), t.dtype, 8) for t in source]
+        yield from compare("encode_difference", source, base, rows, fmt, rounding)
 
-    if case.fmt.codec in SUMMED:  # of the others nothing is lost that could be fed back
-        yield from _feedback_disagreements(backend, case, device, source, there)
-
-    payload = message.to(device)
+    payload = reference.encode(source, rows, fmt, rounding)
     for dtype in FLOATS:
-        how = (rows, case.fmt, dtype)
-        decoded = backend.decode(payload, *how)
-        if not same([t.cpu() for t in decoded], reference.decode(message, *how)):
-            yield f"decode: {dtype} differs"
-        want = [numbers("normal", t.numel(), dtype, 5) for t in decoded]
-        got = [t.to(device, copy=True) for t in want]
-        reference.decode_onto(message, rows, case.fmt, want)
-        backend.decode_onto(payload, rows, case.fmt, got)
-        if not same([t.cpu() for t in got], want):
-            yield f"decode_onto: {dtype} differs"
+        yield from compare("decode", payload, rows, fmt, dtype)
+        onto = [numbers("normal", rows.total * chunk, dtype, 5) for chunk in case.chunks]
+        yield from compare("decode_onto", payload, rows, fmt, onto)
 
-    messages = Messages(case.outer, case.chunks, rows.inner)
-    sums = reference.decode_sum(message, messages, case.fmt, case.dtype)
-    got = backend.decode_sum(payload, messages, case.fmt, case.dtype)
-    if not same([t.cpu() for t in got], sums):
-        yield "decode_sum: sums differ"
-    got = [numbers("normal", total.numel(), torch.float32, 9).to(device) for total in sums]
-    want = [total.cpu().clone() for total in got]
-    reference.decode_add(message, messages, case.fmt, case.dtype, want)
-    backend.decode_add(payload, messages, case.fmt, case.dtype, got)
-    if not same([t.cpu() for t in got], want):
-        yield "decode_add: sums differ"
-    size = case.fmt.block_size if case.fmt.scale_bytes else 64
-    outs = itertools.product(
-        ("int8", "int4"), ("bf16", "fp32", "int8") if size in CODED_SCALE_BLOCKS else ("bf16", "fp32")
-    )
+    how = (Messages(case.outer, case.chunks, rows.inner), fmt, case.dtype)
+    yield from compare("decode_sum", payload, *how)
+    yield from compare("decode_add", payload, *how, [numbers("normal", rows.inner * c, seed=9) for c in case.chunks])
+    size = fmt.block_size if fmt.scale_bytes else 64
+    scales = ("bf16", "fp32", "int8") if size in CODED_SCALE_BLOCKS else ("bf16", "fp32")
+    outs = itertools.product(("int8", "int4"), scales)
     for codec, scale in itertools.islice(outs, 1 if sum(case.chunks) > 1 << 19 else 6):
-        out = RecordFormat.of(codec, size, scale, case.fmt.rotation * (scale != "fp32"))
-        how = (messages, case.fmt, case.dtype, rows.inner, out, rounding)
-        if not torch.equal(backend.decode_sum_encode(payload, *how).cpu(), reference.decode_sum_encode(message, *how)):
-            yield f"decode_sum_encode: to {codec} with {scale} scales differs"
-
-
-def _feedback_disagreements(
-    backend: Any, case: Case, device: torch.device, source: Sequence[torch.Tensor], there: Sequence[torch.Tensor]
-) -> Iterator[str]:
-    residuals = [numbers("normal", t.numel() * (i % 3 != 2), torch.float32, 7) for i, t in enumerate(source)]
-    factors = [(1.0, 0.5, 1.0 / 3.0)[index % 3] for index in range(len(source))]
-    how = (factors, case.rows, case.fmt, case.rounding)
-    fed, left = reference.encode_feedback(source, residuals, *how)
-    got, ours = backend.encode_feedback(there, [r.to(device) for r in residuals], *how)
-    if not torch.equal(got.cpu(), fed) or not same([t.cpu() for t in ours], left):
-        yield "encode_feedback: message or residuals differ"
-    base = [numbers("normal", t.numel(), t.dtype, 8) for t in source]
-    message = reference.encode_difference(source, base, *how[1:])
-    if not torch.equal(backend.encode_difference(there, [b.to(device) for b in base], *how[1:]).cpu(), message):
-        yield "encode_difference: message differs"
+        out = RecordFormat.of(codec, size, scale, fmt.rotation * (scale != "fp32"))
+        yield from compare("decode_sum_encode", payload, *how, rows.inner, out, rounding)
 
 
 def random_case() -> Case:

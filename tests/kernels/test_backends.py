@@ -285,27 +285,27 @@ def test_a_compiler_that_fails_leaves_the_reference(cupy: _Cupy, monkeypatch: py
 
 
 def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    hip = bool(torch.version.hip)
-    extra = "rocm" if hip else "cuda"
-    if hip:
+    name = "hip" if torch.version.hip else "cuda"
+    extra = f'pip install "hzero[{"rocm" if name == "hip" else "cuda"}]"'
+
+    def why() -> str:
+        backends.choice.cache_clear()
+        chosen = backends.choice("cuda")
+        assert chosen.fallback and chosen.backend is reference
+        return chosen.why
+
+    if name == "hip":
         other = types.SimpleNamespace(gcnArchName="gfx1100", major=11, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: other)
-        assert "the kernels are written for gfx9 (MI50 to MI300), this is gfx1100" in backends.choice("cuda").why
-        backends.choice.cache_clear()
-    cupy.module.cuda.runtime.is_hip = not hip
-    assert (
-        f'this cupy is not for the GPU that torch is for; pip install "hzero[{extra}]"' in backends.choice("cuda").why
-    )
-    backends.choice.cache_clear()
-    for name in ("cupy", "cupy.cuda"):
-        monkeypatch.setitem(sys.modules, name, None)
-    chosen = backends.choice("cuda")
-    assert chosen.fallback and chosen.backend is reference
-    assert "cupy cannot be imported (" in chosen.why and chosen.why.endswith(f'pip install "hzero[{extra}]"')
-    monkeypatch.setenv(backends.VARIABLE, "hip" if hip else "cuda")
-    backends.choice.cache_clear()
+        assert "the kernels are written for gfx9 (MI50 to MI300), this is gfx1100" in why()
+    cupy.module.cuda.runtime.is_hip = name == "cuda"
+    assert f"this cupy is not for the GPU that torch is for; {extra}" in why()
+    for module in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert "cupy cannot be imported (" in why() and why().endswith(extra)
+    monkeypatch.setenv(backends.VARIABLE, name)
     with pytest.raises(ConfigError, match="cannot be used: cupy cannot be imported"):
-        backends.choice("cuda")
+        why()
 
 
 # ---- hzero doctor ---------------------------------------------------------------------------------------------------
