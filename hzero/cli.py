@@ -33,16 +33,7 @@ COMMANDS = {
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
 }
 #: Packages that only the extras bring.
-EXTRAS = (
-    "rich",
-    "matplotlib",
-    "hydra",
-    "omegaconf",
-    "transformers",
-    "tokenizers",
-    "accelerate",
-    "datasets",
-)
+EXTRAS = ("rich", "matplotlib", "hydra", "omegaconf", "transformers", "tokenizers", "accelerate", "datasets")
 #: Commands that the extra `tools` is enough for. The others compose the trainer's configuration, which takes `train`.
 _TOOLS = ("doctor", "topology", "links")
 #: What a command imports when its work is done, and has to ask for before.

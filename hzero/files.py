@@ -128,32 +128,23 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
 
 
 def distrust(path: Path) -> str:
-    """Why what a file or folder holds is not taken: others than this user and root can change it. Empty if they cannot.
+    """Why the content of a file is not taken: others than this user and root can change it. Empty if they cannot.
 
-    A folder is judged with all that is in it; links, which lead elsewhere, are not taken. So is the folder around it, in
-    which others could put something else in its place, unless it has the sticky bit, as ``/tmp`` has. One that is missing
-    holds nothing, so nobody is distrusted.
+    In the folder around it others must not be able to put something else in its place. A folder with the sticky bit, such as
+    ``/tmp``, is fine. A link leads elsewhere, so it is not taken.
     """
     try:
-        around = path.parent.stat().st_mode
-        if around & 0o002 and not around & stat.S_ISVTX:
-            return f"{str(path.parent)!r} can be written by others (mode {around & 0o777:o})"
-        entered = path.lstat().st_mode & 0o011  # by others: what lies in a closed folder they cannot reach
-    except FileNotFoundError:
+        around, found = path.parent.stat().st_mode, path.lstat()
+    except FileNotFoundError:  # nobody has written it
         return ""
     except OSError as error:
         return f"{str(path)!r} cannot be read: {error.strerror}"
-    for place in (path, *path.rglob("*")):
-        try:
-            found = place.lstat()
-        except FileNotFoundError:  # removed since it was listed
-            continue
-        except OSError as error:
-            return f"{str(place)!r} cannot be read: {error.strerror}"
-        if stat.S_ISLNK(found.st_mode):
-            return f"{str(place)!r} is a link"
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{str(place)!r} belongs to user {found.st_uid}"
-        if found.st_mode & 0o022 and (place == path or entered):
-            return f"{str(place)!r} can be written by its group or by others (mode {found.st_mode & 0o777:o})"
+    if around & 0o002 and not around & stat.S_ISVTX:
+        return f"{str(path.parent)!r} can be written by others (mode {around & 0o777:o})"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{str(path)!r} is no regular file"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{str(path)!r} belongs to user {found.st_uid}"
+    if found.st_mode & 0o022:
+        return f"{str(path)!r} can be written by its group or by others (mode {found.st_mode & 0o777:o})"
     return ""

@@ -27,9 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from hzero.files import FULL
 from hzero.terminal import keep_streams
 from hzero.validation import ConfigError, PeerError, PlainError, report
 
@@ -46,33 +45,22 @@ _TEXT = 10_000
 _OTHERS = ("TORCHELASTIC_", "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-class Failure(NamedTuple):
-    """Why a rank fails, as it tells its parent. The smallest one is the cause.
+#: Why a rank fails, as it tells its parent: whether it has accepted its input, whether it has waited for other ranks in vain,
+#: seconds of this machine's monotonic clock, and a text for the user. The smallest one is the cause.
+Failure = tuple[bool, bool, float, str]
 
-    Attributes:
-        accepted: It has not refused its input.
-        waited: It waited for other ranks in vain, so another rank has failed.
-        time: Seconds of this machine's monotonic clock.
-        text: For the user.
-    """
 
-    accepted: bool
-    waited: bool
-    time: float
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """The failure for an error that is being handled."""
-        text = str(error)
-        if isinstance(error, OSError) and error.errno in FULL and error.filename is not None:
-            text = f"{error.strerror}: {os.fspath(error.filename)}"
-        elif not isinstance(error, (ConfigError, PlainError)):
-            text = traceback.format_exc().rstrip()
-        if len(text) > _TEXT:
-            text = f"{text[: _TEXT // 2]}\n...\n{text[-_TEXT // 2 :]}"
-        waited = isinstance(error, PeerError) or getattr(error, "elsewhere", False)
-        return cls(waited or not isinstance(error, ConfigError), waited, time.monotonic(), text)
+def _failure(error: BaseException) -> Failure:
+    """The failure for an error that is being handled."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {os.fspath(error.filename)}"
+    elif not isinstance(error, (ConfigError, PlainError)):
+        text = traceback.format_exc().rstrip()
+    if len(text) > _TEXT:
+        text = f"{text[: _TEXT // 2]}\n...\n{text[-_TEXT // 2 :]}"
+    waited = isinstance(error, PeerError) or getattr(error, "elsewhere", False)
+    return waited or not isinstance(error, ConfigError), waited, time.monotonic(), text
 
 
 def run_ranks(
@@ -100,11 +88,11 @@ def run_ranks(
         (or SIGTERM before they could save), and 1 if a rank failed.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    if importlib.import_module("torch").cuda.is_available():
-        context = multiprocessing.get_context("spawn")
+    spawns = importlib.import_module("torch").cuda.is_available()
+    context: Any = multiprocessing.get_context("spawn" if spawns else "fork")
+    if spawns:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when the new process loads the library
     else:
-        context = multiprocessing.get_context("fork")  # type: ignore[assignment]
         for name in imports:
             importlib.import_module(name)
         gc.freeze()  # or collections would copy the memory that the ranks share
@@ -169,29 +157,28 @@ def _conclude(codes: Sequence[int | None], failures: dict[int, Failure], receive
     stopped = any(number != signal.SIGUSR1 for number in received)
     by_us = {INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL} if stopped else set()
     failed = [rank for rank, code in enumerate(codes) if code not in {None, 0, UNFINISHED} | by_us]
-    status = _report(codes, failed, failures, logs) if failed else 0
-    if signal.SIGINT in received or (not status and set(codes) - {0, UNFINISHED}):
-        return INTERRUPTED
-    return status or (UNFINISHED if UNFINISHED in codes else 0)
-
-
-def _report(codes: Sequence[int | None], failed: Sequence[int], failures: dict[int, Failure], logs: Path) -> int:
-    killed = [rank for rank in failed if (codes[rank] or 0) < 0]
-    rank = min(failures, key=lambda rank: failures[rank], default=failed[0])
-    if rank in failures and not failures[rank].accepted:
-        _say(f"hzero: error: {failures[rank].text}")
-        return REFUSED
     # A rank that is killed tells nothing, and the errors of the others only say that it is gone.
-    if killed or not failures:
-        rank = (killed or failed)[0]
-        code = codes[rank] or 0
-        cause = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-        cause += ", perhaps out of memory" if code == -signal.SIGKILL else ""
-        _say(f"hzero: rank {rank} died: {cause}; all ranks are ended")
+    killed = [rank for rank in failed if (codes[rank] or 0) < 0]
+    cause = min(failures, key=lambda rank: failures[rank], default=-1) if failed else -1
+    if cause >= 0 and not failures[cause][0]:
+        _say(f"hzero: error: {failures[cause][-1]}")
+        status = REFUSED
+    elif failed:
+        if killed or cause < 0:
+            rank = (killed or failed)[0]
+            code = codes[rank] or 0
+            end = f"exit status {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            end += ", perhaps out of memory" if code == -signal.SIGKILL else ""
+            _say(f"hzero: rank {rank} died: {end}; all ranks are ended")
+        else:
+            _say(f"{failures[cause][-1]}\nhzero: rank {cause} failed; all ranks are ended")
+        _say(f"hzero: logs of all ranks but 0: {logs}")
+        status = 1
+    elif set(codes) - {0, UNFINISHED}:
+        status = INTERRUPTED
     else:
-        _say(f"{failures[rank].text}\nhzero: rank {rank} failed; all ranks are ended")
-    _say(f"hzero: logs of all ranks but 0: {logs}")
-    return 1
+        status = UNFINISHED if UNFINISHED in codes else 0
+    return INTERRUPTED if signal.SIGINT in received else status
 
 
 def _say(message: str) -> None:
@@ -223,7 +210,7 @@ def _enter(
     with contextlib.suppress(AttributeError):  # another object in place of the stream
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     renew_thread_pool()
-    status = _work(work, lambda error: pipe.send(Failure.of(error)))
+    status = _work(work, lambda error: pipe.send(_failure(error)))
     atexit._run_exitfuncs()  # monitors write what they have
     _leave(status)
 
@@ -238,10 +225,11 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
     """
 
     def tell(error: BaseException) -> None:
-        if isinstance(error, ConfigError) and not error.elsewhere:
-            report(error)
-        elif not getattr(error, "elsewhere", False):
-            _say(f"hzero: rank {os.environ['RANK']}: {Failure.of(error).text}")
+        if not getattr(error, "elsewhere", False):
+            if isinstance(error, ConfigError):
+                report(error)
+            else:
+                _say(f"hzero: rank {os.environ['RANK']}: {_failure(error)[-1]}")
 
     status = _work(work, tell)
     distributed = sys.modules.get("torch.distributed")

@@ -31,8 +31,6 @@ _PIECE = 1 << 22
 class SaveError(PlainError):
     """A checkpoint could not be saved. The one before it is still there. All ranks raise it, and rank 0 reports it."""
 
-    of_all_ranks = True
-
 
 class IncompleteError(ConfigError):
     """A checkpoint is incomplete, or is not what was written."""

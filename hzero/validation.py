@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import math
@@ -11,58 +12,45 @@ import reprlib
 import sys
 import time
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+T = TypeVar("T")
+E = TypeVar("E", bound="ConfigError | PlainError")
+M = TypeVar("M", bound=BaseModel)
 
 
-class ConfigError(ValueError):
-    """Input that cannot be used. The message is one line: the key, file or argument, what was found, what is possible.
+class _OneLineError(Exception):
+    """An error whose message says all. Escapes replace what could command a terminal, such as in names of files and hosts.
 
-    What input brings of line breaks, and of characters that command a terminal, is written as escapes.
-
-    Attributes:
-        elsewhere: Whether another rank reports the same error, so that this rank need not report it again.
-    """
-
-    elsewhere = False
-
-    def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message))
-
-    @classmethod
-    def of_rank_0(cls, message: str) -> Self:
-        """The error on another rank than 0, where rank 0 raises the same."""
-        error = cls(message)
-        error.elsewhere = True
-        return error
-
-
-class PlainError(RuntimeError):
-    """An error whose message says all, so that no user needs its traceback.
-
-    The message may hold names of hosts, which cannot command the terminal either.
+    Args:
+        message: For the user.
+        elsewhere: Whether another rank reports the same error, so that a command on this rank need not report it again.
 
     Attributes:
-        elsewhere: Whether rank 0 raises the same error, so that a command on this rank need not report it again.
+        elsewhere: The same.
+        of_all_ranks: Whether all ranks raise it, and rank 0 reports it. See `of_all_ranks`.
     """
 
-    elsewhere = False
+    of_all_ranks = False
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", elsewhere: bool = False) -> None:
         super().__init__("\n".join(map(printable, message.split("\n"))))
+        self.elsewhere = elsewhere
 
-    @classmethod
-    def of_rank_0(cls, message: str) -> Self:
-        """The error on another rank than 0, where rank 0 raises the one that it comes from."""
-        error = cls(message)
-        error.elsewhere = True
-        return error
+
+class ConfigError(_OneLineError, ValueError):
+    """Input that cannot be used. The message is one line: the key, file or argument, what was found, what is possible."""
+
+    def __init__(self, message: str = "", elsewhere: bool = False) -> None:
+        super().__init__(printable(message), elsewhere)
+
+
+class PlainError(_OneLineError, RuntimeError):
+    """An error of a run that needs no traceback. The message may have several lines."""
 
 
 class PeerError(PlainError):
@@ -81,37 +69,61 @@ class PeerError(PlainError):
 WAIT_S = 60.0
 
 
+def of_all_ranks(error: E) -> E:
+    """Marks an error that all ranks raise. If nobody catches it, rank 0 prints one line, and the others end quietly."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+    error.of_all_ranks, error.elsewhere = True, error.elsewhere or _rank() > 0
+    return error
+
+
 @contextlib.contextmanager
 def on_all_ranks() -> Iterator[None]:
-    """Inside, a `ConfigError` is one of all ranks.
-
-    If nobody catches it, rank 0 prints one line without a traceback, and the other ranks end quietly. All exit with status 1.
-    """
+    """Inside, a `ConfigError` is one `of_all_ranks`."""
     try:
         yield
     except ConfigError as error:
-        report_once()
-        error.elsewhere |= _rank() > 0
+        of_all_ranks(error)
         raise
 
 
-def report_once() -> None:
-    """From now on a `ConfigError`, or another error ``of_all_ranks``, that nobody catches is one line of rank 0."""
-    if not isinstance(sys.excepthook, _OneLine):
-        sys.excepthook = _OneLine(sys.excepthook)
+def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
+    """Calls a function on rank 0 and returns its result on all ranks, or raises its error `of_all_ranks`. Collective.
+
+    Args:
+        function: What rank 0 calls. Its result can be pickled.
+        group: The process group that carries the answer; None is the world.
+    """
+    import torch.distributed as dist
+
+    answer: list[Any] = [None, None]
+    raised: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = function()
+        except Exception as error:  # the others would wait for it
+            raised = error
+            answer[1] = (
+                error if isinstance(error, _OneLineError) else PlainError(f"rank 0: {type(error).__name__}: {error}")
+            )
+    dist.broadcast_object_list(answer, group=group)
+    if answer[1] is not None:
+        of_all_ranks(answer[1])
+        raise raised or answer[1]  # rank 0 shows the traceback of what nobody has expected
+    return answer[0]  # type: ignore[no-any-return]
 
 
-class _OneLine:
-    """``sys.excepthook`` that ends a rank with the one line of a `ConfigError`."""
+class _Hook:
+    """``sys.excepthook`` that ends a rank with the one line of an error of all ranks."""
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, ConfigError) and not getattr(error, "of_all_ranks", False):
+        if isinstance(error, ConfigError) or getattr(error, "of_all_ranks", False):
+            report(error)
+        else:
             self._stock(kind, error, traceback)
-            return
-        report(error)
 
 
 def report(error: BaseException) -> None:
@@ -121,14 +133,18 @@ def report(error: BaseException) -> None:
         # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
         # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job.
         time.sleep(WAIT_S)
-    print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+    text = f"{f'rank {rank}: ' if rank else ''}{str(error).removeprefix('hzero: ')}"
+    print(f"hzero: error: {text}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
-    """This process' rank as torchrun, an MPI or Slurm numbers it; 0 where nobody does.
+    """This process' rank in its process group, or as torchrun, an MPI or Slurm numbers it; 0 where nobody does.
 
     Slurm also numbers processes that have nothing to do with each other; those of one world have a master's address.
     """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
     slurm = ["SLURM_PROCID"] if "MASTER_ADDR" in os.environ else []
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", *slurm):
         if os.environ.get(name, "").isdecimal():
@@ -162,15 +178,46 @@ def one_of(key: str, value: Any, possible: Iterable[str], what: str = "value") -
     )
 
 
+class Parser(argparse.ArgumentParser):
+    """The parser of a command's arguments. It keeps the lines of its texts, and its errors are `ConfigError`."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description, epilog=epilog, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `ConfigError` instead of argparse's usage and exit, with the option or key that may have been meant."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise ConfigError(f"{self.prog}: {' '.join(message.split())}; see `{self.prog} --help`")
+        first = unknown.split()[0]
+        options = [name for action in self._actions for name in action.option_strings]
+        near = nearest(first, options, 0.75) if first.startswith("-") else None
+        message = f"unknown argument {first!r}" + (f"; did you mean {near!r}?" if near else ".")
+        if not near and first.startswith("-") and any(action.dest == "overrides" for action in self._actions):
+            message = f"unknown option {first!r}; keys are given as KEY=VALUE, as in train.steps=10."
+        raise ConfigError(f"{self.prog}: {message} `{self.prog} --help` lists what is possible")
+
+
+def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
+    """The ``type`` of an argument that is a number of more than 0 and at most ``most``."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"found {text[:40]!r}, expected more than 0 and at most {most:,.0f}")
+
+    return read
+
+
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _DURATION = re.compile(r"(?:\d{1,9}(?:\.\d+)?[dhms])+")
-#: As Slurm writes times: D-H, D-H:M, D-H:M:S, M:S or H:M:S.
-_DAYS = re.compile(r"(\d{1,4})-(\d{1,2})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,6}):(\d{1,2})")
 
 
 def seconds_of(duration: str | float) -> float:
-    """Seconds of a duration such as ``2h``, ``1h30m``, ``1:30:00``, ``1-12:00``, ``45s``, or a number of seconds.
+    """Seconds of a duration such as ``2h``, ``1h30m``, ``1:30:00``, ``45s``, or a number of seconds.
 
     Raises:
         ValueError: Says what was found and what is possible; it follows a key.
@@ -179,8 +226,6 @@ def seconds_of(duration: str | float) -> float:
     seconds = -1.0
     if _DURATION.fullmatch(text):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
-    elif match := _DAYS.fullmatch(text):
-        seconds = sum(int(part or 0) * unit for part, unit in zip(match.groups(), (86400, 3600, 60, 1)))
     elif match := _CLOCK.fullmatch(text):
         seconds = sum(int(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1)))
     else:
@@ -199,7 +244,6 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-M = TypeVar("M", bound=BaseModel)
 #: What pydantic calls keys that a model does not have: others, and those that are no text.
 _UNKNOWN = ("extra_forbidden", "invalid_key")
 

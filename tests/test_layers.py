@@ -14,7 +14,7 @@ from tests.ranks import ROOT
 #: Lowest first. A module belongs to the longest name that it starts with, and imports modules of its own layer and of those
 #: before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
 LAYERS = [
-    "hzero.validation", "hzero.arguments", "hzero.files", "hzero.block", "hzero.terminal", "hzero.formatting",
+    "hzero.validation", "hzero.files", "hzero.block", "hzero.terminal",
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
     "hzero.config", "hzero.parsing",
     "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",

@@ -9,7 +9,7 @@ from benchmarks.cluster import counters
 from benchmarks.cluster.shape import Cluster
 from benchmarks.cluster.stream import transfer
 from hzero.config import Tier
-from hzero.formatting import size_text
+from hzero.terminal import size_text
 
 #: A shaped link is right when the payload's rate is in this range of the nominal one, which includes headers.
 MIN_SHARE, MAX_SHARE = 0.9, 1.02

@@ -13,7 +13,7 @@ from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.compare.suite import CONF, read
 from benchmarks.compare.take import take_measurement
-from hzero.formatting import clock
+from hzero.terminal import clock
 from hzero.validation import ConfigError
 
 INTERRUPTED = 130

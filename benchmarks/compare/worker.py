@@ -23,7 +23,7 @@ from benchmarks.compare.scheme import Job, Scheme
 from benchmarks.training import batch, layer_numel, learning_rate, start_rank
 from hzero.config import Tier
 from hzero.files import replacing
-from hzero.formatting import clock
+from hzero.terminal import clock
 from hzero.topology import Grid
 
 

@@ -10,7 +10,7 @@ from benchmarks.report.results import LOSSES, STOCK, SUBJECT, Comparison, Result
 from benchmarks.report.series import series_of
 from benchmarks.rows import StepsRow
 from hzero.config import Tier
-from hzero.formatting import size_text
+from hzero.terminal import size_text
 
 #: In place of what was not measured.
 NONE = "–"

@@ -15,14 +15,14 @@ from typing import Any
 from hzero import autoload
 from hzero.block import KEY, PARENT, find
 from hzero.block import read_text as parse_text
-from hzero.config import Topology, TopologyConfig, TopologySource
+from hzero.config import Topology, TopologySource
 from hzero.files import read_text
 from hzero.parsing import parse_config
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.machine import Machine
+from hzero.topology.resolve import grid_of_nodes
 from hzero.topology.sources import machine_of
-from hzero.topology.tiers import packages_of
-from hzero.validation import ConfigError, one_of, validated
+from hzero.validation import ConfigError, one_of
 
 #: Verdicts; the exit status of ``hzero doctor`` is the worst one.
 GOOD, DEGRADED, UNUSABLE = range(3)
@@ -79,13 +79,9 @@ def grid_of(topology: Topology, machine: Machine, nodes: int | None, discovered:
         return discovered.grouped(**groups) if groups else discovered
     if declared is None:
         machine = machine if source == "auto" else machine_of(source, where=WHERE)
-        sizes = {len(package) for package in packages_of(machine)} if machine.devices else set()
-        if not sizes:
+        if not machine.devices:
             return None
-        if len(sizes) > 1:
-            raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices, expected one size")
-        shape = {"gpus_per_node": len(machine.devices) // min(sizes), "gcds_per_gpu": min(sizes)}
-        declared = validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes, **groups}, WHERE)
+        declared = grid_of_nodes(machine, WHERE, **groups)
     nodes = nodes or declared.nodes
     ranks = declared.gpus_per_node * declared.gcds_per_gpu * (nodes or 0)
     ranks = discovered.world_size if discovered is not None else ranks

@@ -16,25 +16,26 @@ from functools import partial
 from pathlib import Path
 
 from hzero import __version__
-from hzero.arguments import Parser
 from hzero.bootstrap import launched
 from hzero.config import NAMED, TRANSPORTS, Topology, TopologyConfig
 from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
 from hzero.topology import declared_grid, resolve_grid
 from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, one_of, validated
+from hzero.validation import ConfigError, Parser, from_rank_0, of_all_ranks, one_of, positive, validated
 
 #: Maximum number of ranks that the command starts on one machine.
 MAX_RANKS = 256
 #: How long the ranks may take to import torch and meet, in seconds; collectives wait for --timeout.
 START_TIMEOUT_S = 300.0
-#: Ratio of one size to the one before.
-FACTOR = 4
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _HEAD = (
     "#      size      count      type  op                     time         min         max      algbw      busbw\n"
     "#       (B)                                              (us)        (us)        (us)     (GB/s)     (GB/s)"
+)
+_ABOUT = (
+    "Measures bandwidth and latency of every tier. Under srun, torchrun or mpiexec every process is a rank; otherwise the "
+    "command starts the ranks itself."
 )
 _EPILOG = """Sizes and rates are those of rccl-tests (its doc/PERFORMANCE.md): size is the whole array over one group, and busbw =
 size / time x (n - 1) / n for groups of n ranks. Time is the median over the iterations, each of its slowest rank. All
@@ -45,36 +46,6 @@ examples:
   hzero links --topology 2x2x2      8 ranks on this machine as 2 nodes x 2 GPUs x 2 GCDs
   mpiexec -n 8 hzero links --topology 2x2x2 --transport mpi
   srun -N2 -n16 -c7 --gpus-per-task=1 --gpu-bind=closest hzero links --max-bytes 1G --out frontier.json"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Reads the command's arguments."""
-    made = Parser(
-        prog="hzero links",
-        description="Measures bandwidth and latency of every tier. Under srun, torchrun or mpiexec every process is a rank; "
-        "otherwise the command starts the ranks itself.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = made.add_argument
-    where = "nodes x GPUs per node x GCDs per GPU, a file with the keys of a declared topology, or auto (default): discover it"
-    add("--topology", type=_topology, default="auto", metavar="NxPxG|FILE|auto", help=where)
-    add("--min-bytes", type=_size, default="4K", metavar="SIZE", help="smallest size, such as 512 or 4K (default 4K)")
-    add("--max-bytes", type=_size, default="16M", metavar="SIZE", help="largest size, such as 1G (default 16M)")
-    add("--codecs", type=_codecs, default="none,int8,int4", help=f"codecs of {', '.join(NAMED)} (default %(default)s)")
-    add("--device", choices=("auto", "cpu"), default="auto", help="auto (GPUs if torch has them) or cpu")
-    add("--transport", choices=TRANSPORTS, default="torch", help="what carries the messages; mpi under mpiexec or srun")
-    add("--iterations", type=int, default=20, metavar="N", help="timed iterations per measurement (default 20)")
-    add(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="how many seconds one collective may take (default 120)",
-    )
-    add("--out", type=Path, default="links.json", metavar="FILE", help="JSON file to write (default links.json)")
-    add("--overwrite", action="store_true", help="replace FILE if it exists")
-    return made
 
 
 def _topology(text: str) -> str | TopologyConfig:
@@ -113,12 +84,24 @@ def run_links(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: Input that cannot be used, or nothing to measure.
     """
-    parsed = parser().parse_args(list(arguments))
+    parser = Parser("hzero links", _ABOUT, _EPILOG)
+    add = parser.add_argument
+    where = "nodes x GPUs per node x GCDs per GPU, a file with the keys of a declared topology, or auto (default): discover it"
+    add("--topology", type=_topology, default="auto", metavar="NxPxG|FILE|auto", help=where)
+    add("--min-bytes", type=_size, default="4K", metavar="SIZE", help="smallest size, such as 512 or 4K (default 4K)")
+    add("--max-bytes", type=_size, default="16M", metavar="SIZE", help="largest size, such as 1G (default 16M)")
+    add("--codecs", type=_codecs, default="none,int8,int4", help=f"codecs of {', '.join(NAMED)} (default %(default)s)")
+    add("--device", choices=("auto", "cpu"), default="auto", help="auto (GPUs if torch has them) or cpu")
+    add("--transport", choices=TRANSPORTS, default="torch", help="what carries the messages; mpi under mpiexec or srun")
+    timed = "timed iterations per measurement (default 20)"
+    add("--iterations", type=positive(int, 1e9), default=20, metavar="N", help=timed)
+    wait = "how many seconds one collective may take (default 120)"
+    add("--timeout", type=positive(float, 1e6), default=120.0, metavar="S", help=wait)
+    add("--out", type=Path, default="links.json", metavar="FILE", help="JSON file to write (default links.json)")
+    add("--overwrite", action="store_true", help="replace FILE if it exists")
+    parsed = parser.parse_args(arguments)
     if parsed.max_bytes < parsed.min_bytes:
         raise ConfigError(f"--max-bytes: found {parsed.max_bytes:,}, less than --min-bytes {parsed.min_bytes:,}")
-    for name, most in (("iterations", 10**9), ("timeout", 1e6)):
-        if not 0 < getattr(parsed, name) <= most:
-            raise ConfigError(f"--{name}: found {getattr(parsed, name)}, expected more than 0 and at most {most:g}")
     if launched():
         run_launched(partial(measure, parsed))
     check_output(parsed)
@@ -176,15 +159,22 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
     timeout = datetime.timedelta(seconds=max(parsed.timeout, START_TIMEOUT_S))
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    from_rank_0(lambda: check_output(parsed))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    _check_together(parsed, torch.cuda.mem_get_info(device)[0] if use_gpu else memory)
+    least = torch.tensor(torch.cuda.mem_get_info(device)[0] if use_gpu else memory, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    memory, needed = int(least), 4 * parsed.max_bytes  # messages are sent and received, encoded and decoded
+    if needed > memory:
+        raise of_all_ranks(
+            ConfigError(
+                f"--max-bytes: found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank; a rank has {memory:,}"
+            )
+        )
     grid = resolve_grid(parsed.topology, world_size, "--topology")
     backend = "mpi" if parsed.transport == "mpi" else dist.get_backend()
     name, codecs = torch.cuda.get_device_name(device) if use_gpu else "cpu", choice(device.type).name
     lines = [f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}"]
-    sizes = [parsed.min_bytes]
-    while sizes[-1] * FACTOR <= parsed.max_bytes:
-        sizes.append(sizes[-1] * FACTOR)
+    sizes = [parsed.min_bytes * 4**step for step in range(25) if parsed.min_bytes * 4**step <= parsed.max_bytes]
     rows: list[LinkRow] = []
     probe = Probe(grid, device, parsed.transport, parsed.iterations, parsed.timeout)
     for one in measurements(grid, sizes, parsed.codecs, torch.bfloat16 if use_gpu else torch.float32):
@@ -212,27 +202,6 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
         write_links(parsed.out, links)
         print(summary(links), f"written: {parsed.out}, for `hzero plan ... --links {parsed.out}`", sep="\n")
     dist.barrier()  # mpiexec ends all ranks with the first that leaves
-
-
-def _check_together(parsed: argparse.Namespace, memory: int) -> None:
-    """Refuses, on all ranks, a file that rank 0 cannot write and sizes for which any rank has too little memory. Collective."""
-    import torch.distributed as dist
-
-    problem, needed = "", 4 * parsed.max_bytes  # messages are sent and received, encoded and decoded
-    if needed > memory:
-        problem = (
-            f"--max-bytes: found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank; a rank has {memory:,}"
-        )
-    try:
-        if dist.get_rank() == 0:
-            check_output(parsed)
-    except ConfigError as error:
-        problem = str(error)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        first = next(filter(None, problems))
-        raise ConfigError(first) if dist.get_rank() == 0 else ConfigError.of_rank_0(first)
 
 
 def line(row: LinkRow) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
 from hzero.files import replacing
-from hzero.formatting import size_text
 from hzero.sharding.traffic import zero3_traffic
+from hzero.terminal import size_text
 
 #: Maximum number of steps at either end whose mean is given as first and last loss.
 WINDOW = 10

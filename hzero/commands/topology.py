@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections import Counter
@@ -13,12 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hzero.arguments import Parser
-from hzero.formatting import show_table
-from hzero.terminal import console
+from hzero.terminal import console, show_table
 from hzero.topology.machine import AmbiguousTopologyError, Link, Machine
 from hzero.topology.sources import PRESETS, machine_of
 from hzero.topology.tiers import packages_of, tiers_of
+from hzero.validation import Parser
 
 _EXAMPLES = f"""sources:
   auto    this machine
@@ -35,22 +33,13 @@ Exit status 2 if the packages are ambiguous; all known data is printed first."""
 _MATRIX = 24
 
 
-def parser() -> argparse.ArgumentParser:
-    """Reads the command's arguments."""
-    made = Parser(
-        prog="hzero topology",
-        description="Shows the packages, links and NICs of a node, and the tiers that follow from them.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("source", nargs="?", default="auto", metavar="auto|FILE|PRESET", help="which node")
-    made.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    return made
-
-
 def run_topology(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    parsed = parser().parse_args(list(arguments))
+    about = "Shows the packages, links and NICs of a node, and the tiers that follow from them."
+    parser = Parser("hzero topology", about, _EXAMPLES)
+    parser.add_argument("source", nargs="?", default="auto", metavar="auto|FILE|PRESET", help="which node")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parsed = parser.parse_args(arguments)
     machine = machine_of(parsed.source)
     if parsed.json:
         print(json.dumps(as_json(machine), indent=1))

@@ -35,10 +35,10 @@ from hzero.commands.experiment import (
     transformers_config,
 )
 from hzero.files import expanded, read_json, refusing, replacing
-from hzero.formatting import size_text
 from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, run_launched, run_ranks
 from hzero.sharding.memory import plan_memory, zero3_memory
-from hzero.validation import ConfigError, printable, validated
+from hzero.terminal import size_text
+from hzero.validation import ConfigError, from_rank_0, printable, validated
 
 #: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
 IMPORTS = (
@@ -133,24 +133,17 @@ def _launched(config: dict[str, Any]) -> int:
     join(timeout_s)
     experiment = Experiment(config, world_size=dist.get_world_size())
     _check_machine(experiment)
-    first, chosen = dist.get_rank() == 0, list[Any]([None])
-    if first:
-        try:
-            text = corpus.prepare(experiment, _say)
-            folder, resume = _folder(experiment, text)
-            _begin(experiment, text, folder, resume)
-            chosen = [(folder, resume)]
-        except ConfigError as error:
-            chosen = [error]
+
+    def begin() -> tuple[Path, str | None]:
+        text = corpus.prepare(experiment, _say)
+        folder, resume = _folder(experiment, text)
+        _begin(experiment, text, folder, resume)
+        return folder, resume
+
     # Tokenising a large text takes longer than any other collective may.
     patience = timedelta(seconds=experiment["launcher"]["start_timeout_s"])
-    dist.broadcast_object_list(chosen, group=dist.new_group(backend="gloo", timeout=patience))
-    if isinstance(chosen[0], ConfigError):
-        chosen[0].elsewhere = not first
-        raise chosen[0]
-    if not first:
-        text = corpus.prepare(experiment, lambda line: None)  # which is in the cache now
-        folder, resume = chosen[0]
+    folder, resume = from_rank_0(begin, dist.new_group(backend="gloo", timeout=patience))
+    text = corpus.prepare(experiment, lambda line: None)  # which is in the cache now
     return run_rank(experiment, text, folder, resume)
 
 

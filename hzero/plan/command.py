@@ -24,7 +24,6 @@ gpu tier of topology=frontier, 50 GB/s is the rate of one link, and a GCD has tw
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,7 +32,6 @@ from typing import Any
 
 from rich.console import Console
 
-from hzero.arguments import Parser
 from hzero.commands.experiment import SHORT, full_names, key_of
 from hzero.config import PRESETS
 from hzero.plan import tables
@@ -46,7 +44,7 @@ from hzero.sharding import traffic as traffic_plan
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.sharding.traffic import TierTraffic
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, Parser
 
 #: Of `KEYS` those that each mode reads.
 _READS = {"": KEYS[:2], "--sweep": KEYS[:2], "--fit": KEYS[:3], "--tune": KEYS}
@@ -59,27 +57,21 @@ _VARIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Reads the command's arguments."""
-    about, _, more = (__doc__ or "").partition("\n\n")
-    short = "\n".join(f"  {name:15}{key}" for name, key in SHORT.items())
-    epilog, formatter = f"{more}\nshort names of keys:\n{short}", argparse.RawDescriptionHelpFormatter
-    made = Parser(prog="hzero plan", description=about, epilog=epilog, formatter_class=formatter)
-    add = made.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
-    add("--links", metavar="FILE", type=Path, help="rates of `hzero links`, for those of topology and profile")
-    mode = made.add_mutually_exclusive_group()
-    mode.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
-    mode.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
-    mode.add_argument("--sweep", metavar="nodes=A..B", help="predict all schemes on these nodes, and draw them")
-    add("--out", metavar="FILE", type=Path, help="picture of --sweep (PNG; default: scaling.png)")
-    add("--json", action="store_true", help="print JSON")
-    return made
-
-
 def run_plan(arguments: Sequence[str]) -> int:
     """Runs the command on its arguments. Raises `ConfigError` for input that cannot be used."""
-    parsed = parser().parse_intermixed_args(list(arguments))
+    about, _, more = (__doc__ or "").partition("\n\n")
+    short = "\n".join(f"  {name:15}{key}" for name, key in SHORT.items())
+    parser = Parser("hzero plan", about, f"{more}\nshort names of keys:\n{short}")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
+    add("--links", metavar="FILE", type=Path, help="rates of `hzero links`, for those of topology and profile")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
+    modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
+    modes.add_argument("--sweep", metavar="nodes=A..B", help="predict all schemes on these nodes, and draw them")
+    add("--out", metavar="FILE", type=Path, help="picture of --sweep (PNG; default: scaling.png)")
+    add("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_intermixed_args(arguments)
     overrides = full_names(parsed.overrides)
     mode = next((f"--{name}" for name in ("tune", "fit", "sweep") if getattr(parsed, name)), "")
     _check_keys(list(map(key_of, overrides)), mode)

@@ -15,7 +15,6 @@ from typing import Any
 from hzero.commands.experiment import key_of
 from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier
 from hzero.files import refusing, replacing
-from hzero.formatting import size_text
 from hzero.parsing import parse_config
 from hzero.plan.cost import Machine
 from hzero.plan.job import Job, buckets_of
@@ -24,6 +23,7 @@ from hzero.plan.scenario import Quality, Scenario
 from hzero.plan.step import Prediction, predict
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import stage_chains
+from hzero.terminal import size_text
 from hzero.validation import ConfigError
 
 #: Number of settings that are shown, and refined.

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hzero.config import TIERS
-from hzero.formatting import size_text, table_of
+from hzero.terminal import size_text, table_of
 
 
 def _say(console: Console, text: str) -> None:

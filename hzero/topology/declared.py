@@ -39,6 +39,8 @@ MAX_BYTES = 131_072
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
 Text = Annotated[str, Field(max_length=100)]
 Rate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+#: By level of links.
+Rates = dict[Literal["gcd", "hive", "gpu", "node", "cluster"], Rate]
 Pair = Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator(sorted)]
 
 
@@ -59,16 +61,6 @@ class DeclaredNic(Frozen):
     gb_s: Rate | None = None
 
 
-class ByLevel(Frozen):
-    """A figure for each level of links."""
-
-    gcd: Rate | None = None
-    hive: Rate | None = None
-    gpu: Rate | None = None
-    node: Rate | None = None
-    cluster: Rate | None = None
-
-
 class DeclaredMachine(Frozen):
     """The file of a node."""
 
@@ -80,14 +72,14 @@ class DeclaredMachine(Frozen):
     numa: list[Number] | None = None
     links: Annotated[list[DeclaredLinks], Field(max_length=1000)] = []
     nics: list[DeclaredNic] = []
-    tier_gb_s: ByLevel = ByLevel()
+    tier_gb_s: Rates = {}
     switch_nodes: Annotated[int, Field(ge=1)] | None = None
 
 
 class DeclaredGrid(TopologyConfig):
     """The file of a grid: how many nodes, packages and devices, and the bandwidths of its tiers."""
 
-    bandwidth_gb_s: ByLevel = ByLevel()
+    bandwidth_gb_s: Rates = {}
 
 
 def read_declared(text: str, path: str, source: str = "") -> Machine:
@@ -126,7 +118,7 @@ def read_declared(text: str, path: str, source: str = "") -> Machine:
         tuple(links),
         tuple(Nic(nic.name, nic.kind, nic.gb_s) for nic in declared.nics),
         None if declared.packages is None else tuple(map(tuple, declared.packages)),
-        tier_gb_s=declared.tier_gb_s.model_dump(exclude_none=True),
+        tier_gb_s=dict(declared.tier_gb_s),
         switch_nodes=declared.switch_nodes,
     )
 

@@ -111,8 +111,7 @@ class Exchange:
                     f"topology: rank {self.rank}: the store of the exchange has failed: {reason}"
                 ) from None
         if "error" in answer:
-            seen = self.rank == 0 or "error" in report
-            raise ConfigError(answer["error"]) if seen else ConfigError.of_rank_0(answer["error"])
+            raise ConfigError(answer["error"], elsewhere=self.rank > 0 and "error" not in report)
         return answer["value"]
 
     def _through_store(self, report: dict[str, Any], combine: Callable[[list[Any]], Any]) -> dict[str, Any]:

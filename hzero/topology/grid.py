@@ -250,17 +250,20 @@ class Grid:
         )
         cells = itertools.product(*(used[tier] for tier in TIERS[::-1]))
         numbers = tuple(places[Coordinates(**dict(zip(TIERS[::-1], cell)))] for cell in cells)
-        # Distance to the neighbour on each tier, which tells the order if they have one.
-        distance = {tier: numbers[stride] if sizes[tier] > 1 else 0 for tier, stride in own._strides.items()}
-        for order in (TIERS[::-1], tuple(sorted(TIERS[::-1], key=lambda tier: -distance[tier]))):
-            ordered = dataclasses.replace(own, order=order)
-            steps = [(stride, sizes[tier], ordered.stride(tier)) for tier, stride in own._strides.items()]
-            if all(
-                number == sum(place // stride % size * step for stride, size, step in steps)
-                for place, number in enumerate(numbers)
-            ):
+        return own.numbered(numbers)
+
+    def numbered(self, ranks: Sequence[int]) -> Grid:
+        """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""
+        places, of_places = range(self.world_size), dataclasses.replace(self, order=TIERS[::-1], ranks=None)
+        # The distance to the neighbour on each tier tells the order, if the ranks have one.
+        distance = {tier: ranks[stride] for tier, stride in of_places._strides.items() if self.size(tier) > 1}
+        tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *distance)]
+        order = sorted(tiers, key=lambda tier: -distance.get(tier, self.world_size))
+        for one in (TIERS[::-1], tuple(order)):
+            ordered = dataclasses.replace(of_places, order=one)
+            if all(ordered.rank(*of_places.coordinates(place)) == ranks[place] for place in places):
                 return ordered
-        return dataclasses.replace(own, ranks=numbers)
+        return dataclasses.replace(of_places, ranks=tuple(ranks))
 
     @functools.cached_property
     def _place_of(self) -> dict[int, int]:

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from hzero.config import Topology, TopologyConfig, TopologySource
 from hzero.files import read_text
@@ -13,6 +14,7 @@ from hzero.topology.declared import MAX_BYTES, grid_in, load
 from hzero.topology.device import own_device
 from hzero.topology.discovery import RankReport, assemble, discover
 from hzero.topology.grid import Grid
+from hzero.topology.machine import Machine
 from hzero.topology.sources import PRESETS, machine_of, preset
 from hzero.topology.tiers import packages_of
 from hzero.validation import ConfigError, validated
@@ -111,10 +113,7 @@ def declared_grid(topology: Topology, where: str) -> TopologyConfig | None:
     if topology in ("discover", "auto"):  # the block's word, and the source that it means
         return None
     if topology in PRESETS:
-        machine = preset(topology)
-        packages = packages_of(machine)
-        shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
-        return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes}, where)
+        return grid_of_nodes(preset(topology), where)
     if not os.path.exists(topology):
         raise ConfigError(
             f'{where}: no such file: {topology[:80]!r}; possible: "discover", a file, a preset '
@@ -125,6 +124,19 @@ def declared_grid(topology: Topology, where: str) -> TopologyConfig | None:
     except ConfigError:
         return None  # the readers judge it
     return grid_in(content, topology)
+
+
+def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
+    """The grid of nodes that are all like one with devices, for `declared_grid`; ``keys`` are further ones of the block.
+
+    Raises:
+        ConfigError: Its packages are ambiguous, or differ in size.
+    """
+    packages = packages_of(machine)
+    if len(sizes := {len(package) for package in packages}) > 1:
+        raise ConfigError(f"{machine.source}: found packages of {sorted(sizes)} devices, expected one size")
+    shape = {"gpus_per_node": len(packages), "gcds_per_gpu": len(packages[0])}
+    return validated(TopologyConfig, {**shape, "switch_nodes": machine.switch_nodes, **keys}, where)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from hzero.collectives import Bucket, Chain, TieredCollectives, WireLog, blaming
 from hzero.collectives.checksum import checksums
 from hzero.config import Role
 from hzero.sharding.plan import ShardPlan, plain
-from hzero.validation import PlainError, some
+from hzero.validation import PlainError, of_all_ranks, some
 from hzero.zero import noise
 from hzero.zero.managed import Managed
 from hzero.zero.partition import speaks
@@ -109,9 +109,7 @@ class Audit:
                 '("checksum": true finds the message)'
             )
         if parts:
-            error = StaleWeightsError(f"hzero: guard before step {step} of this engine: {'; '.join(parts)}")
-            error.elsewhere = not speaks()
-            raise error
+            raise of_all_ranks(StaleWeightsError(f"hzero: guard before step {step} of this engine: {'; '.join(parts)}"))
 
     def _is_stale(self, managed: Managed, kept: torch.Tensor) -> torch.Tensor:
         """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``."""

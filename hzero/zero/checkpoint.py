@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import deepspeed.runtime.engine
@@ -35,14 +35,12 @@ from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
 from hzero.files import read_text, replacing
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, SaveError, complete_in, recover
-from hzero.validation import ConfigError, PlainError, on_all_ranks, report_once, some
+from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks, some
 from hzero.zero.refusals import read_block
 from hzero.zero.reshard import MODEL, OPTIMIZER, Layout, Resharding
 from hzero.zero.safe_load import load, only_tensors
 
 logger = logging.getLogger("hzero")
-
-T = TypeVar("T")
 
 
 class CheckpointFiles(CheckpointEngine):
@@ -106,7 +104,9 @@ class CheckpointFiles(CheckpointEngine):
             dist.gather_object((self._failure, self._written), everyones)
             failure = from_rank_0(lambda: self._publish(target, partial, latest, everyones or []))
         if failure is not None:
-            raise save_error(f"{str(target)!r} could not be saved: {failure}; earlier checkpoints are unchanged")
+            raise of_all_ranks(
+                SaveError(f"{str(target)!r} could not be saved: {failure}; earlier checkpoints are unchanged")
+            )
         return done
 
     def _publish(self, target: Path, partial: Path, latest: bool, everyones: Sequence[Any]) -> str | None:
@@ -300,30 +300,6 @@ class CheckpointFiles(CheckpointEngine):
 
 
 # ---- what all ranks decide together ----------------------------------------------------------------------------------
-
-
-def from_rank_0(function: Callable[[], T]) -> T:
-    """Calls a function on rank 0 and returns its result on all ranks, or raises its error on all. Collective."""
-    answer: list[Any] = [None, None]
-    raised: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = function()
-        except Exception as error:  # the others would wait for it
-            raised = error
-            answer[1] = (
-                error if isinstance(error, ConfigError) else PlainError(f"rank 0: {type(error).__name__}: {error}")
-            )
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise raised or answer[1]
-    return answer[0]  # type: ignore[no-any-return]
-
-
-def save_error(message: str) -> SaveError:
-    """The error that all ranks raise, and rank 0 reports."""
-    report_once()
-    return SaveError(message) if dist.get_rank() == 0 else SaveError.of_rank_0(message)
 
 
 #: Checkpoints whose files this process has compared with their hashes, with the times of their notes.

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from hzero.block import find
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
-from hzero.manifest import IncompleteError, Manifest, complete_in, manifests_in, newest_checkpoint
+from hzero.manifest import IncompleteError, Manifest, SaveError, complete_in, manifests_in, newest_checkpoint
 from hzero.parsing import parse_config
-from hzero.validation import ConfigError, on_all_ranks
-from hzero.zero.checkpoint import accumulation_for, from_rank_0, newest_intact, save_error, say_accumulation
+from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks
+from hzero.zero.checkpoint import accumulation_for, newest_intact, say_accumulation
 from hzero.zero.safe_load import only_tensors
 
 
@@ -70,7 +70,8 @@ def follow_trainer(trainer: Any) -> None:
         with blaming():
             dist.all_gather_object(failures, failure)
         for failure in filter(None, failures):
-            raise save_error(f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged")
+            message = f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged"
+            raise of_all_ranks(SaveError(message))
 
     trainer.train, trainer._save_rng_state = train, save_rng_state
 

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import owned_numel
-from hzero.validation import PlainError, some
+from hzero.validation import PlainError, of_all_ranks, some
 from hzero.zero import noise
 from hzero.zero.partition import speaks
 from hzero.zero.refusals import ZeroParameter
@@ -87,13 +87,12 @@ class Guard:
                 )
             return
         scaled = f" and the loss scale is at its minimum of {loss_scaler.cur_scale:g}" if at_minimum else ""
-        error = DivergenceError(
+        message = (
             f"hzero: the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
             f"{self._where(params, gradient_of)}"
         )
-        error.elsewhere = not speaks()
-        raise error
+        raise of_all_ranks(DivergenceError(message))
 
     @torch.no_grad()
     def _where(self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, Tier, complete_order
-from hzero.topology.placement import Place, grid_of
+from hzero.topology.discovery import Place, grid_of
 from hzero.validation import ConfigError
 
 #: Devices by local rank on a node of four packages of two, as OLCF's `--gpu-bind=closest` gives them.
@@ -85,14 +85,6 @@ def test_a_world_is_a_grid_or_its_uneven_nodes_are_named(shape: tuple[int, int, 
             assert sum(count for (name, _), count in by_package.items() if name == host) == int(size)
     else:
         assert grid.world_size == len(cells) and len({*by_package.values()}) == len({*by_host.values()}) == 1
-
-
-def test_a_missing_device_names_its_node() -> None:
-    places = [place for place in node_by_node(2, tuple(range(8))) if place.rank != 13]
-    places = [Place(rank, place.host, place.package, place.gcd) for rank, place in enumerate(places)]
-    expected = "node n1 has 7 ranks on packages of 2/2/2/1; every other node has 8 ranks on packages of 2/2/2/2"
-    with pytest.raises(ConfigError, match=expected):
-        grid_of(places)
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:
