@@ -25,7 +25,7 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0, 0o644), (0o002, 0o644), (0o027, 0o640), (0o077, 0o600)])
+@pytest.mark.parametrize(("mask", "mode"), [(0, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_a_replaced_file_is_no_wider_than_the_umask_and_written_by_its_owner(
     mask: int, mode: int, tmp_path: Path
 ) -> None:
@@ -39,26 +39,16 @@ def test_a_replaced_file_is_no_wider_than_the_umask_and_written_by_its_owner(
 
 def test_who_is_distrusted(tmp_path: Path) -> None:
     made = tmp_path / "made"
+    assert not distrust(made), "nobody has written it"
+    made.touch(0o644)
     assert not distrust(made)
-    made.mkdir(mode=0o700)
-    (made / "file").touch(0o666)
-    assert not distrust(made) and "can be written" in distrust(made / "file")
-    made.chmod(0o711)
-    assert distrust(made) == f"'{made}/file' can be written by its group or by others (mode 666)"
-    (made / "file").chmod(0o644)
-    assert not distrust(made)
-    (made / "inner").mkdir(mode=0o755)
-    (made / "inner" / "deep").touch(0o666)
-    assert "deep' can be written" in distrust(made)
-    (made / "inner" / "deep").unlink()
-    (made / "inner" / "link").symlink_to(made / "file")
-    assert distrust(made) == f"'{made}/inner/link' is a link"
-    (tmp_path / "beside").symlink_to(made)
-    assert distrust(tmp_path / "beside").endswith("beside' is a link")
-    (made / "inner" / "link").unlink()
-    tmp_path.chmod(0o777)  # others could put another entry in place of this one
-    for entry in (made, tmp_path / "none"):
-        assert distrust(entry) == f"'{tmp_path}' can be written by others (mode 777)"
+    (tmp_path / "link").symlink_to(made)
+    assert distrust(tmp_path / "link").endswith("link' is no regular file")
+    made.chmod(0o666)
+    assert distrust(made) == f"'{made}' can be written by its group or by others (mode 666)"
+    made.chmod(0o644)
+    tmp_path.chmod(0o777)  # others could put another file in place of this one
+    assert distrust(made) == f"'{tmp_path}' can be written by others (mode 777)"
     tmp_path.chmod(0o1777)
     assert not distrust(made)
 
@@ -92,11 +82,7 @@ def test_what_cannot_be_read_whole_is_one_line(tmp_path: Path) -> None:
         ("noise", read_text, "noise: byte 2 is not UTF-8"),
         ("noise", read_json, "noise: byte 2 is not UTF-8"),
         ("deep", read_json, "deep: is not valid JSON: maximum recursion depth"),
-        (
-            "~nobody-of-this-name/x",
-            expanded,
-            "found no home for '~nobody-of-this-name'; expected a user of this machine",
-        ),
+        ("~nobody-of-this/x", expanded, "found no home for '~nobody-of-this'; expected a user of this machine"),
     ):
         if name == "closed" and os.access(tmp_path / name, os.R_OK):
             continue  # root reads everything

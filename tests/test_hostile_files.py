@@ -1,6 +1,6 @@
 """Hostile content of the files that hzero reads: an error of ours that names the file, or a skip that is counted, and soon.
 
-The readers of topologies and of links files are tried in their own tests (`tests/topology/hostile.py`).
+The readers of topologies are tried in their own tests (`tests/topology/hostile.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from hzero.commands.ds_config import examine_config, read_config
 from hzero.commands.experiment import Experiment, compose
 from hzero.config import PRESETS
 from hzero.parsing import parse_config
+from hzero.plan.links_file import read_links
 from hzero.topology.machine import Machine
 from hzero.topology.resolve import resolve_grid
 from hzero.validation import ConfigError
 from tests.benchmarks.rows import steps
+from tests.commands.test_links_file import links
 from tests.topology.hostile import mutated
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -51,18 +53,20 @@ def changed(draw: st.DrawFn, good: Any) -> Any:
     """A good value with other things in one to three of its places, keys that are gone, or other keys."""
     made = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from([place for place in _places(made) if place] or [()]))
+        path = draw(st.sampled_from(list(_places(made))))
+        leaf = copy.deepcopy(draw(_LEAVES))
         if not path:
-            return copy.deepcopy(draw(_LEAVES))
+            return leaf
         inner = made
         for key in path[:-1]:
             inner = inner[key]
-        if draw(st.integers(0, 3)) == 0:
-            del inner[path[-1]]
-        elif draw(st.integers(0, 5)) == 0 and isinstance(inner, dict):
-            inner[draw(st.text(max_size=9))] = inner.pop(path[-1])
+        how = draw(st.sampled_from(["value", "value", "value", "gone", "key"]))
+        if how == "value":
+            inner[path[-1]] = leaf
         else:
-            inner[path[-1]] = copy.deepcopy(draw(_LEAVES))
+            value = inner.pop(path[-1])
+            if how == "key" and isinstance(inner, dict):
+                inner[draw(st.text(max_size=9))] = value
     return made
 
 
@@ -152,6 +156,14 @@ def test_configurations_of_the_trainer(data: st.DataObject, defaults: dict[str, 
        st.text("=[]{}(),:'\"\\$\n a1.*-@~+", max_size=9)).map("=".join))  # fmt: skip
 def test_overrides(override: str) -> None:
     _ours(lambda: compose([override]), "")
+
+
+@quick
+@given(content=damaged(links().model_dump(by_alias=True)))
+def test_links_files(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    path.write_bytes(content)
+    _ours(lambda: read_links(path), str(path))
 
 
 @quick

@@ -37,7 +37,6 @@ def shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess
     [
         ("> /dev/full", 1, "hzero: warning: output is lost: no space left on device\n"),
         (">&-", 0, ""),
-        ("> /dev/full 2>&1", 1, ""),
         (">&- 2>&-", 0, ""),
         ("<&- | head -n 1", 0, ""),
     ],
@@ -47,17 +46,15 @@ def test_a_command_ends_as_it_would(redirection: str, status: int, says: str, tm
     assert (done.returncode, done.stderr) == (status, says)
 
 
-@pytest.mark.parametrize("redirection", ["> /dev/full 2>&1", ">&- 2>&-", "2>&1 | head -n 1", "2>/dev/full | head -n 1"])
+@pytest.mark.parametrize("redirection", ["> /dev/full 2>&1", "2>&1 | head -n 1"])
 def test_a_run_reaches_its_end(redirection: str, tmp_path: Path) -> None:
     done = shell(f'{sys.executable} -c "$SCRIPT" {redirection}', tmp_path, SCRIPT=SCRIPT)
     assert done.returncode == 0 and (tmp_path / "end").read_text() == "end", done.stderr
 
 
-@pytest.mark.parametrize(
-    "env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
-)
-def test_what_an_encoding_lacks_is_written_as_an_escape(env: dict[str, str], tmp_path: Path) -> None:
-    done = shell(f"{SHOW} frontier && {sys.executable} -m hzero topology nöne.yaml", tmp_path, **env)
+def test_what_an_encoding_lacks_is_written_as_an_escape(tmp_path: Path) -> None:
+    command = f"{SHOW} frontier && {sys.executable} -m hzero topology nöne.yaml"
+    done = shell(command, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 2 and "MI250X" in done.stdout
     assert done.stderr.isascii() and done.stderr.count("\n") == 1 and "ne.yaml: cannot be read" in done.stderr
 

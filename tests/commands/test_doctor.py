@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,17 @@ from typing import Any
 import pytest
 
 from hzero import cli
-from hzero.commands import ds_config, environment
+from hzero.commands import doctor, ds_config
 from hzero.commands.doctor import differences, examine_deepspeed, examine_links
 from hzero.topology.discovery import RankReport, node_of
 from hzero.topology.kfd import read_sysfs
 from hzero.topology.machine import Link, Machine
 from hzero.topology.sources import preset
-from tests.ranks import ROOT, mpiexec
+from tests.ranks import ROOT, environment, mpiexec
 from tests.topology import trees
 
 GOOD, DEGRADED, UNUSABLE = range(3)
-GOOD_ENVIRONMENT = {
-    variable.name: variable.good[0].replace("*", "x") for variable in environment.VARIABLES if "other" in variable.sites
-}
+GOOD_ENVIRONMENT = {one.name: one.good[0].replace("*", "x") for one in doctor.VARIABLES if "other" in one.sites}
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -48,23 +47,17 @@ def test_a_whole_node_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_missing_gcd_and_a_slow_link_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     less = trees.frontier(tmp_path / "less", missing={3})
     status, found = _run(capsys, "--topology", str(less), "--expect", "frontier")
-    assert status == DEGRADED
-    assert {
-        f"less: {text}" for text in ("found 7 devices, expected 8 of preset frontier", "missing: device 0000:ce:00.0")
-    } <= set(found["remarks"])
-    slow = tmp_path / "slow"
-    trees.frontier(slow)
+    said = ("less: found 7 devices, expected 8 of preset frontier", "less: missing: device 0000:ce:00.0")
+    assert status == DEGRADED and set(said) <= set(found["remarks"])
+    slow = trees.frontier(tmp_path / "slow")
     for device in (4, 10):  # KFD nodes of GCDs 0 and 6, and their links to each other
-        properties = slow / f"class/kfd/kfd/topology/nodes/{device}/io_links"
-        for path in properties.glob("*/properties"):
+        for path in (slow / f"class/kfd/kfd/topology/nodes/{device}/io_links").glob("*/properties"):
             text = path.read_text()
             if f"node_to {14 - device}\n" in text:
                 path.write_text(text.replace("max_bandwidth 100000", "max_bandwidth 50000"))
     status, found = _run(capsys, "--topology", str(slow), "--expect", "frontier")
-    assert status == DEGRADED
-    assert found["remarks"] == [
-        "slow: 0-6: expected 2 xgmi links of 100 GB/s together, found 1 xgmi link of 50 GB/s together"
-    ]
+    said = ("slow: 0-6: expected 2 xgmi links of 100 GB/s together, found 1 xgmi link of 50 GB/s together",)
+    assert (status, tuple(found["remarks"])) == (DEGRADED, said)
 
 
 def test_an_ambiguous_node_is_unusable_and_says_what_to_declare(
@@ -82,9 +75,11 @@ def test_a_machine_that_is_not_there_is_never_good(
 ) -> None:
     """Neither a node from a file nor this machine, where eight devices are expected and none is there."""
     status, found = _run(capsys, "--topology", str(trees.no_gpu(tmp_path)), "--expect", "frontier")
-    assert status == UNUSABLE
-    assert f"{tmp_path.name}: found 0 devices, expected 8 of preset frontier" in found["remarks"]
-    assert f"{tmp_path.name}: found 0 NICs, expected 4 of 25 GB/s" in found["remarks"]
+    said = {
+        f"{tmp_path.name}: found {text}"
+        for text in ("0 devices, expected 8 of preset frontier", "0 NICs, expected 4 of 25 GB/s")
+    }
+    assert status == UNUSABLE and said <= set(found["remarks"])
     monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
     status, found = _run(capsys, "--expect", "frontier")
     assert status == UNUSABLE and found["environment"], "an expected Slingshot NIC has its variables judged"
@@ -119,14 +114,13 @@ def test_links_are_compared_by_strength_where_devices_cannot_be_told_apart() -> 
 
     def renumbered(link: Link) -> Link:
         a, b = sorted((order[link.a], order[link.b]))
-        return Link(a, b, link.kind, link.count, link.gb_s)
+        return replace(link, a=a, b=b)
 
-    links = [renumbered(link) for link in whole.links]
-    node = Machine("node", whole.devices, tuple(links))
-    assert whole.devices[0].bus == "" and not differences(node, whole)
-    weak = Link(links[0].a, links[0].b, "xgmi", links[0].count, (links[0].gb_s or 0) / 2)
-    for changed, says in (([weak, *links[1:]], "found 1 xgmi link of 32 GB/s"), (links[1:], "found none (routed)")):
-        (line,) = differences(Machine("node", whole.devices, tuple(changed)), whole)
+    links = tuple(map(renumbered, whole.links))
+    assert whole.devices[0].bus == "" and not differences(Machine("node", whole.devices, links), whole)
+    weak = replace(links[0], gb_s=(links[0].gb_s or 0) / 2)
+    for changed, says in (((weak, *links[1:]), "found 1 xgmi link of 32 GB/s"), (links[1:], "found none (routed)")):
+        (line,) = differences(Machine("node", whole.devices, changed), whole)
         assert line.startswith(f"1 of {len(links)} linked pairs: expected ") and says in line
 
 
@@ -151,8 +145,8 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--topology", str(tmp_path / "noise")], "noise"),
         (["--expect", "lumii"], "--expect: unknown source 'lumii'"),
         (["--expect", "nothing.yaml"], "nothing.yaml"),
-        (["--timeout", "nan"], "--timeout: found nan"),
-        (["--nodes", "0"], "--nodes: found 0"),
+        (["--timeout", "nan"], "--timeout: found 'nan'"),
+        (["--nodes", "0"], "--nodes: found '0'"),
         (["nothing.json"], "nothing.json: cannot be read: no such file or directory"),
         (["/dev/zero"], "/dev/zero: is not a regular file"),
         ([str(tmp_path / "noise")], "noise: byte 128 is not UTF-8"),
@@ -166,16 +160,9 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_ranks_report_their_devices_and_rank_0_prints(tmp_path: Path) -> None:
     """Two ranks of MPI, each on a device of its own; a configuration is judged on their grid."""
     config = _write(tmp_path, {"codecs": {"except": {" ": "none"}}}, train_batch_size=3)
-    launchers = ("SLURM_", "PMI", "OMPI_", "MPI_", "RANK", "WORLD_SIZE", "MASTER_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     done = subprocess.run(
         [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", "doctor", "--json", "--expect", "frontier", str(config)],
-        env={
-            **kept,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HZERO_SYSFS": str(trees.frontier(tmp_path / "sys")),
-        },
+        env=environment(HZERO_SYSFS=str(trees.frontier(tmp_path / "sys"))),
         capture_output=True,
         text=True,
         timeout=120,
@@ -183,10 +170,8 @@ def test_ranks_report_their_devices_and_rank_0_prints(tmp_path: Path) -> None:
     )
     found = json.loads(done.stdout)
     assert done.returncode == found["status"] == UNUSABLE, done.stderr
-    assert [(row["rank"], row["bus"], row["package"]) for row in found["ranks"]] == [
-        (0, "0000:c1:00.0", 0),
-        (1, "0000:c6:00.0", 0),
-    ]
+    ranks = [(row["rank"], row["bus"], row["package"]) for row in found["ranks"]]
+    assert ranks == [(0, "0000:c1:00.0", 0), (1, "0000:c6:00.0", 0)]
     assert found["grid"] == "1 node x 1 GPU x 2 GCDs" and "MPI" in found["mpi"].upper()
     said = "\n".join(found["remarks"])
     for text in ("device 2 is hidden by a cgroup or has no rank", "found an empty pattern", "3 != 1 * 1 * 2"):
@@ -214,11 +199,7 @@ def test_this_machine_is_read_from_the_tree_it_is_told(
     [
         ({}, GOOD, ""),
         ({"NCCL_SOCKET_IFNAME": "hsn0"}, GOOD, ""),
-        (
-            {"FI_MR_CACHE_MONITOR": "memhooks"},
-            UNUSABLE,
-            "FI_MR_CACHE_MONITOR is 'memhooks', expected kdreg2: memhooks deadlocks",
-        ),
+        ({"FI_MR_CACHE_MONITOR": "memhooks"}, UNUSABLE, "is 'memhooks', expected kdreg2: memhooks deadlocks"),
         ({"FI_CXI_RX_MATCH_MODE": None}, DEGRADED, "FI_CXI_RX_MATCH_MODE is not set, expected hybrid"),
         ({"LD_LIBRARY_PATH": ""}, UNUSABLE, "RCCL stops, as NCCL_NET asks"),
         ({"LD_LIBRARY_PATH": "", "NCCL_NET": None}, DEGRADED, "RCCL falls back to TCP sockets"),
@@ -234,8 +215,8 @@ def test_environment(
         if value is None:
             monkeypatch.delenv(name)
     findings: list[Any] = []
-    rows = environment.examine_environment(findings, "other", nodes=2)
-    assert max((found for found, _ in findings), default=GOOD) == status and len(rows) == len(findings)
+    doctor.examine_environment(findings, "other", nodes=2)
+    assert max((found for found, _ in findings), default=GOOD) == status
     assert any(named in text for _, text in findings) or not named
 
 
@@ -255,7 +236,7 @@ def test_what_is_expected_depends_on_the_site(
     """Of the variables that the job script of a site sets, changed in one. Other machines with Slingshot have most of them."""
     script = "" if site == "elsewhere" else (ROOT / f"slurm/{site}.env").read_text()
     exported = dict(re.findall(r"(\w+)=(\S+)", "\n".join(re.findall(r"^ *export (.*)", script, re.MULTILINE))))
-    for variable in environment.VARIABLES:
+    for variable in doctor.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     for name, value in {**(exported or GOOD_ENVIRONMENT), "NCCL_NET": "Socket", "SLURM_CLUSTER_NAME": site}.items():
         monkeypatch.setenv(name, value.replace("$USER", "user"))
@@ -263,9 +244,9 @@ def test_what_is_expected_depends_on_the_site(
     if level is not None:
         monkeypatch.setenv("NCCL_NET_GDR_LEVEL", level)
     findings: list[Any] = []
-    environment.examine_environment(findings, environment.site_of(os.environ, None))
+    doctor.examine_environment(findings, doctor.site_of(os.environ, None))
     assert len(findings) == bool(says) and says in "".join(text for _, text in findings), findings
-    assert site != "lumi" or environment.site_of({}, preset("lumi")) == "lumi"
+    assert site != "lumi" or doctor.site_of({}, preset("lumi")) == "lumi"
 
 
 # ---- a DeepSpeed configuration ----------------------------------------------------------------------------------------
@@ -280,44 +261,37 @@ def _write(folder: Path, block: dict[str, Any], **config: Any) -> Path:
     return path
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where we are; hzero is installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ds_config, "autoload_off", lambda: "")
+    return tmp_path
+
+
 EIGHT = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
 
 
 @pytest.mark.parametrize(
     ("block", "config", "nodes", "effect"),
     [
-        (
-            {"topology": {"nodes": 2, "gpus_per_node": 2}},
-            {},
-            None,
-            "topo on 2 nodes x 2 GPUs x 1 GCD; weights over the node, gradients over the node; int8 / int4",
-        ),
-        (
-            {"topology": EIGHT},
-            {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8, "gradient_accumulation_steps": 2},
-            None,
-            "int8 / int4; data parallel over 4 of 8 ranks (2 nodes x 2 GPUs x 2 GCDs)",
-        ),
+        ({"topology": {"nodes": 2, "gpus_per_node": 2}}, {}, None,
+         "topo on 2 nodes x 2 GPUs x 1 GCD; weights over the node, gradients over the node; int8 / int4"),
+        ({"topology": EIGHT},
+         {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8, "gradient_accumulation_steps": 2}, None,
+         "int8 / int4; data parallel over 4 of 8 ranks (2 nodes x 2 GPUs x 2 GCDs)"),
         ({}, {}, None, "topo, on the grid of the ranks that are started"),
         ({}, {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2}, 4, "topo on 4 nodes x 4 GPUs x 2 GCDs;"),
         ({"topology": "node.yaml"}, {}, 80, "topo on 16 groups x 5 nodes x 2 GPUs x 2 GCDs"),
         ({"topology": "frontier"}, {}, 64, "topo on 8 groups x 8 nodes x 4 GPUs x 2 GCDs"),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_is_shown_as_it_will_be_used(
-    block: dict[str, Any],
-    config: dict[str, Any],
-    nodes: int | None,
-    effect: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    block: Any, config: Any, nodes: int | None, effect: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ds_config, "autoload_off", lambda: "")
     Path("node.yaml").write_text("devices: 4\npackages: [[0, 1], [2, 3]]\nswitch_nodes: 20\n")
     more = ["--nodes", str(nodes)] if nodes else []
-    status, found = _run(capsys, str(_write(tmp_path, block, **config)), "--topology", "frontier", *more)
+    status, found = _run(capsys, str(_write(folder, block, **config)), "--topology", "frontier", *more)
     assert status == GOOD and effect in found["configuration"], found
 
 
@@ -329,12 +303,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "hzero": {}}}, UNUSABLE, "partition_size: found 2"),
     ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
-    ({"codecs": {"except": {"": "none"}}}, {}, UNUSABLE, "hzero.codecs.except: found an empty pattern"),
     # Topologies.
     ({"topology": "none.yaml"}, {}, UNUSABLE, "hzero.topology: no such file: 'none.yaml'"),
-    ({"topology": {"source": "none.yaml"}}, {}, UNUSABLE, "hzero.topology.source: no such file: 'none.yaml'"),
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),
-    ({"topology": {"source": "broken.yaml", "nodes_per_group": 2}}, {}, UNUSABLE, "broken.yaml: line 2"),
     ({"topology": "pipe"}, {}, UNUSABLE, "pipe: is not a regular file"),
     ({"topology": "ambiguous.yaml"}, {}, UNUSABLE, "ambiguous"),
     ({"topology": {**EIGHT, "nodes_per_group": 3}}, {}, UNUSABLE, "nodes_per_group: found 3"),
@@ -345,10 +316,8 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
      "train_batch_size: found 10, expected a multiple of"),
     ({}, {"train_batch_size": -4}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, GOOD, ""),
-    ({}, {"train_micro_batch_size_per_gpu": -3}, UNUSABLE, "DeepSpeed refuses it"),
     # Names.
     ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
-    ({}, {"optimizer": {"type": "Optimizer"}}, UNUSABLE, "optimizer.type: unknown optimizer 'Optimizer'"),
     ({}, {"optimizer": {"type": "Muon"}}, UNUSABLE, "optimizer.type: found muon, which hzero does not support"),
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR"}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
@@ -364,34 +333,28 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("block", "config", "status", "says"), CHANGES)
 def test_what_is_wrong_with_a_configuration_is_named(
-    block: dict[str, Any],
-    config: dict[str, Any],
-    status: int,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    block: dict[str, Any], config: dict[str, Any], status: int, says: str, folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ds_config, "autoload_off", lambda: "")
     Path("broken.yaml").write_text("devices: [8\n")
     Path("ambiguous.yaml").write_text("devices: 4\nlinks: [{kind: xgmi, count: 2, pairs: [[0, 1], [2, 3]]}]\n")
     os.mkfifo("pipe")
-    path = _write(tmp_path, block, **config)
+    path = _write(folder, block, **config)
+    worst, findings = _worst(path)
+    assert worst == status and any(says in text for text in findings or [""]), findings
+    assert len(findings) <= 1 or worst < UNUSABLE, "one fault is one finding"
+    assert all(text.startswith(str(path)) and text.isprintable() for text in findings)
+
+
+def _worst(path: Path) -> tuple[int, list[str]]:
+    """The verdict on a configuration, and the findings."""
     _, findings = ds_config.examine_config(path, ds_config.read_config(path), Machine("none", ()), None, None)
-    assert max((found for found, _ in findings), default=GOOD) == status, findings
-    assert any(says in text for _, text in findings) or not says, findings
-    assert len([one for one in findings if one[0] == UNUSABLE]) <= 1
-    assert all(text.startswith(str(path)) and text.isprintable() for _, text in findings)
+    return max((found for found, _ in findings), default=GOOD), [text for _, text in findings]
 
 
-def test_several_faults_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ds_config, "autoload_off", lambda: "")
+def test_several_faults_are_all_named(tmp_path: Path) -> None:
     path = _write(tmp_path, {"presets": "topo"}, optimizer={"type": "Addam"}, train_batch_size=4)
-    _, findings = ds_config.examine_config(path, ds_config.read_config(path), Machine("none", ()), None, None)
-    assert [text.partition(": ")[2][:36] for _, text in findings] == [
-        "hzero: unknown key 'presets'; did yo",
-        "optimizer.type: unknown optimizer 'A",
-    ]
+    block, optimizer, *_ = _worst(path)[1]
+    assert "hzero: unknown key 'presets'; did you" in block and "optimizer.type: unknown optimizer 'Addam'" in optimizer
 
 
 def test_what_keeps_a_configuration_from_taking_effect_is_named(
@@ -411,9 +374,8 @@ def test_what_keeps_a_configuration_from_taking_effect_is_named(
         with monkeypatch.context() as changed:
             if variable:
                 changed.setenv(variable, value)
-            _, findings = ds_config.examine_config(path, ds_config.read_config(path), Machine("none", ()), None, None)
-        assert max((found for found, _ in findings), default=GOOD) == status
-        assert any(says in text for _, text in findings) or not says
+            worst, findings = _worst(path)
+        assert worst == status and (not says or says in "".join(findings))
 
 
 def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from hzero.cli import main
-from hzero.commands.links import parser, ranks_to_start
+from hzero.commands.links import ranks_to_start
 from hzero.plan.links_file import algorithm_bandwidth, bus_bandwidth, read_links
 from hzero.topology import Grid
+from hzero.validation import ConfigError
 from tests.forks import Command
-from tests.ranks import environment
+from tests.ranks import environment, mpiexec
 
 WRONG = {
     "--max-bytes 1K": "--max-bytes: found 1,024, less than --min-bytes 4,096",
     "--min-bytes 4Q": "--min-bytes: found '4Q', expected bytes",
-    "--iterations 0": "--iterations: found 0",
-    "--timeout nan": "--timeout: found nan",
+    "--iterations 0": "--iterations: found '0', expected more than 0",
+    "--timeout nan": "--timeout: found 'nan'",
     "--codecs none,int9": "--codecs: unknown codec 'int9'; did you mean 'int8'",
     "--codecs none,exp": "--codecs: unknown codec 'exp'",
     "--topology 1x1x2 --transport mpi": "--transport: found 'mpi', whose ranks mpiexec or srun starts",
@@ -58,31 +59,21 @@ def test_wrong_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[s
     assert {path.name for path in tmp_path.iterdir()} == {"here.json", "folder.json"}
 
 
-def test_a_machine_without_gpus_needs_a_topology(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
-    assert main(["links"]) == 2
-    assert "--topology: found no GPUs on this machine; expected nodes x GPUs x GCDs" in capsys.readouterr().err
-
-
-def test_a_topology_says_how_many_ranks_to_start(tmp_path: Path) -> None:
+def test_a_topology_says_how_many_ranks_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "machine.yaml"
     file.write_text("{nodes: 3, gpus_per_node: 2, gcds_per_gpu: 1}")
-    assert ranks_to_start(str(file)) == 6
-    assert ranks_to_start("frontier") == 8
-    assert ranks_to_start(parser().parse_args(["--topology", "2x3x4"]).topology) == 24
+    assert ranks_to_start(str(file)) == 6 and ranks_to_start("frontier") == 8
+    monkeypatch.setenv("HZERO_SYSFS", str(tmp_path))
+    with pytest.raises(ConfigError, match="--topology: found no GPUs on this machine; expected nodes x GPUs x GCDs"):
+        ranks_to_start("auto")
 
 
 def test_parts_are_equal_and_aligned() -> None:
     """Parts have whole 16 bytes; a size of less than a part per rank is the least that there is."""
     from hzero.commands.probe import measurements
 
-    for ranks, dtype, sizes, counts in (
-        (3, torch.float32, (1024, 8192), [84, 680]),
-        (4096, torch.bfloat16, (1024,), [8]),
-    ):
-        found = measurements(Grid(1, 1, ranks), sizes, ("int8",), dtype)
+    for ranks, dtype, counts in ((3, torch.float32, [84, 680]), (4096, torch.bfloat16, [8])):
+        found = measurements(Grid(1, 1, ranks), (1024, 8192), ("int8",), dtype)
         assert [one.count for one in found if one.op == "gradients"] == counts
 
 
@@ -93,7 +84,7 @@ def start(folder: Path, topology: str, *arguments: str, **env: str) -> Command:
 
 def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "links.json"
-    sizes = ("--min-bytes", "1K", "--max-bytes", "4K", "--iterations", "3")
+    sizes = ("--min-bytes", "1K", "--max-bytes", "4K", "--iterations", "2")
     status, output, errors = start(tmp_path, "2x2x2", *sizes, "--out", str(out)).finish()
     assert status == 0, errors
     links = read_links(out)
@@ -135,13 +126,9 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
 
 def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     """mpiexec ends all ranks with the first that leaves."""
-    pytest.importorskip("mpi4py", reason='mpi4py is not installed: pip install "hzero[mpi]"')
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    if not mpiexec.exists():
-        pytest.skip("mpiexec is not beside this interpreter")
     arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --codecs none --out links.json"
     done = subprocess.run(
-        [str(mpiexec), "-n", "2", sys.executable, "-m", "hzero", "links", *arguments.split()],
+        [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", "links", *arguments.split()],
         env=environment(HZERO_BACKEND="reference"),
         cwd=tmp_path,
         capture_output=True,

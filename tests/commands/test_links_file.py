@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hzero.cli import main
 from hzero.commands.links import summary
@@ -26,23 +24,14 @@ from hzero.plan.links_file import (
 from hzero.validation import ConfigError
 
 
-def row(
-    op: str = "all_gather", size: int = 4096, us: float = 10.0, tier: str = "gcd", codec: str | None = None
-) -> LinkRow:
-    return LinkRow(
-        tier=tier,  # type: ignore[arg-type]
-        ranks=2,
-        op=op,  # type: ignore[arg-type]
-        codec=codec,  # type: ignore[arg-type]
-        size_bytes=size,
-        count=size // 2,
-        type="uint8",
-        median_us=us,
-        min_us=us / 2,
-        max_us=us * 2,
-        algbw_gb_s=algorithm_bandwidth(size, us / 1e6),
-        busbw_gb_s=bus_bandwidth(size, us / 1e6, 2),
-    )
+def row(op: Any = "all_gather", size: int = 4096, us: float = 10.0, tier: Any = "gcd", codec: Any = None) -> LinkRow:
+    times = {"median_us": us, "min_us": us / 2, "max_us": us * 2}
+    rates = {
+        "algbw_gb_s": algorithm_bandwidth(size, us / 1e6),
+        "busbw_gb_s": bus_bandwidth(size, us / 1e6, 2),
+    }
+    what = {"tier": tier, "ranks": 2, "op": op, "codec": codec, "size_bytes": size, "count": size // 2, "type": "uint8"}
+    return LinkRow(**what, **times, **rates)
 
 
 def links(**changes: Any) -> LinksFile:
@@ -78,22 +67,21 @@ def test_a_tier_has_the_bandwidth_of_the_largest_all_gather_and_the_time_of_the_
 
 
 @pytest.mark.parametrize(
-    ("times", "algorithm", "below"),
+    ("doubling", "pairs", "algorithm", "below"),
     [
-        ({"all_gather": (50, 60, 90), "doubling": (80, 90, 200), "pairs": (51, 70, 400)}, "library", 0),
-        ({"all_gather": (50, 60, 90), "doubling": (20, 30, 200), "pairs": (40, 70, 400)}, "doubling", 2048),
-        ({"all_gather": (50, 60, 90), "doubling": (40, 50, 200), "pairs": (10, 70, 400)}, "pairs", 512),
-        ({"all_gather": (50, 60, 90), "doubling": (20, 62, 50), "pairs": (40, 70, 400)}, "doubling", 2049),
-        ({"all_gather": (50, 60, 90), "doubling": (49, 60, 90), "pairs": (48, 60, 90)}, "library", 0),
-        ({"all_gather": (50, 60, 90)}, "library", 0),
-        ({}, "library", 0),
+        ((80, 90, 200), (51, 70, 400), "library", 0),
+        ((20, 30, 200), (40, 70, 400), "doubling", 2048),
+        ((40, 50, 200), (10, 70, 400), "pairs", 512),
+        ((20, 62, 50), (40, 70, 400), "doubling", 2049),  # one is noise, all win
+        ((49, 60, 90), (48, 60, 90), "library", 0),  # gains of noise
+        ((), (), "library", 0),
     ],
-    ids=["none wins", "doubling", "pairs", "one is noise, all win", "gains of noise", "not measured", "no nodes"],
 )
 def test_the_algorithm_between_nodes_is_the_one_that_gains_most(
-    times: dict[str, tuple[int, ...]], algorithm: str, below: int
+    doubling: tuple[int, ...], pairs: tuple[int, ...], algorithm: str, below: int
 ) -> None:
     sizes = (256, 1024, 4096)  # over two ranks
+    times = {"all_gather": (50, 60, 90), "doubling": doubling, "pairs": pairs}
     rows = [row(op, size, us, "node") for op, all_us in times.items() for size, us in zip(sizes, all_us)]
     rows += [row(op, 256, us, "gcd") for op, us in (("all_gather", 100), ("pairs", 1))]
     assert node_all_gather(rows) == NodeAllGather(algorithm=algorithm, below_bytes=below)  # type: ignore[arg-type]
@@ -106,19 +94,8 @@ def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     write_links(path, links())
     assert read_links(path) == links()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["links.json"]
     with pytest.raises(ConfigError, match="cannot write"):
         write_links(tmp_path / "missing" / "links.json", links())
-
-
-def change(content: dict[str, Any], key: str, value: Any) -> None:
-    *blocks, last = key.split(".")
-    for block in blocks:
-        content = content[int(block)] if block.isdigit() else content[block]
-    if value is None:
-        del content[last]
-    else:
-        content[last] = value
 
 
 @pytest.mark.parametrize(
@@ -127,7 +104,7 @@ def change(content: dict[str, Any], key: str, value: Any) -> None:
         ("schema", "hzero-links-9", "schema: found 'hzero-links-9'"),
         ("tiers.gcd.gb_s", float("nan"), "tiers.gcd.gb_s: found nan"),
         ("tiers.gcd.latency_us", 10**400, "tiers.gcd.latency_us"),
-        ("tiers.node", None, "tiers: found gcd, expected those of the grid"),
+        ("tiers", {}, "tiers: found none, expected those of the grid"),
         ("grid.node", 4, "rows.3.ranks: found 2, but tier node has 4"),
         ("rows.1.op", "broadcast", "rows.1.op: unknown value 'broadcast'"),
         ("extra\nline", 1, "unknown key"),
@@ -135,56 +112,16 @@ def change(content: dict[str, Any], key: str, value: Any) -> None:
 )
 def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: Any, message: str) -> None:
     path = tmp_path / "bad.json"
-    content = links().model_dump(by_alias=True)
-    change(content, key, value)
+    content = inner = links().model_dump(by_alias=True)
+    *blocks, last = key.split(".")
+    for block in blocks:
+        inner = inner[int(block)] if block.isdigit() else inner[block]
+    inner[last] = value
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError) as error:
         read_links(path)
     assert str(error.value).startswith(f"{path}: {message}"), error.value
     assert "\n" not in str(error.value)
-
-
-def test_what_is_no_links_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "noise.json"
-    for text in (b"", b"[]", b"\xff\xfe\x00", b"[" * 100_000, b'{"schema": []}'):
-        path.write_bytes(text)
-        with pytest.raises(ConfigError, match=r"noise\.json: ") as error:
-            read_links(path)
-        assert "\n" not in str(error.value)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-KEYS = sorted({*LinksFile.model_fields, "schema"} - {"schema_name"})
-ROW_KEYS = sorted(LinkRow.model_fields)
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.binary(max_size=300)
-    | st.tuples(st.sampled_from(KEYS), json_values)
-    | st.tuples(st.sampled_from([f"rows.0.{key}" for key in ROW_KEYS]), json_values)
-    | st.integers(0, 2000)
-)
-def test_no_content_gives_another_error_than_ours(tmp_path: Path, damage: bytes | tuple[str, Any] | int) -> None:
-    path = tmp_path / "fuzzed.json"
-    content = links().model_dump(by_alias=True)
-    if isinstance(damage, bytes):
-        path.write_bytes(damage)
-    elif isinstance(damage, int):
-        path.write_text(json.dumps(content)[:damage])
-    else:
-        change(content, *damage)
-        path.write_text(json.dumps(content))
-    try:
-        read_links(path)
-    except ConfigError as error:
-        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
-    else:
-        assert not isinstance(damage, bytes)
 
 
 def plan(path: Path, *overrides: str) -> int:
@@ -201,11 +138,6 @@ def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixtu
         wire = sum(entry["wire_bytes"] for entry in result["traffic"] if entry["tier"] == tier)
         assert result["link_seconds"][tier] == pytest.approx(wire / (links().tiers[tier].gb_s * 1e9))
     assert set(result["link_seconds"]) == {"gcd", "node"} and result["links"]["date"] == links().date
-
-
-def test_a_plan_refuses_a_file_without_a_tier_that_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "links.json"
-    write_links(path, links())
     assert plan(path, "topology=emulated_2x2x2") == 2
     assert f"{path}: tiers.gpu: missing" in capsys.readouterr().err
     assert plan(tmp_path / "none.json") == 2

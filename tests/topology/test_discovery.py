@@ -26,7 +26,7 @@ from hzero.validation import ConfigError
 from tests.topology import trees
 
 torch = pytest.importorskip("torch")
-from torch.distributed import FileStore, HashStore, TCPStore  # noqa: E402
+from torch.distributed import HashStore, TCPStore  # noqa: E402
 
 #: GCDs by local rank with `--gpu-bind=closest` (OLCF user guide).
 OLCF = (4, 5, 2, 3, 6, 7, 0, 1)
@@ -62,46 +62,31 @@ def seen(environ: dict[str, str], devices: list[Device]) -> list[int]:
     return [device.number for device in visible_devices(environ, devices)]
 
 
-@given(
-    st.permutations(range(8)).flatmap(lambda order: st.integers(1, 8).map(lambda count: order[:count])),
-    st.data(),
-    st.sampled_from(["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]),
-    st.booleans(),
-)
-def test_hip_counts_what_rocr_leaves(rocr: list[int], data: st.DataObject, second: str, by_uuid: bool) -> None:
-    hip = data.draw(st.lists(st.integers(0, len(rocr) - 1), unique=True))
-    environ = {
-        "ROCR_VISIBLE_DEVICES": ", ".join(GCDS[n].uuid if by_uuid else str(n) for n in rocr),
-        second: ",".join(map(str, hip)),
-    }
-    assert seen(environ, GCDS) == [rocr[index] for index in hip]
-    del environ[second]
+@given(st.permutations(range(8)), st.integers(1, 8), st.data(), st.booleans())
+def test_hip_counts_what_rocr_leaves(order: list[int], count: int, data: st.DataObject, by_uuid: bool) -> None:
+    rocr = order[:count]
+    hip = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    environ = {"ROCR_VISIBLE_DEVICES": ", ".join(GCDS[n].uuid if by_uuid else str(n) for n in rocr)}
     assert seen(environ, GCDS) == rocr
+    second = data.draw(st.sampled_from(["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]))
+    assert seen({**environ, second: ",".join(map(str, hip))}, GCDS) == [rocr[index] for index in hip]
 
 
-@pytest.mark.parametrize(
-    ("environ", "devices", "expected"),
-    [
-        ({}, GCDS, list(range(8))),
-        ({"ROCR_VISIBLE_DEVICES": ""}, GCDS, []),
-        ({"ROCR_VISIBLE_DEVICES": "5,-1,2"}, GCDS, [5]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-3932F9,0"}, H200S, [3, 0]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, [Device(3), Device(7)], [7]),  # a source without kinds
-    ],
-)
-def test_lists(environ: dict[str, str], devices: list[Device], expected: list[int]) -> None:
-    assert seen(environ, devices) == expected
-
-
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [("8", "no devices"), ("GPU-beef", "no devices"), ("GPU-7a5c", "8 devices"), ("04", "no devices"), ("1,1", "already"),
-     ("1,,2", "entry '' names no devices"), ("MIG-GPU-0932f937/1/2", "no devices")],
-)  # fmt: skip
-def test_a_list_that_cannot_be_meant_is_refused(entry: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as raised:
-        visible_devices({"ROCR_VISIBLE_DEVICES": entry}, GCDS)
-    assert f"ROCR_VISIBLE_DEVICES={entry!r}" in str(raised.value)
+def test_lists() -> None:
+    assert seen({}, GCDS) == list(range(8)) and seen({"ROCR_VISIBLE_DEVICES": ""}, GCDS) == []
+    assert seen({"ROCR_VISIBLE_DEVICES": "5,-1,2"}, GCDS) == [5]
+    assert seen({"CUDA_VISIBLE_DEVICES": "GPU-3932F9,0"}, H200S) == [3, 0]
+    assert seen({"CUDA_VISIBLE_DEVICES": "1"}, [Device(3), Device(7)]) == [7], "a source without kinds"
+    for entry, says in (
+        ("8", "no devices"),
+        ("GPU-7a5c", "8 devices"),
+        ("1,1", "already"),
+        ("1,,2", "entry '' names no devices"),
+        ("MIG-GPU-0932f937/1/2", "no devices"),
+    ):
+        with pytest.raises(ConfigError, match=says) as raised:
+            visible_devices({"ROCR_VISIBLE_DEVICES": entry}, GCDS)
+        assert f"ROCR_VISIBLE_DEVICES={entry!r}" in str(raised.value)
 
 
 def test_the_runtime_decides_and_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +101,9 @@ def test_the_runtime_decides_and_nothing_is_guessed(monkeypatch: pytest.MonkeyPa
         own = own_device(node, {"LOCAL_RANK": "0", "ROCR_VISIBLE_DEVICES": "GPU-beef"})
         assert own is not None and own.number == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"index 2 \(LOCAL_RANK\) among the 2 visible .*ROCR_VISIBLE_DEVICES='4,5'"
-    ) as e:
+    with pytest.raises(ConfigError, match=r"index 2 \(LOCAL_RANK\) among the 2 visible .*='4,5'\) of 8"):
         own_device(node, {"ROCR_VISIBLE_DEVICES": "4,5", "LOCAL_RANK": "2"})
-    assert "of 8" in str(e.value)
-    with pytest.raises(
-        ConfigError, match=r"bus id 0000:aa:00.0, which no devices of the node have; there are: 0000:c1"
-    ):
+    with pytest.raises(ConfigError, match=r"0000:aa:00.0, which no devices of the node have; there are: 0000:c1"):
         with_bus(GCDS, "0000:aa:00.0")
     # torch states no function: it finds a device whose function is not 0, but not one of several.
     assert with_bus([Device(0, "0000:01:00.1")], "0000:01:00.0").number == 0
@@ -205,18 +185,7 @@ STYLES: dict[str, Callable[[int], tuple[int, dict[str, str]]]] = {
     "cgroups": lambda r: (r // LOCAL, {"SEES": str(OLCF[r % LOCAL])}),
     # torchrun: all devices are visible, LOCAL_RANK chooses; wrappers list them in another order
     "all devices": lambda r: (r // LOCAL, {"LOCAL_RANK": str(r % LOCAL)}),
-    "remapped twice": lambda r: (
-        r // LOCAL,
-        {
-            "LOCAL_RANK": str(r % LOCAL),
-            **_list("ROCR_VISIBLE_DEVICES", *range(7, -1, -1)),
-            **_list("HIP_VISIBLE_DEVICES", 6, 7, 4, 5, 2, 3, 0, 1),
-        },
-    ),
-    "strided": lambda r: (
-        r // LOCAL,
-        {"LOCAL_RANK": str(r % LOCAL), **_list("ROCR_VISIBLE_DEVICES", 0, 2, 4, 6, 1, 3, 5, 7)},
-    ),
+    "strided": lambda r: (r // LOCAL, {"LOCAL_RANK": str(r % LOCAL), **_list("ROCR_VISIBLE_DEVICES", 0, 2, 4, 6, 1, 3, 5, 7)}),
     "scrambled": lambda r: (SCRAMBLED[r] // LOCAL, _list("CUDA_VISIBLE_DEVICES", SCRAMBLED[r] % LOCAL)),
 }  # fmt: skip
 #: The last rank has found its device on a third node; rank 5 asks for one that its node does not have.
@@ -294,25 +263,18 @@ def test_what_is_wrong_is_said_on_all_ranks(sysfs: Path) -> None:
 # The exchange
 
 
-def stores(kind: str, folder: Path, world: int) -> Callable[[int], Any]:
-    if kind == "hash":
-        shared = HashStore()
-        return lambda rank: shared
-    if kind == "file":
-        return lambda rank: FileStore(str(folder / "store"), world)
-    server = TCPStore("127.0.0.1", 0, world, True, timedelta(seconds=20), wait_for_workers=False)
-    clients = [TCPStore("127.0.0.1", server.port, world, False, timedelta(seconds=20)) for _ in range(world - 1)]
-    return lambda rank: server if rank == 0 else clients[rank - 1]
-
-
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_rounds_through_a_store(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_rounds_through_a_store(kind: str) -> None:
     world = 7
-    store = stores(kind, tmp_path, world)
+    stores: list[Any] = [HashStore()] * world
+    if kind == "tcp":
+        wait = timedelta(seconds=20)
+        stores = [TCPStore("127.0.0.1", 0, world, True, wait, wait_for_workers=False)]
+        stores += [TCPStore("127.0.0.1", stores[0].port, world, False, wait) for _ in range(world - 1)]
 
     def act(rank: int) -> list[Any]:
         # Two exchanges of one job, one of them for two rounds: nobody meets the keys of another round.
-        first, second = (Exchange(store(rank), rank, world, 20.0) for _ in range(2))
+        first, second = (Exchange(stores[rank], rank, world, 20.0) for _ in range(2))
         turns = enumerate((first, second, first))
         return [each.agree(lambda t=turn: (rank, t), lambda reports: {"all": reports}) for turn, each in turns]
 
@@ -333,7 +295,6 @@ def failing(text: str) -> Callable[..., Any]:
         ({1: failing("no device"), 3: failing("other")}, len, "no device (ranks 1, 3)"),
         (dict.fromkeys(range(4), failing("bad file")), len, "bad file (all 4 ranks)"),
         ({}, failing("two ways to read it"), "two ways to read it"),
-        ({}, lambda reports: reports[9], "list index out of range"),
         ({2: lambda: object()}, len, "Object of type object is not JSON serializable (rank 2)"),
     ],
 )
@@ -341,14 +302,6 @@ def test_an_error_of_one_rank_is_one_of_all(wrong: dict[int, Any], combine: Any,
     store = HashStore()
     results = on_threads(4, lambda rank: Exchange(store, rank, 4, 20.0).agree(wrong.get(rank, lambda: 1), combine))
     assert [(type(result), str(result)) for result in results] == [(ConfigError, says)] * 4
-
-
-def test_alone() -> None:
-    alone = Exchange.of_environment(1.0, {})
-    assert alone.agree(lambda: 3, lambda reports: reports) == [3]
-    with pytest.raises(ConfigError, match=r"^why$"):
-        alone.agree(failing("why"), len)
-    assert Exchange.of_group().world_size == 1
 
 
 def test_missing_ranks_are_named_on_all() -> None:
@@ -360,10 +313,9 @@ def test_missing_ranks_are_named_on_all() -> None:
     results = on_threads(world, act)
     text = "topology: 11 of 20 ranks have not reported within 1 s: ranks 3, 8, 9, 10, 11, 12, 13, 14 and 3 more"
     assert {str(results[rank]) for rank in range(world) if rank not in missing} == {text}
-    begun = time.monotonic()
     with pytest.raises(ConfigError, match=r"rank 5 has waited 2.5 s for the answer of rank 0"):
         Exchange(HashStore(), 5, 8, 0.5).agree(lambda: 1, len)
-    assert time.monotonic() - begun < 10
+    assert Exchange.of_environment(1.0, {}).agree(lambda: 3, list) == [3], "alone"
 
 
 def test_ranks_meet_at_the_master_address_before_a_process_group_is_up() -> None:

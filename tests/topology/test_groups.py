@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,17 +24,15 @@ from hzero.zero.refusals import check_block
 from hzero.zero.state import undeclared
 
 
-@given(st.integers(64, 20_000))
+@given(st.integers(2, 20_000))
 def test_a_group_has_the_divisor_nearest_to_the_root(nodes: int) -> None:
     root = nodes**0.5
     near = [size for size in range(1, nodes + 1) if nodes % size == 0 and root / 4 <= size <= 4 * root]
-    assert chosen_group(nodes) == min(near, key=lambda size: abs(size - root), default=None)
+    expected = min(near, key=lambda size: abs(size - root), default=None)
+    assert chosen_group(nodes) == (expected if nodes >= 64 else None)
 
 
-def test_usual_machines() -> None:
-    sizes = {16: None, 48: None, 63: None, 64: 8, 96: 8, 128: 8, 1024: 32, 4608: 64, 9408: 96}
-    assert {nodes: chosen_group(nodes) for nodes in sizes} == sizes
-    assert chosen_group(67) is None, "a prime"
+def test_a_part_of_a_switch_group_is_preferred() -> None:
     assert chosen_group(9408, switch_nodes=128) == 64, "whole groups of one dragonfly group of Frontier"
     assert chosen_group(1176, switch_nodes=128) == 28, "8, their only common divisor near, is too far from the root"
 
@@ -75,20 +74,15 @@ def test_groups_are_made_unless_the_block_says_otherwise(topology: Any, nodes: i
     assert ("(groups chosen)" in str(plan)) == chosen, "the start line"
 
 
-@pytest.mark.parametrize(("others", "group"), [("switch_nodes: 12", 6), ("", 8)], ids=["all", "contradiction"])
-def test_a_discovered_machine_prefers_a_part_of_its_switch_group(others: str, group: int, tmp_path: Path) -> None:
-    """72 nodes, found through the description of a node, which may declare switch groups."""
-    machines = []
-    for name, keys in (("first", "switch_nodes: 12"), ("others", others)):
-        (tmp_path / name).write_text(f"devices: 2\npackages: [[0], [1]]\n{keys}\n")
-        machines.append(machine_of(str(tmp_path / name)))
-    answer = assemble([RankReport.of(r, f"node{r // 2}", machines[r > 1], Device(r % 2)) for r in range(144)])
-    resolve._discovered.cache_clear()
-    source = str(tmp_path / "first")
-    with patch.object(resolve, "discover", lambda _: answer):
-        for topology, expected in ((source, group), ({"source": source, "nodes_per_group": 12}, 12)):
-            assert resolve.resolve_grid(parse_config({"topology": topology}).topology, 144).nodes_per_group == expected
-    resolve._discovered.cache_clear()
+def test_a_discovered_machine_prefers_a_part_of_its_switch_group(tmp_path: Path) -> None:
+    """72 nodes, found through the description of a node. One of another switch group leaves its size unknown."""
+    (tmp_path / "node").write_text("devices: 2\npackages: [[0], [1]]\nswitch_nodes: 12\n")
+    machine = machine_of(str(tmp_path / "node"))
+    for other, group in ((machine, 6), (replace(machine, switch_nodes=None), 8)):
+        machines = [machine, *[other] * 143]
+        reports = [RankReport.of(r, f"node{r // 2}", machines[r], Device(r % 2)) for r in range(144)]
+        found = assemble(reports).required_grid()
+        assert (found.nodes_per_group, found.grouped(12).nodes_per_group) == (group, 12)
 
 
 def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_path: Path) -> None:
@@ -115,17 +109,20 @@ def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
     assert not undeclared(check_block({"topology": {"source": "frontier"}}))
 
 
-def test_what_cannot_be_groups_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"nodes_per_group: found 5, which does not divide the 72 nodes; possible: 1, 2, 3"
-    ):
-        _grid({"nodes_per_group": 5}, 72)
-    with pytest.raises(
-        ConfigError, match="nodes_per_group: found 'many', expected a number of nodes, null for no groups"
-    ):
-        _grid({"gpus_per_node": 2, "nodes_per_group": "many"}, 72)
-    with pytest.raises(ConfigError, match=r"gcds_per_gpu: given together with .*source 'frontier'"):
-        _grid({"source": "frontier", "gcds_per_gpu": 2}, 72)
+@pytest.mark.parametrize(
+    ("topology", "says"),
+    [
+        ({"nodes_per_group": 5}, r"nodes_per_group: found 5, which does not divide the 72 nodes; possible: 1, 2, 3"),
+        (
+            {"gpus_per_node": 2, "nodes_per_group": "many"},
+            "nodes_per_group: found 'many', expected a number of nodes, null",
+        ),
+        ({"source": "frontier", "gcds_per_gpu": 2}, r"gcds_per_gpu: given together with .*source 'frontier'"),
+    ],
+)
+def test_what_cannot_be_groups_is_refused(topology: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _grid(topology, 72)
 
 
 def test_a_count_without_a_divisor_is_warned_about_with_the_nearest_that_has_one() -> None:
@@ -149,12 +146,10 @@ def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> No
         ranks = [rank for rank in places if number[rank] < nodes]
         part = whole.of_ranks(ranks)
         assert (part.nodes, part.nodes_per_group) == (nodes, group)
+        size = group or nodes
         for rank in (0, 1, len(ranks) - 1):
-            nodes_of_tier = [number[ranks[peer]] for peer in part.tier_group(rank, "node")]
-            size = group or nodes
-            assert (
-                nodes_of_tier == list(range(nodes_of_tier[0], nodes_of_tier[0] + size)) and nodes_of_tier[0] % size == 0
-            )
+            first, *others = [number[ranks[peer]] for peer in part.tier_group(rank, "node")]
+            assert first % size == 0 and others == list(range(first + 1, first + size))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +164,8 @@ def test_ranks_of_a_part_of_the_world_form_groups_of_their_own(order: Any) -> No
 )
 def test_groups_exchange_in_int8_or_better(block: dict[str, Any], weights: str, gradients: str) -> None:
     plan = ShardPlan.from_config(parse_config(block), Grid(64, 4, 2, automatic=True), 0)
-    found = (
-        {hop.tier: hop.codec.codec for hop in plan.gather_hops()},
-        {h.tier: h.codec.codec for h in plan.reduce_hops()},
-    )
-    assert (found[0]["group"], found[1]["group"]) == (weights, gradients)
+    for hops, codec in ((plan.gather_hops(), weights), (plan.reduce_hops(), gradients)):
+        assert {hop.tier: hop.codec.codec for hop in hops}["group"] == codec
 
 
 def test_the_plan_makes_the_groups_of_the_run() -> None:

