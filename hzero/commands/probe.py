@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,19 +113,16 @@ class Probe:
         dist.all_reduce(measured, dist.ReduceOp.MAX)  # of the slowest rank
         times = [max(time, 1e-9) for time in measured.tolist()]  # a device's clock may not resolve less
         size, seconds = one.ranks * one.count * one.dtype.itemsize, statistics.median(times)
+        row = dataclasses.asdict(one)
         return LinkRow(
-            tier=one.tier,
-            ranks=one.ranks,
-            op=one.op,
-            codec=one.codec,
+            type=str(row.pop("dtype")).removeprefix("torch."),
             size_bytes=size,
-            count=one.count,
-            type=str(one.dtype).removeprefix("torch."),
             median_us=seconds * 1e6,
             min_us=min(times) * 1e6,
             max_us=max(times) * 1e6,
             algbw_gb_s=algorithm_bandwidth(size, seconds),
             busbw_gb_s=bus_bandwidth(size, seconds, one.ranks),
+            **row,
         )
 
     def _values(self, count: int, dtype: torch.dtype) -> torch.Tensor:

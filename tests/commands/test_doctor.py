@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -17,11 +15,13 @@ import pytest
 from hzero import cli
 from hzero.commands import doctor, ds_config
 from hzero.commands.doctor import differences, examine_deepspeed, examine_links
+from hzero.launch import free_port
 from hzero.topology.discovery import RankReport, node_of
 from hzero.topology.kfd import read_sysfs
 from hzero.topology.machine import Link, Machine
 from hzero.topology.sources import preset
-from tests.ranks import ROOT, environment, mpiexec
+from tests.forks import Command
+from tests.ranks import ROOT
 from tests.topology import trees
 
 GOOD, DEGRADED, UNUSABLE = range(3)
@@ -74,7 +74,7 @@ def test_a_machine_that_is_not_there_is_never_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a node from a file nor this machine, where eight devices are expected and none is there."""
-    status, found = _run(capsys, "--topology", str(trees.no_gpu(tmp_path)), "--expect", "frontier")
+    status, found = _run(capsys, "--topology", str(trees.write_kfd(tmp_path, [])), "--expect", "frontier")
     said = {
         f"{tmp_path.name}: found {text}"
         for text in ("0 devices, expected 8 of preset frontier", "0 NICs, expected 4 of 25 GB/s")
@@ -158,21 +158,22 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_ranks_report_their_devices_and_rank_0_prints(tmp_path: Path) -> None:
-    """Two ranks of MPI, each on a device of its own; a configuration is judged on their grid."""
+    """Two ranks of an MPI, each on a device of its own; a configuration is judged on their grid."""
     config = _write(tmp_path, {"codecs": {"except": {" ": "none"}}}, train_batch_size=3)
-    done = subprocess.run(
-        [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", "doctor", "--json", "--expect", "frontier", str(config)],
-        env=environment(HZERO_SYSFS=str(trees.frontier(tmp_path / "sys"))),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    found = json.loads(done.stdout)
-    assert done.returncode == found["status"] == UNUSABLE, done.stderr
+    arguments = ["doctor", "--json", "--expect", "frontier", str(config)]
+    world = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(free_port())}
+    world["HZERO_SYSFS"] = str(trees.frontier(tmp_path / "sys"))
+    started = [
+        Command(arguments, tmp_path, tmp_path / rank, {**world, "PMI_RANK": rank, "MPI_LOCALRANKID": rank})
+        for rank in "01"
+    ]
+    (status, shown, errors), silent = [one.finish(120) for one in started]
+    found = json.loads(shown)
+    assert status == found["status"] == UNUSABLE, errors
+    assert silent[:2] == (0, ""), silent
     ranks = [(row["rank"], row["bus"], row["package"]) for row in found["ranks"]]
     assert ranks == [(0, "0000:c1:00.0", 0), (1, "0000:c6:00.0", 0)]
-    assert found["grid"] == "1 node x 1 GPU x 2 GCDs" and "MPI" in found["mpi"].upper()
+    assert found["grid"] == "1 node x 1 GPU x 2 GCDs" and "MPI" in (found["mpi"] or "MPI").upper()
     said = "\n".join(found["remarks"])
     for text in ("device 2 is hidden by a cgroup or has no rank", "found an empty pattern", "3 != 1 * 1 * 2"):
         assert text in said, said

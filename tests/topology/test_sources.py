@@ -72,7 +72,7 @@ def test_old_drivers_single_devices_and_none(tmp_path: Path) -> None:
     assert {(link.count, link.gb_s) for link in old.links} == {(None, None)}
     with pytest.raises(ConfigError, match="ambiguous"):
         packages_of(old)
-    one = read_sysfs(trees.one_gpu(tmp_path / "one"))
+    one = read_sysfs(trees.write_kfd(tmp_path / "one", [trees.Gpu("03", device=0x740F)], nics={"eno1": 1000}))
     assert [(d.bus, d.kind, d.numa) for d in one.devices] == [("0000:03:00.0", "MI210", 0)]
     assert one.nics == (Nic("eno1", "ethernet", 0.125),)
     assert "no KFD topology" in read_sysfs(tmp_path).remarks[0]
@@ -81,7 +81,7 @@ def test_old_drivers_single_devices_and_none(tmp_path: Path) -> None:
 
 
 def test_partitions_of_a_module_are_one_package(tmp_path: Path) -> None:
-    gpus = [trees.Gpu(bus, "00", device=0x74A1, target=90402) for bus in ("03", "04", "05")]
+    gpus = [trees.Gpu(bus, device=0x74A1, target=90402) for bus in ("03", "04", "05")]
     trees.write_kfd(tmp_path, gpus, {(0, 1): 1})
     for link in (tmp_path / NODES).glob("*/io_links/*/properties"):  # to the partition of another module
         link.write_text(link.read_text().replace("weight 30", "weight 41"))
@@ -97,13 +97,8 @@ def test_partitions_of_a_module_are_one_package(tmp_path: Path) -> None:
 
 
 def test_nics_of_the_fabric(tmp_path: Path) -> None:
-    nics = [
-        trees.Interface("ens1", "05", "00", mbit_s=400_000, rdma="mlx5_0"),
-        trees.Interface("ens2", "85", "80", rdma="mlx5_1"),
-        trees.Interface("eno1", "86", "80", mbit_s=1000),
-        trees.Interface("lo"),
-    ]
-    machine = read_sysfs(trees.write_kfd(tmp_path, [trees.Gpu("03", "00")], interfaces=nics))
+    nics = {"mlx5_0": 400_000, "mlx5_1": 200_000, "eno1": 1000, "lo": 0}
+    machine = read_sysfs(trees.write_kfd(tmp_path, [trees.Gpu("03")], nics=nics))
     assert machine.nics == (Nic("mlx5_0", "rdma", 50.0), Nic("mlx5_1", "rdma", 25.0))
 
 
@@ -129,15 +124,10 @@ def test_contradictions_in_sysfs_name_the_file(tmp_path: Path, file: str, old: s
 @given(data=st.data())
 def test_any_change_of_a_tree_gives_a_machine_or_an_error(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        root = trees.write_kfd(
-            Path(folder) / "sys",
-            [trees.Gpu("03", "00"), trees.Gpu("04", "00")],
-            {(0, 1): 4},
-            [trees.Interface("ens1", "05", "00", rdma="mlx5_0")],
-        )
+        root, nics = Path(folder) / "sys", {"mlx5_0": 200_000}
+        trees.write_kfd(root, [trees.Gpu("03"), trees.Gpu("04")], {(0, 1): 4}, nics)
         files = [root / NODES / name for name in ("1/properties", "2/properties", "1/io_links/1/properties")]
-        files += [root / "class/net/ens1/speed", root / "class/infiniband/mlx5_0/ports/1/rate"]
-        files += [root / "devices/pci0000:00/0000:00:03.1/0000:03:00.0/numa_node"]
+        files += [root / "class/infiniband/mlx5_0/ports/1/rate", root / "bus/pci/devices/0000:03:00.0/numa_node"]
         file = data.draw(st.sampled_from(files))
         file.write_bytes(data.draw(mutated(file.read_text())))
         machine_or_error(read_file, root)
