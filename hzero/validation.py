@@ -133,8 +133,7 @@ def report(error: BaseException) -> None:
         # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
         # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job.
         time.sleep(WAIT_S)
-    text = f"{f'rank {rank}: ' if rank else ''}{str(error).removeprefix('hzero: ')}"
-    print(f"hzero: error: {text}", file=sys.stderr, flush=True)
+    print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -173,17 +173,17 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
     grid = resolve_grid(parsed.topology, world_size, "--topology")
     backend = "mpi" if parsed.transport == "mpi" else dist.get_backend()
     name, codecs = torch.cuda.get_device_name(device) if use_gpu else "cpu", choice(device.type).name
-    lines = [f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}"]
+    if rank == 0:
+        print(f"# hzero links: {world_size:,} ranks, {grid}; {backend} on {name}, codecs by {codecs}", flush=True)
     sizes = [parsed.min_bytes * 4**step for step in range(25) if parsed.min_bytes * 4**step <= parsed.max_bytes]
     rows: list[LinkRow] = []
     probe = Probe(grid, device, parsed.transport, parsed.iterations, parsed.timeout)
     for one in measurements(grid, sizes, parsed.codecs, torch.bfloat16 if use_gpu else torch.float32):
-        if not rows or rows[-1].tier != one.tier:
-            lines += [f"# tier {one.tier}: {world_size // one.ranks} x {one.ranks} ranks, all at once", _HEAD]
+        if rank == 0 and (not rows or rows[-1].tier != one.tier):
+            print(f"# tier {one.tier}: {world_size // one.ranks} x {one.ranks} ranks, all at once", _HEAD, sep="\n")
         rows.append(probe.measure(one))
         if rank == 0:
-            print(*lines, line(rows[-1]), sep="\n", flush=True)
-        lines = []
+            print(line(rows[-1]), flush=True)
     if rank == 0:
         links = LinksFile(
             schema=SCHEMA,

@@ -118,7 +118,7 @@ def read_declared(text: str, path: str, source: str = "") -> Machine:
         tuple(links),
         tuple(Nic(nic.name, nic.kind, nic.gb_s) for nic in declared.nics),
         None if declared.packages is None else tuple(map(tuple, declared.packages)),
-        tier_gb_s=dict(declared.tier_gb_s),
+        tier_gb_s={level: rate for level, rate in declared.tier_gb_s.items()},
         switch_nodes=declared.switch_nodes,
     )
 

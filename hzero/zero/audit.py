@@ -109,7 +109,7 @@ class Audit:
                 '("checksum": true finds the message)'
             )
         if parts:
-            raise of_all_ranks(StaleWeightsError(f"hzero: guard before step {step} of this engine: {'; '.join(parts)}"))
+            raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
 
     def _is_stale(self, managed: Managed, kept: torch.Tensor) -> torch.Tensor:
         """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``."""

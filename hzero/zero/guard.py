@@ -88,7 +88,7 @@ class Guard:
             return
         scaled = f" and the loss scale is at its minimum of {loss_scaler.cur_scale:g}" if at_minimum else ""
         message = (
-            f"hzero: the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
+            f"the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
             f"{self._where(params, gradient_of)}"
         )

@@ -112,7 +112,7 @@ def test_a_run_measures_all_tiers_and_hops(tmp_path: Path, capsys: pytest.Captur
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
-    with start(tmp_path, "1x1x2", "--iterations", "100000", "--out", str(links), TMPDIR=str(tmp_path)) as running:
+    with start(tmp_path, "1x1x2", "--iterations", "10000", "--out", str(links), TMPDIR=str(tmp_path)) as running:
         deadline = time.monotonic() + 240
         while not running.out.exists() or "\n" not in running.out.read_text():
             assert time.monotonic() < deadline and running.poll() is None, running.err.read_text()
