@@ -9,6 +9,7 @@ import math
 import os
 import re
 import reprlib
+import signal
 import sys
 import time
 import typing
@@ -131,7 +132,10 @@ def report(error: BaseException) -> None:
     rank = _rank()
     if rank:
         # A launcher ends all ranks once one has ended. So rank 0, which reports, has to be the first. A rank that
-        # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job.
+        # outlives the wait reports too: rank 0 may have read another file, or nothing ends the job. Launchers wait 30 s for a
+        # rank that ignores SIGTERM, as a training that saves upon it does.
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT_S)
     print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
 
