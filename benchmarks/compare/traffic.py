@@ -37,7 +37,7 @@ def step_bytes(
             for backward.
     """
     grid = cluster.grid
-    if scheme.get("hook"):
+    if scheme.get("hook") is not None:
         return {}
     if scheme["engine"] == "hzero":
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)

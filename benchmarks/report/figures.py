@@ -135,8 +135,9 @@ def traffic(result: Result) -> Any:
     for axes, tier in zip(panels[0], tiers):
         for place, row in enumerate(rows):
             axes.barh(place, row.bytes.measured.get(tier, 0) / 1e6, 0.72, **style[row.scheme].bar)
-            axes.plot(row.bytes.planned.get(tier, 0) / 1e6, place, **planned)
-            axes.plot(row.bytes.ideal.get(tier, 0) / 1e6, place, zorder=4, **ideal)
+            if row.bytes.planned:
+                axes.plot(row.bytes.planned.get(tier, 0) / 1e6, place, **planned)
+                axes.plot(row.bytes.ideal.get(tier, 0) / 1e6, place, zorder=4, **ideal)
         axes.set(xlabel="MB per step, all ranks")
         axes.set_title(f"tier {tier}", fontsize=10)
         axes.set_xlim(left=0)

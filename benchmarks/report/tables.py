@@ -104,7 +104,7 @@ def traffic(result: Result) -> str:
         apart = differences(row)
         cells = []
         for tier in tiers:
-            kinds = (row.bytes.measured, row.bytes.planned, row.bytes.ideal)
+            kinds = [row.bytes.measured, *([row.bytes.planned, row.bytes.ideal] if row.bytes.planned else [])]
             off = f" ({apart[tier]:+.1%})" if tier in apart else ""
             cells.append(" / ".join(f"{kind.get(tier, 0) / 1e6:,.2f}" for kind in kinds) + off)
         rows.append([row.label, *cells, NONE if row.fetches is None else f"{row.fetches:.2f}"])
