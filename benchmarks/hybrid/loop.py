@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ class _Run:
             losses.append(self._mean(self._step(step)))
             seconds.append(time.perf_counter() - begun)
         hzero.state(self._engine).settle()
-        sent = log.as_dicts()
+        sent = _of_all_ranks(log.as_dicts())
         with hzero.exact_weights(self._engine):
             evaluation = self._mean(self._evaluate())
         return {
@@ -137,6 +138,19 @@ class _Run:
         loss = loss.float().clone()
         dist.all_reduce(loss)
         return float(loss) / dist.get_world_size()
+
+
+def _of_all_ranks(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bytes of the wire logs of all ranks, added up: pipeline stages receive different ones."""
+    logs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(logs, entries)
+    total: dict[tuple[str, ...], dict[str, Any]] = {}
+    for entry in itertools.chain(*logs):
+        named = {key: entry[key] for key in ("role", "tier", "codec")}
+        own = total.setdefault(tuple(named.values()), {**named, "wire_bytes": 0, "raw_bytes": 0})
+        own["wire_bytes"] += entry["wire_bytes"]
+        own["raw_bytes"] += entry["raw_bytes"]
+    return list(total.values())
 
 
 def _pairs(batches: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -74,7 +74,11 @@ def document(comparison: Comparison, stem: str, images: Sequence[str] | dict[str
     from benchmarks.report.layouts import layouts
 
     detailed = comparison.detailed()
+    labels = dict.fromkeys(row.label for result in comparison.results for row in result.rows)
     fields = {
+        "title": "Comparison on an emulated cluster" if labels else "Codecs by parallel dimension",
+        "schemes": "; ".join(labels),
+        "command": "make bench" if labels else "python -m benchmarks.hybrid",
         "date": stem[:10],
         "stem": stem,
         "machines": tables.machines(comparison),

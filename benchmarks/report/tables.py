@@ -213,7 +213,7 @@ def measured(comparison: Comparison) -> str:
     rows = [
         (row.title, f"{row.date:%Y-%m-%d %H:%M}", row.versions.get("commit", "not recorded"), row.id) for row in firsts
     ]
-    return table(("measurement", "ended (UTC)", "commit", "id"), rows, left=4)
+    return table(("measurement", "ended (UTC)", "commit", "id"), rows, left=4) if rows else ""
 
 
 def machines(comparison: Comparison) -> str:
