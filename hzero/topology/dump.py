@@ -30,8 +30,6 @@ from hzero.validation import ConfigError
 
 _NVSWITCH, _CPU = "0x068000", "0x068001"
 _CRAY, _INFINIBAND = "0x17db", "0x0207"
-#: More elements mean a broken or hostile file.
-_MAX_ELEMENTS = 65536
 #: Largest number of parallel links; an MI300X has 7 in all, and a GPU behind NVSwitches 18.
 _MAX_COUNT = 64
 #: GB/s each way of one NVLink by compute capability: half of the two-way figures of NVIDIA's data sheets of V100 (300
@@ -66,7 +64,11 @@ def read_dump(text: str, path: str) -> Machine:
     links: list[tuple[int, Element]] = []
     nics: dict[str, Nic] = {}
     hosts: set[str] = set()
-    for element, pci, cpu in _elements(root, path):
+    around = {root: (Element("none"), Element("none"))}  # the PCI device and the CPU around an element
+    for element in root.iter():
+        pci, cpu = around[element]
+        here = (element if element.tag == "pci" else pci, element if element.tag == "cpu" else cpu)
+        around.update(dict.fromkeys(element, here))
         if element.tag == "cpu":
             hosts.add(element.get("host_hash", ""))
         elif element.tag == "gpu":
@@ -87,21 +89,6 @@ def read_dump(text: str, path: str) -> Machine:
         raise ConfigError(f"{path}: has {len(hosts)} hosts, expected a dump of one node")
     merged = merge_links(path, _links(links, devices, rates, path))
     return Machine(path, tuple(devices.values()), merged, tuple(nics.values()))
-
-
-def _elements(root: Element, path: str) -> Iterator[tuple[Element, Element, Element]]:
-    """All elements in the order of the file, each with the PCI device and the CPU around it."""
-    none = Element("none")
-    left = [(root, none, none)]
-    for _ in range(_MAX_ELEMENTS):
-        if not left:
-            return
-        element, pci, cpu = left.pop()
-        yield element, pci, cpu
-        pci = element if element.tag == "pci" else pci
-        cpu = element if element.tag == "cpu" else cpu
-        left += [(child, pci, cpu) for child in reversed(element)]
-    raise ConfigError(f"{path}: more than {_MAX_ELEMENTS} elements")
 
 
 def _architecture(gpu: Element) -> str:

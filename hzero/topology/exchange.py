@@ -62,7 +62,7 @@ class Exchange:
 
         address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", 29500))
         serves = rank == 0 and not _torchelastic_use_agent_store()
-        wait = timedelta(seconds=timeout_s)
+        wait, longest = timedelta(seconds=timeout_s), timeout_s + max(1.0, timeout_s / 5)
         made: queue.Queue[Any] = queue.Queue()
 
         def make() -> None:
@@ -75,7 +75,7 @@ class Exchange:
         # In a thread: something that listens on the port but is no store never answers.
         threading.Thread(target=make, daemon=True).start()
         try:
-            store = made.get(timeout=timeout_s + 5.0)
+            store = made.get(timeout=longest)
         except queue.Empty:
             store = RuntimeError("what listens there does not answer as a store does")
         if isinstance(store, RuntimeError):

@@ -18,7 +18,7 @@ from hzero.plan.links_file import algorithm_bandwidth, bus_bandwidth, read_links
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 from tests.forks import Command
-from tests.ranks import environment, mpiexec
+from tests.ranks import LONG, environment, mpiexec
 
 WRONG = {
     "--max-bytes 1K": "--max-bytes: found 1,024, less than --min-bytes 4,096",
@@ -124,6 +124,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["output"]  # neither results nor logs
 
 
+@LONG
 def test_under_mpiexec_everything_is_written(tmp_path: Path) -> None:
     """mpiexec ends all ranks with the first that leaves."""
     arguments = "--topology 1x1x2 --device cpu --max-bytes 4K --iterations 1 --codecs none --out links.json"

@@ -338,6 +338,6 @@ def test_a_store_that_nobody_serves_is_named_soon(listening: bool) -> None:
             server.close()
         environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         begun = time.monotonic()
-        with pytest.raises(ConfigError, match=rf"rank 1 has not reached rank 0 within 1 s at 127.0.0.1, port {port}"):
-            Exchange.of_environment(1.0, environ)
+        with pytest.raises(ConfigError, match=rf"rank 1 has not reached rank 0 within 0.5 s at 127.0.0.1, port {port}"):
+            Exchange.of_environment(0.5, environ)
         assert time.monotonic() - begun < 15
