@@ -21,7 +21,7 @@ from hzero.parsing import parse_config
 from hzero.topology import Grid, declared_grid, resolve_grid
 from hzero.topology.machine import Machine
 from hzero.topology.resolve import grid_of_nodes
-from hzero.topology.sources import machine_of
+from hzero.topology.sources import HERE, machine_of
 from hzero.validation import ConfigError, one_of
 
 #: Verdicts; the exit status of ``hzero doctor`` is the worst one.
@@ -52,13 +52,8 @@ def source_of(config: Mapping[str, Any]) -> str:
     with contextlib.suppress(ConfigError):
         topology = parse_config(find(config) or {}).topology
         if declared_grid(topology, WHERE) is None:
-            return _source(topology)
+            return topology.source if isinstance(topology, TopologySource) else str(topology)
     return "auto"
-
-
-def _source(topology: Topology) -> str:
-    source = topology.source if isinstance(topology, TopologySource) else str(topology)
-    return "auto" if source == "discover" else source
 
 
 def grid_of(topology: Topology, machine: Machine, nodes: int | None, discovered: Grid | None) -> Grid | None:
@@ -73,17 +68,17 @@ def grid_of(topology: Topology, machine: Machine, nodes: int | None, discovered:
     Raises:
         ConfigError: A file cannot be read, packages are ambiguous, or the ranks do not form the grid.
     """
-    declared, source = declared_grid(topology, WHERE), _source(topology)
-    groups = {"nodes_per_group": topology.nodes_per_group} if isinstance(topology, TopologySource) else {}
-    if discovered is not None and declared is None:
-        return discovered.grouped(**groups) if groups else discovered
+    declared = declared_grid(topology, WHERE)
     if declared is None:
-        machine = machine if source == "auto" else machine_of(source, where=WHERE)
+        reference = topology if isinstance(topology, TopologySource) else TopologySource(source=str(topology))
+        if discovered is not None:
+            return discovered.grouped(reference.nodes_per_group)
+        if reference.source not in HERE:
+            machine = machine_of(reference.source, where=WHERE)
         if not machine.devices:
             return None
-        declared = grid_of_nodes(machine, WHERE, **groups)
-    nodes = nodes or declared.nodes
-    ranks = declared.gpus_per_node * declared.gcds_per_gpu * (nodes or 0)
+        declared = grid_of_nodes(machine, WHERE, nodes_per_group=reference.nodes_per_group)
+    ranks = declared.gpus_per_node * declared.gcds_per_gpu * (nodes or declared.nodes or 0)
     ranks = discovered.world_size if discovered is not None else ranks
     return resolve_grid(declared, ranks, WHERE) if ranks else None
 

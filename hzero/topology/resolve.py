@@ -15,7 +15,7 @@ from hzero.topology.device import own_device
 from hzero.topology.discovery import RankReport, assemble, discover
 from hzero.topology.grid import Grid
 from hzero.topology.machine import Machine
-from hzero.topology.sources import PRESETS, machine_of, preset
+from hzero.topology.sources import HERE, PRESETS, machine_of, preset
 from hzero.topology.tiers import packages_of
 from hzero.validation import ConfigError, validated
 
@@ -110,7 +110,7 @@ def declared_grid(topology: Topology, where: str) -> TopologyConfig | None:
         if declared is None or "nodes_per_group" not in topology.model_fields_set:
             return declared
         return declared.model_copy(update={"nodes_per_group": topology.nodes_per_group})
-    if topology in ("discover", "auto"):  # the block's word, and the source that it means
+    if topology in HERE:
         return None
     if topology in PRESETS:
         return grid_of_nodes(preset(topology), where)
@@ -141,7 +141,7 @@ def grid_of_nodes(machine: Machine, where: str, **keys: Any) -> TopologyConfig:
 
 @functools.cache
 def _discovered(source: str, world_size: int) -> Grid:
-    found = discover("auto" if source == "discover" else source)
+    found = discover(source)
     grid = found.required_grid()
     if found.reports:  # only rank 0 logs
         for note in found.notes:

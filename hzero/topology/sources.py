@@ -19,6 +19,8 @@ from hzero.validation import ConfigError, one_of
 #: Where the kernel's tree is, for containers that see the host's elsewhere.
 SYSFS = "HZERO_SYSFS"
 
+#: Words for this machine; the block calls it ``discover``.
+HERE = ("auto", "discover")
 #: Nodes of known machines, as declared files that name the public source of every figure.
 PRESETS = ("frontier", "lumi", "el_capitan", "mi300x", "dgx_h200", "laptop")
 
@@ -33,7 +35,7 @@ def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str 
     Raises:
         ConfigError: Unknown preset, missing file, or unusable content.
     """
-    if source == "auto":
+    if source in HERE:
         return this_machine(environ)
     if source in PRESETS:
         return preset(source)
