@@ -200,7 +200,7 @@ if os.fork():
 torch.set_num_threads(1)
 need = ctypes.cast(ctypes.CDLL(sys.argv[1])._ZN2at16init_num_threadsEv, ctypes.c_void_p)
 pthread, threads = ctypes.CDLL(None), (ctypes.c_ulong * 8)()
-for _ in range(100):
+for _ in range(30):
     if not os.fork():
         renew_thread_pool()
         for number in range(8):

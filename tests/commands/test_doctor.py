@@ -298,10 +298,8 @@ def test_a_configuration_is_shown_as_it_will_be_used(
 
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"zero_optimization": {"stage": 2, "hzero": {}}}, UNUSABLE, "needs zero_optimization.stage 3, found 2"),
-    ({}, {"zero_optimization": {"stage": 1, "hzero": {"guard": 3}}}, UNUSABLE, "hzero.guard: given with"),
     ({}, {"zero_optimization": {"stage": 3, "stge": 3, "hzero": {}}}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"zero_optimization": {"stage": 3}}, DEGRADED, 'no "hzero" block'),
-    ({}, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "hzero": {}}}, UNUSABLE, "partition_size: found 2"),
     ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
@@ -319,12 +317,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, GOOD, ""),
     # Names.
     ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
-    ({}, {"optimizer": {"type": "Muon"}}, UNUSABLE, "optimizer.type: found muon, which hzero does not support"),
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR"}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
     # AutoTP.
-    ({"codecs": {"tensor": "exp"}}, {"tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": False}}, UNUSABLE,
-     "hzero.codecs.tensor.gcd: found 'exp', which holds bfloat16 numbers, without bf16.enabled"),
     ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
      "hzero.codecs.tensor: none on the tiers that tensor groups of 2 ranks can cross"),
     ({"topology": EIGHT}, {"tensor_parallel": {"autotp_size": 3}}, UNUSABLE,
