@@ -1,8 +1,8 @@
 """What the host does for a hop: time of the stage's own code, and the kernels that it launches for a layer.
 
-One process stands for a rank of eight (two nodes of two packages of two devices) whose collectives are empty: torch's
-fake process group ends each at once and moves nothing. Layers are small, so what is left is the cost of preparing,
-starting and ending hops. A launch is an operator that reads or writes elements; on a device it is one kernel or one
+One process is a rank of eight (two nodes of two packages of two devices) whose collectives are empty: torch's
+fake process group ends each at once and moves nothing. Layers are small, so the cost of preparing, starting
+and ending hops remains. A launch is an operator that reads or writes elements; on a device it is one kernel or one
 copy. Codec operators are one launch each, as their kernels are.
 
     python benchmarks/host_cost.py [--presets lossless,topo]
@@ -119,7 +119,7 @@ class Launches(TorchDispatchMode):
 
 
 def _unwatched() -> dict[str, Any]:
-    """Keys that turn off what looks at what arrives, where this version of hzero has them: nothing arrives here."""
+    """Keys that turn off checks of arriving messages, if this version of hzero has them: nothing arrives here."""
     off = {"canary": {"every_steps": 0}, "guard": {"every": 0, "discarded_steps": 0}}
     return {key: value for key, value in off.items() if key in HZeroConfig.model_fields}
 

@@ -49,7 +49,7 @@ VARIANTS = ("kernel", "operator", "torch eager", "torch.compile", "DeepSpeed")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
 Call = Callable[[], Any]
-#: What to time, what it reads and what it writes.
+#: The call to time, its inputs and its outputs.
 Made = tuple[Call, list[torch.Tensor], list[torch.Tensor]]
 
 
@@ -64,7 +64,7 @@ class Kernel(NamedTuple):
         return f"{self.operation} {self.codec}" + (f" to {self.to}" if self.to else "")
 
 
-CODECS: tuple[CodecName, ...] = (*BLOCK_CODECS, "exp")  # this one for bfloat16 alone
+CODECS: tuple[CodecName, ...] = (*BLOCK_CODECS, "exp")  # for bfloat16 only
 KERNELS = [Kernel(operation, codec) for operation in ("encode", "decode", "decode_sum") for codec in CODECS]
 KERNELS += [Kernel("decode_sum_encode", codec, to) for codec in BLOCK_CODECS for to in BLOCK_CODECS if to <= codec]
 
@@ -156,7 +156,7 @@ class Suite:
                 group += self._checked(bucket, kernel) if kernel.codec in bucket.payloads else []
             self.groups.append(group)
             timed = [one for one in group if one.call]
-            # The fast ones stand next to the copy: a slow one in between would let the machine change.
+            # Fast variants run next to the copy: a slow one in between would let the machine change.
             timed.sort(key=lambda one: VARIANTS.index(one.variant) if one.kernel != "copy" else -1)
             for one in timed:
                 one.calls = min(max(math.ceil(SAMPLE_S / max(self._sample(one), 1e-9)), 1), MAX_CALLS)
@@ -296,7 +296,7 @@ def tables(suite: Suite) -> list[str]:
         copy = group[0]
         lines += [f"## {copy.mib} MiB of {copy.dtype}", "", f"| {head} | |", "|---" * 10 + "|"]
         for one in (one for one in group if one.seconds):
-            # Of the same round: what else the machine did met both.
+            # Of the same round: other load on the machine affected both.
             ratios = [theirs / own for theirs, own in zip(copy.seconds, one.seconds)]
             moved = [ratio * one.moved_bytes / copy.moved_bytes for ratio in ratios]
             lines.append(
@@ -386,7 +386,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Measures, then writes and prints the report."""
-    # One graph at a time is compiled here: workers for it would only compete with what is timed.
+    # One graph at a time is compiled here: workers would only compete with the timed calls.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     arguments = parse()
     if arguments.device == "cpu":

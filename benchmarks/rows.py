@@ -144,7 +144,7 @@ class _Row(Frozen):
 
     @property
     def title(self) -> str:
-        """Suite and name, or the name alone where it says both."""
+        """Suite and name, or only the name if it contains both."""
         return self.measurement if self.measurement.startswith(self.suite) else f"{self.suite} {self.measurement}"
 
 
@@ -152,7 +152,7 @@ class StepsRow(_Row):
     """One scheme in one measurement.
 
     Attributes:
-        id: Digest of what is measured; equal for all schemes of a measurement.
+        id: Digest of the configuration; equal for all schemes of a measurement.
         date: When the measurement ended.
         versions: Of the packages that took part, and the commit.
         parameters: Elements of the model.

@@ -21,7 +21,7 @@ SHAPE, RATES = "2x2x2", "200,75,50"
 COMMANDS = {
     "check": "set up, measure every tier by TCP streams, tear down; status 1 where a rate does not hold",
     "run": "set up, start a command on every rank with RANK, WORLD_SIZE, MASTER_ADDR and so on, tear down",
-    "down": "tear down what a killed process left behind, and end the processes in it",
+    "down": "tear down the remains of a killed process, and end the processes in them",
 }
 _HELP = f"""examples:
   {PROGRAM} check --shape 4x2x2 --rates 200,75,50

@@ -1,4 +1,4 @@
-"""Check: whether the links of an emulated cluster have their rates, and how counters compare with what was sent."""
+"""Check: whether the links of an emulated cluster have their rates, and whether counters match the sent bytes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def enter(name: str) -> None:
-    """Moves the calling thread into a network namespace; what it starts from now on is in there too.
+    """Moves the calling thread into a network namespace, with everything that it starts afterwards.
 
     A process calls this before it has other threads, since those stay where they are. Sockets that are open stay in the
     namespace in which they were made. (setns(2); Python has it as ``os.setns`` from 3.12 on only.)

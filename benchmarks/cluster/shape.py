@@ -100,7 +100,7 @@ class Cluster(Frozen):
 
     @property
     def grid(self) -> Grid:
-        """The same machine as the stage's plan knows it."""
+        """The same machine as a grid of the stage's plan."""
         return Grid(self.nodes, self.gpus_per_node, self.gcds_per_gpu)
 
     @property
@@ -109,7 +109,7 @@ class Cluster(Frozen):
         return tuple(tier for tier in BASE_TIERS if self.grid.size(tier) > 1)
 
     def node_of(self, rank: int) -> int:
-        """The node on which a rank stands."""
+        """The node of a rank."""
         return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:

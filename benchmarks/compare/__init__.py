@@ -1,1 +1,1 @@
-"""Step time, bytes, memory and loss of hzero and of what its users would pick instead, on an emulated cluster."""
+"""Step time, bytes, memory and loss of hzero and of its alternatives, on an emulated cluster."""

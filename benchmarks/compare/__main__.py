@@ -63,7 +63,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def take(wanted: Sequence[Measurement], store: Store, *, again: bool) -> int:
-    """Takes what is not in the store yet, or all of it again, and writes the report. Returns the exit status."""
+    """Takes the measurements that the store lacks, or all of them again, and writes the report. Returns the exit status."""
     waiting = [item for item in wanted if again or not store.has(item.id, item.rows)]
     if waiting:
         check_tools()

@@ -56,7 +56,7 @@ class DeepSpeedZero3(Scheme):
         return total / len(batches)
 
     def _count_gathers(self) -> None:
-        """Has DeepSpeed's coordinator tell what it gathers: not every use of a parameter is a gather."""
+        """Counts the gathers of DeepSpeed's coordinator: not every use of a parameter is a gather."""
         coordinator = self._engine.optimizer.parameter_offload.get_param_coordinator()
         name = "_PartitionedParameterCoordinator__all_gather_params_"
         gather = getattr(coordinator, name)
@@ -99,12 +99,12 @@ class DeepSpeedZero3(Scheme):
 
 
 def deepspeed_config(job: Job, hpz: Scope | None, block: dict[str, Any] | None) -> dict[str, Any]:
-    """DeepSpeed's configuration: whatever is used is released after its use, and buckets are those of one layer."""
+    """DeepSpeed's configuration: parameters are released after each use, and a bucket is one layer."""
     train = job.train
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": train["micro_batch"],
         "gradient_accumulation_steps": train["accumulation"],
-        "gradient_clipping": 0.0,  # 1 by default, and nobody else clips
+        "gradient_clipping": 0.0,  # 1 by default, and no other scheme clips
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,

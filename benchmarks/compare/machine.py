@@ -36,7 +36,7 @@ def machine() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages; ``commit`` is that of this checkout, with + if files have changed since."""
+    """Versions of the packages; ``commit`` is this checkout's, with + if files have changed since."""
     found = {"hzero": hzero.__version__, **{name: version(name) for name in ("torch", "deepspeed", "transformers")}}
     commit = _git("rev-parse", "--short=10", "HEAD")
     if commit:

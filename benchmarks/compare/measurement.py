@@ -117,7 +117,7 @@ def check(suite: str, name: str, whole: dict[str, Any]) -> Measurement:
         whole: The configuration as plain dictionaries, changes of the suite applied.
 
     Raises:
-        ConfigError: Names the key, what was found and what is possible.
+        ConfigError: Names the key, the value and the possible values.
     """
     config = {part: whole[part] for part in PARTS}
     config["model"] = check_model(config["model"])

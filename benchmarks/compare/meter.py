@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of every storage that a tensor of this process keeps, by address; memory inside of C++ alone is not seen."""
+    """Bytes of every storage that a tensor of this process keeps, by address; memory that only C++ holds is not counted."""
     gc.collect()
     found: dict[int, int] = {}
     for item in gc.get_objects():

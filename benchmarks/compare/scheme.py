@@ -1,4 +1,4 @@
-"""Scheme: one way to distribute training, behind the interface that all schemes of a measurement share."""
+"""Scheme: one way to distribute training, with the interface that all schemes of a measurement share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Job:
         model: The ``model`` group.
         train: The ``train`` block, as `benchmarks.rows.Train` has it.
         grid: Where the ranks sit, numbered node by node and package by package.
-        bucket_numel: Elements that are gathered or reduced together: those of one transformer layer.
+        bucket_numel: Elements that are gathered or reduced together: one transformer layer.
     """
 
     model: dict[str, Any]

@@ -33,10 +33,10 @@ class Wanted(NamedTuple):
 
 
 def read(arguments: Sequence[str]) -> Wanted:
-    """Reads ``KEY=VALUE`` arguments. They win over what a suite sets, and become part of the measurements' names.
+    """Reads ``KEY=VALUE`` arguments. They override the values of a suite, and become part of the measurements' names.
 
     Raises:
-        ConfigError: Names the key, what was found and what is possible.
+        ConfigError: Names the key, the value and the possible values.
     """
     config = yaml.safe_load((CONF / "bench.yaml").read_text())
     config["catalog"] = yaml.safe_load((CONF / "catalog.yaml").read_text())

@@ -19,7 +19,7 @@ from hzero.config import Scope
 
 
 class _TorchScheme(Scheme):
-    """A module with torch's AdamW; what the two engines share."""
+    """A module with torch's AdamW, shared by the two engines."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -117,7 +117,7 @@ class Fsdp(_TorchScheme):
         self._optimizer = job.adamw(self._module.parameters())
 
     def step(self, batches: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
-        """As in `Scheme`; replicas are reduced in the last micro-step alone."""
+        """As in `Scheme`; replicas are reduced in the last micro-step only."""
         total = torch.zeros(())
         for index, ids in enumerate(batches):
             last = index == len(batches) - 1

@@ -28,7 +28,7 @@ def step_bytes(
 
     Args:
         scheme: The catalog's entry.
-        cluster: Where ranks stand.
+        cluster: Places of the ranks.
         numels: Elements of every parameter.
         itemsize: Bytes of one element on a wire without codec.
         accumulation: Micro-steps per step.
@@ -55,7 +55,7 @@ def step_bytes(
 
 
 def engine_of(entry: dict[str, Any]) -> Scheme:
-    """A catalog entry of another engine than hzero as the model knows it."""
+    """A catalog entry of another engine than hzero, for the performance model."""
     keys = {key: value for key, value in entry.items() if key not in ("label", "hook", "reshard_after_forward")}
     return Scheme(**keys, reshard=entry.get("reshard_after_forward"))
 

@@ -135,7 +135,7 @@ def take(store: Store, layout: str, scheme: str, config: dict[str, Any], rates: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is missing. Returns 1 if a run has failed; the others are made nevertheless."""
+    """Takes the missing runs. Returns 1 if a run has failed; the others are taken nevertheless."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("cluster", "machine"), required=True, help="where ranks run")
     parser.add_argument("--steps", type=int, default=60, help="of each run (default %(default)s)")

@@ -13,7 +13,7 @@ from benchmarks.report.results import Comparison
 from hzero.validation import ConfigError
 
 _EXAMPLES = """files, each name beginning with DATE-NAME:
-  .md                        tables and text; what was not measured is left out
+  .md                        tables and text; sections without measurements are left out
   .jsonl                     the rows that count
   -step-time.png, -bytes, -accumulation, -memory, -sweep
 

@@ -176,7 +176,7 @@ def _lines(series: Series, name: str, of: Callable[[StepsRow], float]) -> Any:
 
 
 def memory(series: Series) -> Any:
-    """Step time over the memory of a rank's states, a panel per point of the axis; a line along what nothing beats in both."""
+    """Step time over the memory of a rank's states, a panel per point of the axis, with the schemes that none beats in both."""
     style, handles = styles(series.schemes()), dict[str, Any]()
     size = (2.4 + 3.0 * len(series.points), 3.9)
     figure, panels = plt.subplots(1, len(series.points), figsize=size, squeeze=False, sharex=True, layout="constrained")

@@ -26,7 +26,7 @@ def layouts(rows: Sequence[LayoutRow]) -> str:
 
 
 def _groups(rows: Sequence[LayoutRow]) -> list[list[LayoutRow]]:
-    """Rows that differ in scheme and seed alone, in the order of layouts; of each those of the cluster first."""
+    """Rows that differ in scheme and seed only, in the order of layouts, rows of the cluster first."""
     found: dict[tuple[int, bool, str, int, int, int], list[LayoutRow]] = {}
     for row in rows:
         size = (row.parameters, row.tokens_per_step, len(row.losses))
@@ -69,7 +69,7 @@ def _times(rows: Sequence[LayoutRow]) -> str:
 
 
 def _losses(rows: Sequence[LayoutRow]) -> str:
-    """Loss of each seed at the end of training and of the evaluation behind it, against baseline's of the same seed."""
+    """Loss of each seed at the end of training and in the evaluation after it, against baseline's of the same seed."""
     seeds = sorted({row.seed for row in rows})
     of = {(row.scheme, row.seed): (_last(row), _nan(row.evaluation)) for row in rows}
     head = ["scheme"]

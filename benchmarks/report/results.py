@@ -20,7 +20,7 @@ SCHEMES = (
 )
 #: Suites of long runs, of which the report shows losses.
 LOSSES = ("convergence", "choices")
-#: Suites that a section of their own shows; the measurements of others are shown as those of main.
+#: Suites that have a section; measurements of other suites are shown like main's.
 SHOWN = ("reduce_scatter", "accumulation", "sweep", "codecs", "shards", *LOSSES)
 
 
@@ -129,5 +129,5 @@ def _result(suite: str, name: str, takes: Sequence[Sequence[StepsRow]], notes: l
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Sorts schemes: those of `SCHEMES` in their order, then others."""
+    """Sorts schemes: `SCHEMES` in their order, then others."""
     return SCHEMES.index(name) if name in SCHEMES else len(SCHEMES), name

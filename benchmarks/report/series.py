@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.report.results import Comparison, Result
 from benchmarks.rows import StepsRow
 
-#: Keys that say how a measurement is taken, not of what.
+#: Keys of the method of a measurement, not of its subject.
 _HOW = ("schemes", "rounds", "warmup", "timeout_s", "threads")
 #: Keys in which the results of a series may differ. The first one is the axis.
 SAME: dict[str, tuple[str, ...]] = {
@@ -39,7 +39,7 @@ class Series:
     points: tuple[tuple[Any, Result], ...]
 
     def schemes(self) -> list[StepsRow]:
-        """A row of each scheme of the suite, in order. Schemes of borrowed points alone do not count."""
+        """A row of each scheme of the suite, in order. Schemes that only borrowed points have do not count."""
         own = [result for _, result in self.points if result.suite == self.suite]
         rows = {row.scheme: row for result in own for row in result.rows}
         order = [row.scheme for result in own for row in result.rows]
@@ -72,7 +72,7 @@ def work(result: Result, free: tuple[str, ...]) -> dict[str, Any]:
 
 
 def series_of(comparison: Comparison, suite: str) -> Series | None:
-    """The results of a suite along its axis, with those of lenders that differ along the axis alone.
+    """The results of a suite along its axis, and results of lenders that differ along the axis only.
 
     Returns:
         None if the suite was not measured.

@@ -12,7 +12,7 @@ from benchmarks.rows import StepsRow
 from hzero.config import Tier
 from hzero.terminal import size_text
 
-#: In place of what was not measured.
+#: In cells that were not measured.
 NONE = "–"
 #: Steps at the end whose mean is the final loss.
 WINDOW = 50
