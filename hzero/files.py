@@ -39,7 +39,7 @@ def refusing(key: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], mode: str = "w", *, durable: bool = True) -> Iterator[IO[Any]]:
+def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """Opens a file that replaces ``path`` when the block ends without an exception, and is removed otherwise.
 
     Readers see the old content or the new, never a part. Several processes may write the same path; the last one wins.
@@ -49,7 +49,6 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, durable: bool = 
     Args:
         path: The file to write or replace. Its folder must exist.
         mode: ``"w"`` for UTF-8 text, ``"wb"`` for bytes.
-        durable: False for a file that a power cut may empty and that nobody may wait for.
 
     Yields:
         The open file.
@@ -64,8 +63,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, durable: bool = 
         with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o644 & ~mask)  # only their owner may read mkstemp's files
@@ -118,9 +116,9 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         raise ConfigError(f"{os.fspath(path)}: byte {error.start} is not UTF-8") from None
 
 
-def read_json(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """The content of a JSON file. Raises `ConfigError` as `read_text` does, or with the place that is no JSON."""
-    text = read_text(path, limit)
+    text = read_text(path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hzero.terminal import keep_streams
-from hzero.validation import ConfigError, PeerError, PlainError, report
+from hzero.validation import ConfigError, PeerError, PlainError, printable, report
 
 #: Exit statuses: after Ctrl-C, for input that is refused, and for work that has saved and is to be started again (EX_TEMPFAIL of
 #: sysexits.h).
@@ -54,7 +54,7 @@ def _failure(error: BaseException) -> Failure:
     """The failure for an error that is being handled."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.strerror}: {os.fspath(error.filename)}"
+        text = printable(f"{error.strerror}: {os.fspath(error.filename)}")
     elif not isinstance(error, (ConfigError, PlainError)):
         text = traceback.format_exc().rstrip()
     if len(text) > _TEXT:

@@ -65,9 +65,9 @@ class _Command:
         ("wait()\nreturn 75 if rank == 1 else 0", 75, ""),
         ("wait()\nraise ConfigError('steps: found 0')", 2, "hzero: error: steps: found 0\n"),
         (
-            "wait()\nif rank == 1: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full/file')\ntime.sleep(60)",
+            "wait()\nif rank == 1: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), '/full/\\x1bfile')\ntime.sleep(60)",
             1,
-            "No space left on device: /full/file\nhzero: rank 1 failed; all ranks are ended\nhzero: logs of all ranks but 0: ",
+            "No space left on device: /full/\\x1bfile\nhzero: rank 1 failed; all ranks are ended\nhzero: logs of",
         ),
         (
             "wait()\nif rank == 2: os.kill(os.getpid(), 9)\ntime.sleep(60)",

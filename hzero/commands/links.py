@@ -22,7 +22,7 @@ from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
 from hzero.topology import declared_grid, resolve_grid
 from hzero.topology.sources import machine_of
-from hzero.validation import ConfigError, Parser, from_rank_0, of_all_ranks, one_of, positive, validated
+from hzero.validation import ConfigError, Parser, from_rank_0, of_all_ranks, one_of, positive, printable, validated
 
 #: Maximum number of ranks that the command starts on one machine.
 MAX_RANKS = 256
@@ -200,7 +200,8 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
             rows=rows,
         )
         write_links(parsed.out, links)
-        print(summary(links), f"written: {parsed.out}, for `hzero plan ... --links {parsed.out}`", sep="\n")
+        out = printable(str(parsed.out))
+        print(summary(links), f"written: {out}, for `hzero plan ... --links {out}`", sep="\n")
     dist.barrier()  # mpiexec ends all ranks with the first that leaves
 
 

@@ -35,13 +35,13 @@ class Exchange:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
 
     @classmethod
-    def of_group(cls, timeout_s: float = TIMEOUT_S) -> Exchange:
+    def of_group(cls) -> Exchange:
         """Through the store of the process group, which is up. Alone without a group."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1)
-        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
+        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
     @classmethod
     def of_environment(cls, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] = os.environ) -> Exchange:

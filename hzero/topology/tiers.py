@@ -54,9 +54,9 @@ class Position:
     node_package: int
 
 
-def tiers_of(machine: Machine, of_ranks: bool = False) -> tuple[Level, ...]:
-    """All `LEVELS` of one node, innermost first; ``node`` has size 1. Arguments and errors are those of `packages_of`."""
-    places = positions(machine, of_ranks)
+def tiers_of(machine: Machine) -> tuple[Level, ...]:
+    """All `LEVELS` of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError` as `packages_of` does."""
+    places = positions(machine)
     axes = {"gcd": "gcd", "hive": "package", "gpu": "hive"}
     if len({place.hive for place in places.values()}) < 2:
         axes = {"gcd": "gcd", "gpu": "package"}
