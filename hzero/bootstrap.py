@@ -29,7 +29,7 @@ _VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 )
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT and SLURM_PENDING_STEP. Their process is no rank,
-# whatever SLURM_PROCID says.
+# although it has a SLURM_PROCID.
 _NO_RANKS = {"", "4294967290", "4294967291", "4294967292", "4294967293", "batch", "extern", "interactive"}
 #: The first host of a list such as ``frontier[00001-00003,00010],login1``.
 _HOST = re.compile(r"((?:[A-Za-z0-9._-]|\[[0-9]{1,18}(?:[-,][0-9]{1,18})*\])+)(?:,|$)")

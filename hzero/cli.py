@@ -36,7 +36,7 @@ COMMANDS = {
 EXTRAS = ("rich", "matplotlib", "hydra", "omegaconf", "transformers", "tokenizers", "accelerate", "datasets")
 #: Commands that the extra `tools` is enough for. The others compose the trainer's configuration, which takes `train`.
 _TOOLS = ("doctor", "topology", "links")
-#: What a command imports when its work is done, and has to ask for before.
+#: Modules that a command imports at the end of its work. They are looked up before it starts.
 _AT_THE_END = {"train": ("transformers", "accelerate", "datasets", "matplotlib")}
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine

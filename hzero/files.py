@@ -77,7 +77,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path with a home in place of ``~`` or ``~user``. Raises `ConfigError` for a user that does not exist."""
+    """A path whose ``~`` or ``~user`` is replaced by the home folder. Raises `ConfigError` for a user that does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -87,7 +87,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
-    """All of a regular file. Never waits for another process, whatever kind of file it is.
+    """All of a regular file. Never waits for another process, even if the file is a pipe.
 
     Raises:
         ConfigError: It is missing, no regular file, not readable, or larger than ``limit`` bytes; the message names it.
@@ -133,7 +133,7 @@ def distrust(path: Path) -> str:
     """
     try:
         around, found = path.parent.stat().st_mode, path.lstat()
-    except FileNotFoundError:  # nobody has written it
+    except FileNotFoundError:  # not written yet
         return ""
     except OSError as error:
         return f"{str(path)!r} cannot be read: {error.strerror}"

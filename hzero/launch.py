@@ -1,11 +1,11 @@
 """Starts the ranks of a command on this machine, watches them, and ends all of them when one fails.
 
-The command imports what takes long once, and forks: eight imports of DeepSpeed on two cores would take a minute. Rank 0 has the
-terminal; the output of the others goes to ``rank<r>.log``. A rank tells its parent through a pipe why it fails, so a full disk
-hides nothing, and the user reads one error: that of the rank that failed first, not of those that waited for it.
+The command imports slow modules once and then forks, since eight imports of DeepSpeed on two cores would take a minute. Rank 0
+writes to the terminal, and each other rank to its ``rank<r>.log``. A rank that fails sends the reason to its parent through a
+pipe, so a full disk hides nothing. The user reads one error: the error of the rank that failed first.
 
-This is not `torch.distributed.launcher.api`. After a failure it ends the other ranks by SIGTERM, upon which a trainer saves: 30 s
-pass until it kills them. It reports the failed rank with the lowest number in place of the first, in 40 lines.
+This is not `torch.distributed.launcher.api`, which ends the other ranks by SIGTERM after a failure. A trainer saves upon SIGTERM,
+so 30 s pass until that launcher kills the ranks. Its report has 40 lines.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _TEXT = 10_000
 _OTHERS = ("TORCHELASTIC_", "SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-#: Why a rank fails, as it tells its parent: whether it has accepted its input, whether it has waited for other ranks in vain,
-#: seconds of this machine's monotonic clock, and a text for the user. The smallest one is the cause.
+#: The message of a failed rank to its parent: whether it accepted its input, whether it waited in vain for other ranks, seconds
+#: of this machine's monotonic clock, and a text for the user. The smallest one is the cause.
 Failure = tuple[bool, bool, float, str]
 
 
@@ -116,7 +116,7 @@ def run_ranks(
         _watch(processes, received)
         failures: dict[int, Failure] = {}
         for rank, pipe in enumerate(pipes):
-            with contextlib.suppress(EOFError):  # it had nothing to tell
+            with contextlib.suppress(EOFError):  # it sent nothing
                 if pipe.poll():
                     failures[rank] = pipe.recv()
         return _conclude([process.exitcode for process in processes], failures, received, logs)
@@ -157,7 +157,7 @@ def _conclude(codes: Sequence[int | None], failures: dict[int, Failure], receive
     stopped = any(number != signal.SIGUSR1 for number in received)
     by_us = {INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL} if stopped else set()
     failed = [rank for rank, code in enumerate(codes) if code not in {None, 0, UNFINISHED} | by_us]
-    # A rank that is killed tells nothing, and the errors of the others only say that it is gone.
+    # A killed rank sends nothing, and the errors of the others only say that it is gone.
     killed = [rank for rank in failed if (codes[rank] or 0) < 0]
     cause = min(failures, key=lambda rank: failures[rank], default=-1) if failed else -1
     if cause >= 0 and not failures[cause][0]:
@@ -189,7 +189,7 @@ def _enter(
     work: Callable[[], int | None], environment: dict[str, str], log: Path | None, pipe: Connection, parent: int
 ) -> NoReturn:
     """The life of a rank."""
-    os.setsid()  # Ctrl-C reaches the parent alone, which tells the ranks
+    os.setsid()  # Ctrl-C reaches only the parent, which passes it on
     die_with_parent()
     if os.getppid() != parent:  # it ended before this process asked to end with it
         os._exit(1)
@@ -207,7 +207,7 @@ def _enter(
             os.dup2(file, 1)
             os.dup2(file, 2)
     keep_streams()
-    with contextlib.suppress(AttributeError):  # another object in place of the stream
+    with contextlib.suppress(AttributeError):  # the stream is another object
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     renew_thread_pool()
     status = _work(work, lambda error: pipe.send(_failure(error)))
@@ -241,7 +241,7 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
 
 
 def _work(work: Callable[[], int | None], tell: Callable[[BaseException], None]) -> int:
-    """Does the work and returns its status. If it fails, tells why and ends the process."""
+    """Does the work and returns its status. If it fails, calls ``tell`` with the error and ends the process."""
     try:
         return work() or 0
     except SystemExit as left:
@@ -251,7 +251,7 @@ def _work(work: Callable[[], int | None], tell: Callable[[BaseException], None])
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # nobody listens
+        with contextlib.suppress(OSError):  # nothing reads the pipe
             tell(error)
         _leave(REFUSED if isinstance(error, ConfigError) else 1)
 

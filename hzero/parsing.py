@@ -149,7 +149,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
 
 
 def _codecs(start: Preset, written: Any, size: Any) -> Any:
-    """Codecs as written over those of the preset, leaf by leaf."""
+    """The preset's codecs, overridden leaf by leaf by the written ones."""
 
     def leaf(written: Any, default: Written | None = None) -> Any:  # a name alone, or some settings
         written = written if isinstance(written, Mapping) else {"codec": written}

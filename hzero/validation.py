@@ -1,4 +1,4 @@
-"""The one way to refuse input: pydantic models check it, and their first error becomes one line."""
+"""The one way to refuse input, as one line: errors, errors that all ranks raise together, arguments, and pydantic models."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WAIT_S = 60.0
 
 
 def of_all_ranks(error: E) -> E:
-    """Marks an error that all ranks raise. If nobody catches it, rank 0 prints one line, and the others end quietly."""
+    """Marks an error that all ranks raise. If it is not caught, rank 0 prints one line, and the others end quietly."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
     error.of_all_ranks, error.elsewhere = True, error.elsewhere or _rank() > 0
@@ -110,7 +110,7 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     dist.broadcast_object_list(answer, group=group)
     if answer[1] is not None:
         of_all_ranks(answer[1])
-        raise raised or answer[1]  # rank 0 shows the traceback of what nobody has expected
+        raise raised or answer[1]  # rank 0 shows the traceback of an unexpected error
     return answer[0]  # type: ignore[no-any-return]
 
 
@@ -141,9 +141,9 @@ def report(error: BaseException) -> None:
 
 
 def _rank() -> int:
-    """This process' rank in its process group, or as torchrun, an MPI or Slurm numbers it; 0 where nobody does.
+    """This process' rank in its process group, or as torchrun, MPI or Slurm numbers it; otherwise 0.
 
-    Slurm also numbers processes that have nothing to do with each other; those of one world have a master's address.
+    Slurm also numbers independent processes. The processes of one world have a master address.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -156,7 +156,7 @@ def _rank() -> int:
 
 
 def printable(text: str) -> str:
-    """A text that others may have written, with escapes in place of what breaks lines or commands a terminal."""
+    """A text from outside, with escapes for characters that break lines or command a terminal."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
@@ -257,7 +257,7 @@ def validated(model: type[M], values: Any, where: str) -> M:
     Args:
         model: A pydantic model. A validator of its own raises `ValueError` with what follows the key in the message.
         values: What the user wrote: a mapping.
-        where: Key, option or file that it stands in, which begins the message; "" for none. A file's name ends with a
+        where: Its key, option or file, which begins the message; "" for none. A file's name ends with a
             colon: ``node.yaml:`` gives ``node.yaml: devices: found ...``.
 
     Raises:
@@ -298,7 +298,7 @@ def explained(error: ValidationError, model: type[BaseModel], where: str = "") -
 
 
 def _key(*parts: Any) -> str:
-    # "[key]" is pydantic's for a dictionary's key; after a file's name and its colon, keys begin anew.
+    # "[key]" is pydantic's for a dictionary's key; after a file's name and its colon, a new key begins.
     path = ".".join(str(part) for part in parts if part not in ("", "[key]"))
     return path.replace(":.", ": ", 1).removesuffix(":")
 

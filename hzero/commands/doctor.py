@@ -141,7 +141,7 @@ def examine_links(
     Args:
         host: Its name, for remarks.
         node: As it was found. Ranks report no NICs, and no links between devices that have no rank.
-        expected: What it should be, if the user says so: whatever of it is missing or not known is a finding.
+        expected: The machine that the user expects, if any. Each missing or unknown part of it is a finding.
         of_ranks: Whether ranks reported the node.
         findings: Takes the findings.
     """
@@ -269,7 +269,7 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so", "librccl-net-ofi.so", "libnccl-n
 def site_of(environ: Mapping[str, str], expected: Machine | None) -> str:
     """One of `SITES`: the preset that the user expects, or the cluster that Slurm or the modules name.
 
-    Links cannot tell, since LUMI's nodes are Frontier's.
+    Links do not distinguish LUMI's nodes from Frontier's.
     """
     named = expected.source.removeprefix("preset ") if expected is not None else ""
     cluster = environ.get("SLURM_CLUSTER_NAME") or environ.get("LMOD_SYSTEM_NAME") or ""

@@ -166,7 +166,7 @@ def quiet() -> Iterator[None]:
 
 
 def _data_parallel_ranks(config: Mapping[str, Any], grid: Grid | None) -> int:
-    """The ranks that share a batch; without a grid the number that the batch sizes ask for, or else 1.
+    """The ranks that share a batch. Without a grid, the number that the batch sizes imply, otherwise 1.
 
     Raises:
         ConfigError: No number of ranks gives these batch sizes.

@@ -1,8 +1,8 @@
 """Reads what a person declares, in YAML or JSON: one node, or a grid of ranks.
 
-It sees what neither KFD's sysfs nor a dump of RCCL or NCCL tells: the packages of a machine whose links can be read in two
+It adds what KFD's sysfs and the dumps of RCCL and NCCL do not state: the packages of a machine whose links can be read in two
 ways, bandwidths of tiers, and a machine that is not at hand (the presets). Only ``devices`` is required, and not where
-``packages`` or ``buses`` give their number; ``null`` stands for a value that is not known::
+``packages`` or ``buses`` give their number; ``null`` is an unknown value::
 
     name: my node
     kind: MI250X
@@ -45,7 +45,7 @@ Pair = Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator
 
 
 class DeclaredLinks(Frozen):
-    """Pairs with links that are alike; None stands for all pairs."""
+    """Pairs with equal links; None means all pairs."""
 
     kind: Literal["xgmi", "nvlink", "nvswitch", "pcie"] = "xgmi"
     count: Annotated[int, Field(ge=1, le=1000)] | None = None

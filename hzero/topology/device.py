@@ -76,7 +76,7 @@ def _index(environ: Mapping[str, str], count: int) -> int:
     import torch
 
     local = environ.get("LOCAL_RANK", "")
-    if count == 1:  # whatever the launcher's local index is
+    if count == 1:  # also if the launcher's local index is not 0
         return 0
     return int(local) if local.isdecimal() else torch.cuda.current_device() if torch.cuda.is_available() else 0
 

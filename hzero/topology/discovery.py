@@ -1,6 +1,6 @@
 """Discovery: every rank reports where it sits, rank 0 finds the grid, and all ranks receive the same answer.
 
-A rank sends a few hundred bytes and receives about as many, whatever the size of the world.
+A rank sends a few hundred bytes and receives about as many, in a world of any size.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Place:
     Attributes:
         rank: The rank.
         host: Its node.
-        package: Index of its package among those of the node, in the order of PCI bus ids; hives one after the other.
+        package: Index of its package in the node, in the order of PCI bus ids, hive after hive.
         gcd: Index of its device in the package.
     """
 
@@ -244,7 +244,7 @@ def grid_of(places: Sequence[Place]) -> Grid:
     """The grid of a world whose nodes all have the same packages, and packages the same number of devices.
 
     Coordinates follow physical places, so that groups of tier ``gpu`` hold devices at the same position of their
-    packages, and those of tier ``node`` the same packages; they are numbered as the ranks are wherever one of the six
+    packages, and those of tier ``node`` the same packages; they are numbered as the ranks are if one of the six
     orders of axes allows it. Nodes whose ranks go through packages in different orders are paired by rank. Where no
     order holds, the grid lists the rank of every place.
 
@@ -305,7 +305,7 @@ def _refusal(shapes: dict[str, tuple[int, ...]]) -> str:
     odd = [f"node {host} has {_shape(shape)}" for host, shape in shapes.items() if shape != usual]
     others = f"; every other node has {_shape(usual)}" if len(odd) < len(shapes) else ""
     return (
-        f"topology: the world is no grid of nodes x packages x devices: {some(odd, 4)}{others}. Start the same number of "
+        f"topology: the ranks do not form a grid of nodes x packages x devices: {some(odd, 4)}{others}. Start the same number of "
         "ranks on the same packages of every node"
     )
 

@@ -3,7 +3,7 @@
 A dump shows what KFD's sysfs does not: NVLinks and NVSwitches of NVIDIA's machines, and a node that is not at hand.
 
 Source of the format: RCCL's and NCCL's src/graph/xml.cc and topo.cc, and RCCL's models (tools/topo_expl). PCI devices are
-nested as in the machine below the CPU of a NUMA domain; ``gpu`` and ``nic`` stand inside their PCI device. ``tclass`` is
+nested as in the machine below the CPU of a NUMA domain; ``gpu`` and ``nic`` are children of their PCI device. ``tclass`` is
 the PCI class of a link's target: 0x068000 is an NVSwitch, 0x068001 a CPU.
 """
 
@@ -35,7 +35,7 @@ _MAX_COUNT = 64
 #: GB/s each way of one NVLink by compute capability: half of the two-way figures of NVIDIA's data sheets of V100 (300
 #: GB/s by 6 links), A100 (600 by 12), H100 (900 by 18) and B200 (1800 by 18).
 _LINK_GB_S = {**XGMI_LINK_GB_S, "sm_70": 25.0, "sm_80": 25.0, "sm_90": 25.0, "sm_100": 50.0}
-#: Older dumps have hipDeviceProp_t.gcnArch in place of a name with features.
+#: Older dumps have hipDeviceProp_t.gcnArch instead of a name with features.
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx942"}
 
 

@@ -1,7 +1,7 @@
 """The exchange of a discovery: every rank's report to rank 0, and one answer back, through a store of torch.distributed.
 
 Messages name the ranks that did not come, which a collective of torch cannot. A rank that cannot make its report sends the
-reason, and all ranks raise it in place of waiting for it.
+reason, and all ranks raise it instead of waiting for the report.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Exchange:
 
         def make() -> None:
             try:
-                # Without torch's wait for all ranks, which names nobody.
+                # Without torch's wait for all ranks, which names no rank.
                 made.put(TCPStore(address, port, world_size, serves, wait, wait_for_workers=False, multi_tenant=True))
             except RuntimeError as error:
                 made.put(error)
@@ -96,7 +96,7 @@ class Exchange:
             combine: Makes the value from the reports, in rank order. Called on rank 0 only.
 
         Raises:
-            ConfigError: A rank has no report, rank 0 makes no value of them, or somebody did not come in time: the same
+            ConfigError: A rank has no report, rank 0 makes no value of them, or a rank did not come in time: the same
                 message on all ranks.
         """
         report = _tried(own)

@@ -1,4 +1,4 @@
-"""The grid: a machine as tiers of equal groups, and the place of every rank. Pure arithmetic, whatever the size of the world."""
+"""The grid: a machine as tiers of equal groups, and the place of every rank. Pure arithmetic, for a world of any size."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Grid:
 
     @property
     def crossed(self) -> tuple[Tier, ...]:
-        """The tiers that its ranks cross, those of more than one, innermost first."""
+        """The tiers of more than one rank, innermost first."""
         return tuple(tier for tier in TIERS if self.size(tier) > 1)
 
     @property
@@ -189,7 +189,7 @@ class Grid:
         return math.prod(self.size(tier) for tier in tiers_inside(scope))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank stands.
+        """The place of a rank.
 
         Raises:
             ValueError: The rank is out of range.
@@ -255,7 +255,7 @@ class Grid:
     def numbered(self, ranks: Sequence[int]) -> Grid:
         """The same sizes, with these ranks at the places, which are in the default order: by an order of tiers if one fits."""
         places, of_places = range(self.world_size), dataclasses.replace(self, order=TIERS[::-1], ranks=None)
-        # The distance to the neighbour on each tier tells the order, if the ranks have one.
+        # If the ranks have an order, the distance to the neighbour on each tier gives it.
         distance = {tier: ranks[stride] for tier, stride in of_places._strides.items() if self.size(tier) > 1}
         tiers = [tier for tier in TIERS[::-1] if tier in (*BASE_TIERS, *distance)]
         order = sorted(tiers, key=lambda tier: -distance.get(tier, self.world_size))

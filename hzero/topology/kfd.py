@@ -7,7 +7,7 @@ Source of the conventions: the Linux kernel's amdkfd (kfd_topology.c: node_show,
 kfd_crat.h for the link types; kfd_crat.c, kfd_fill_gpu_xgmi_link_to_gpu, for weights) and amdgpu
 (amdgpu_xgmi_get_bandwidth). A node is a CPU or a GPU; it is a GPU where it has SIMDs. A process that a device cgroup keeps
 from a GPU gets EPERM from the files of its node, so that ROCr does not count it either. A hop weighs 15, a pair of
-partitions of one module 13. The minimum bandwidth is that of one link, the maximum that of all links to the peer, in MB/s;
+partitions of one module 13. The minimum bandwidth counts one link, the maximum all links to the peer, in MB/s;
 both are 0 where a pair is routed, and for all pairs of MI100 and of drivers before Linux 5.15.
 """
 

@@ -2,7 +2,7 @@
 
 NVIDIA's machines have no KFD, and a dump of NCCL needs a job that runs: of a live NVIDIA node this is the one source.
 
-Source of the format: the legend that nvidia-smi prints below the matrix. NV# stands for # NVLinks between two GPUs, also
+Source of the format: the legend that nvidia-smi prints below the matrix. NV# means # NVLinks between two GPUs, also
 where they run through switches; the other cells classify the PCIe path, from PIX (one bridge) to SYS (sockets).
 """
 

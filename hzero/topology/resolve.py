@@ -37,7 +37,7 @@ def resolve_grid(topology: Topology, world_size: int, where: str = "hzero.topolo
 
     Raises:
         ConfigError: The file cannot be read, a key is wrong, or the product is not the world size; the message names
-            the factors that would fit. Where it is discovered: the world is no grid, or packages are ambiguous.
+            the factors that would fit. Where it is discovered: the ranks do not form a grid, or packages are ambiguous.
     """
     if not isinstance(topology, TopologyConfig):
         declared = declared_grid(topology, where)
@@ -70,7 +70,7 @@ def resolve_grid(topology: Topology, world_size: int, where: str = "hzero.topolo
 def sub_grid(topology: Topology, ranks: Sequence[int], world_size: int, where: str) -> Grid:
     """The grid of a group of ranks, in the group's own numbers.
 
-    A declared grid is that of the group. Where the topology is discovered, every rank of the world calls this, for its own
+    A declared grid is the grid of the group. Where the topology is discovered, every rank of the world calls this, for its own
     group; the ranks keep their places in the world.
 
     Args:

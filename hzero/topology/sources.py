@@ -30,7 +30,7 @@ _MAX_BYTES = 8 * 2**20
 
 
 def machine_of(source: str, environ: Mapping[str, str] = os.environ, where: str = "topology") -> Machine:
-    """The node that a text stands for: ``auto``, one of `PRESETS`, or else a file. ``where`` begins a message.
+    """The node that a text names: ``auto``, one of `PRESETS`, or else a file. ``where`` begins a message.
 
     Raises:
         ConfigError: Unknown preset, missing file, or unusable content.

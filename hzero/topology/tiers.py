@@ -39,7 +39,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a device sits in its node: indices that follow PCI bus ids, the same whatever numbers a process sees.
+    """The place of a device in its node: indices in the order of PCI bus ids, the same in all processes.
 
     Attributes:
         hive: Of its hive, packages that direct links join, in the node.
@@ -85,7 +85,7 @@ def _bandwidth(machine: Machine, name: str, groups: Iterable[tuple[int, ...]]) -
 
 
 def positions(machine: Machine, of_ranks: bool = False) -> dict[int, Position]:
-    """Position of every device by its number. Arguments and errors are those of `packages_of`."""
+    """Position of every device by its number. Arguments and errors: see `packages_of`."""
     by_bus = sorted(machine.devices, key=lambda device: (device.hidden, device.bus, device.number))
     order = {device.number: index for index, device in enumerate(by_bus)}
     packages = [sorted(package, key=order.__getitem__) for package in packages_of(machine, of_ranks)]
@@ -107,7 +107,7 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     """The packages of a node: each a group of device numbers, sorted; the packages sorted by their first.
 
     Declared packages count, then modules that the source states, then links: the dies of an MI250X are the pairs that
-    are joined by four links, and a die that has no such partner stands alone where it is the only one.
+    are joined by four links, and a single die without such a partner is a package of its own.
 
     Args:
         machine: The node.
@@ -142,8 +142,8 @@ def packages_of(machine: Machine, of_ranks: bool = False) -> tuple[tuple[int, ..
     strongest = _components(numbers, [pair for pair, count in counts.items() if (count or 0) == most])
     alone = [group for group in strongest if len(group) == 1 and not machine.device(group[0]).hidden]
     largest, alike = max(map(len, strongest)), len(set(counts.values())) == 1
-    # On a product that is not known, four links stand out only next to pairs with fewer. Of one die the partner may be
-    # missing; two may be a pair whose links are broken.
+    # On an unknown product, four links stand out only next to pairs with fewer. One die may have lost its partner; two may be
+    # a pair whose links are broken.
     stands_out = bool(kinds) or not alike
     if kinds <= _GFX90A and most == _MI250X_LINKS and largest == 2 and stands_out and len(alone) <= bool(kinds):
         return _sorted(strongest)

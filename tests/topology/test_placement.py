@@ -80,7 +80,9 @@ def test_a_world_is_a_grid_or_its_uneven_nodes_are_named(shape: tuple[int, int, 
         grid = grid_of([Place(rank, *cell) for rank, cell in enumerate(cells)])
     except ConfigError as error:
         assert len({*by_package.values()}) > 1 or len({*by_host.values()}) > 1
-        assert "the world is no grid of nodes x packages x devices: node n" in str(error) and "\n" not in str(error)
+        assert "the ranks do not form a grid of nodes x packages x devices: node n" in str(error) and "\n" not in str(
+            error
+        )
         for host, size in re.findall(r"node (n\d+) has (\d+) ranks", str(error)):
             assert sum(count for (name, _), count in by_package.items() if name == host) == int(size)
     else:
