@@ -10,46 +10,24 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from hzero.validation import ConfigError, Frozen, validated
+from hzero.commands.experiment import Experiment, compose, transformers_config
+from hzero.validation import ConfigError
 
-Positive = Annotated[int, Field(ge=1)]
-
-
-class Model(Frozen):
-    """Shape of a GPT-NeoX."""
-
-    name: str
-    hidden_size: Positive
-    num_layers: Positive
-    num_heads: Positive
-    intermediate_size: Positive
-    vocab_size: int = Field(ge=257)
-    seq_length: int = Field(ge=2)
+#: Keys of a model's shape.
+SHAPE = ("name", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "seq_length")
 
 
-def _shape(name: str, hidden: int, layers: int, heads: int, vocab: int = 1024, length: int = 128) -> dict[str, Any]:
-    return Model(
-        name=name,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        intermediate_size=4 * hidden,
-        vocab_size=vocab,
-        seq_length=length,
-    ).model_dump()
+@functools.cache
+def _experiment(*overrides: str) -> Experiment:
+    return compose(overrides)
 
 
-#: Models by name: 1.1, 3.7 and 9.9 million parameters.
-MODELS = {
-    "gpt_neox_1m": _shape("gpt_neox_1m", 128, 4, 4),
-    "gpt_neox_4m": _shape("gpt_neox_4m", 256, 4, 4),
-    "gpt_neox_10m": _shape("gpt_neox_10m", 320, 7, 5, 2048, 256),
-}
+def _of(model: dict[str, Any]) -> Experiment:
+    return _experiment(*(f"model.{key}={value}" for key, value in model.items()))
 
 
 def check_model(model: Any) -> dict[str, Any]:
@@ -58,53 +36,37 @@ def check_model(model: Any) -> dict[str, Any]:
     Raises:
         ConfigError: Names the key.
     """
-    shape = validated(Model, model, "model")
-    if shape.hidden_size % (2 * shape.num_heads):
-        raise ConfigError(
-            f"model.num_heads: found {shape.num_heads}; expected a number whose double divides model.hidden_size "
-            f"{shape.hidden_size}"
-        )
-    return shape.model_dump()
+    if not isinstance(model, dict):
+        raise ConfigError(f"model: found {model!r}; expected a block with keys {', '.join(SHAPE)}")
+    checked = _of(model)
+    assert checked.numels, "transformers can build it"
+    return {key: checked["model"][key] for key in SHAPE}
+
+
+#: Models by name: 1.1, 3.7 and 9.9 million parameters.
+MODELS = {
+    name: {key: _experiment(f"model={name}")["model"][key] for key in SHAPE}
+    for name in ("gpt_neox_1m", "gpt_neox_4m", "gpt_neox_10m")
+}
 
 
 def build(model: dict[str, Any], seed: int) -> Any:
     """A float32 ``GPTNeoXForCausalLM``, the same on all ranks."""
     import torch
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import GPTNeoXForCausalLM
 
     torch.manual_seed(seed)
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=model["vocab_size"],
-            hidden_size=model["hidden_size"],
-            num_hidden_layers=model["num_layers"],
-            num_attention_heads=model["num_heads"],
-            intermediate_size=model["intermediate_size"],
-            max_position_embeddings=model["seq_length"],
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            use_cache=False,
-            tie_word_embeddings=False,
-        )
-    )
+    return GPTNeoXForCausalLM(transformers_config(_of(model)["model"]))
 
 
 def numels(model: dict[str, Any]) -> list[int]:
     """Elements of every parameter."""
-    return list(_numels(tuple(sorted(model.items()))))
-
-
-@functools.cache
-def _numels(model: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
-    import torch
-
-    with torch.device("meta"):
-        return tuple(param.numel() for param in build(dict(model), 0).parameters())
+    return _of(model).numels
 
 
 def layer_numel(model: dict[str, Any]) -> int:
     """Elements of one transformer layer."""
-    return sum(numels({**model, "num_layers": 2})) - sum(numels({**model, "num_layers": 1}))
+    return sum(_of(model).architecture.layer or ())
 
 
 def tokens(vocab_size: int, max_bytes: int, folder: Path) -> Path:

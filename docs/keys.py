@@ -49,7 +49,7 @@ def trainer_table() -> str:
     main, comments = compose([]).config, dict(_comments())
     lines = []
     for path, owner, key, field, _ in _leaves(schema, schema, "Configuration"):
-        if path not in ("zero", "topology", "trainer", "deepspeed"):
+        if path.partition(".")[0] not in ("zero", "topology", "trainer", "deepspeed"):
             meaning = _meanings(owner).get(key) or comments.get(path, "")
             lines.append((path, _values(field), ", ".join(map(_written, _at(main, path))), meaning))
     return _table(lines)

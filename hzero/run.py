@@ -15,9 +15,13 @@ from hzero.terminal import keep_streams
 from hzero.validation import ConfigError
 
 
-def parser() -> argparse.ArgumentParser:
-    """Reads the command's arguments."""
-    made = argparse.ArgumentParser(
+def run_script(arguments: Sequence[str]) -> int:
+    """Runs the command on its arguments. What the script raises passes through untouched.
+
+    Returns:
+        0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
+    """
+    parser = argparse.ArgumentParser(
         prog="hzero run",
         description='Runs a Python script in which DeepSpeed configurations with an "hzero" block are served by hzero, '
         "without a change of the script. With hzero installed this is so anyway; this command also works where torch does "
@@ -29,20 +33,11 @@ def parser() -> argparse.ArgumentParser:
         "  accelerate launch -m hzero.run train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    made.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
-    made.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    return made
-
-
-def run_script(arguments: Sequence[str]) -> int:
-    """Runs the command on its arguments. What the script raises passes through untouched.
-
-    Returns:
-        0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
-    """
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     keep_streams()
-    parsed = parser().parse_args(list(arguments))
+    parsed = parser.parse_args(list(arguments))
     if not parsed.module and not Path(parsed.script).is_file():
         print(f"hzero: error: SCRIPT: no file {parsed.script!r}", file=sys.stderr)
         return 2
@@ -59,16 +54,11 @@ def run_script(arguments: Sequence[str]) -> int:
             runpy.run_module(parsed.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(parsed.script, run_name="__main__")
-    except SystemExit:
-        _say_if_unused()
-        raise
-    _say_if_unused()
+    finally:
+        failed = isinstance(sys.exc_info()[1], Exception)  # which says enough
+        if not failed and not autoload.blocks_read and os.environ.get("RANK", "0") == "0":
+            print('hzero: no DeepSpeed configuration with an "hzero" block was read', file=sys.stderr)
     return 0
-
-
-def _say_if_unused() -> None:
-    if not autoload.blocks_read and os.environ.get("RANK", "0") == "0":
-        print('hzero: no DeepSpeed configuration with an "hzero" block was read', file=sys.stderr)
 
 
 if __name__ == "__main__":

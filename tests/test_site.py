@@ -68,7 +68,7 @@ def test_site_has_every_key_and_every_function(site: Path) -> None:
         "topology.order",
     ):
         assert f"<td><code>{key}</code></td>" in text, key
-    for key in ("model.zero_init", "data.path", "train.steps", "checkpoint.keep", "sample.every"):
+    for key in ("model.zero_init", "data.path", "train.steps", "checkpoint.keep", "sample.prompt"):
         assert f"<td><code>{key}</code></td>" in text, key
     for name in {*hzero.__all__} - {"__version__"}:
         assert f'id="hzero.{name}"' in (site / "api.html").read_text(), name

@@ -82,7 +82,7 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
             f"data.path: found {', '.join(texts.column_names)} in {source!r}; expected a key 'text' (conversations need "
             "TRL's SFTTrainer, see docs/recipes/trl.md)"
         )
-    tokenizer = _of_folder(checkpoint_folder(model), vocab) or _trained(texts, vocab, cache, say)
+    tokenizer = _tokenizer(checkpoint_folder(model), texts, vocab, cache, say)
     with refusing("data.cache_dir", cache):
         blocks = texts.map(
             _cut,
@@ -91,16 +91,16 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
             remove_columns=texts.column_names,
             new_fingerprint=_hash("blocks", texts._fingerprint, tokenizer.backend_tokenizer.to_str(), length),
         )
-    train, batch = experiment["train"], experiment["train"]["micro_batch"] * experiment.world_size
-    kept = min(int(len(blocks) * data["eval_share"]), train["eval_batches"] * batch)
+    batch = experiment["train"]["micro_batch"] * experiment.world_size
+    kept = min(int(len(blocks) * data["eval_share"]), experiment["train"]["eval_batches"] * batch)
     if len(blocks) - kept < batch or not kept:
         raise ConfigError(
             f"data.path: {source!r} is too short: found {len(blocks):,} blocks of {length} tokens, {kept:,} of them for "
             f"evaluation; expected at least {batch:,} for one batch of all ranks and 1 for evaluation (train.micro_batch, "
             "model.seq_length and data.eval_share set these)"
         )
-    first = len(blocks) - kept
-    return Corpus(blocks.select(range(first)), blocks.select(range(first, len(blocks))), tokenizer, source)
+    parts = blocks.train_test_split(test_size=kept, shuffle=False)
+    return Corpus(parts["train"], parts["test"], tokenizer, source)
 
 
 def _files(path: str | None, limit: int | None) -> list[Path]:
@@ -135,12 +135,14 @@ def _cut(rows: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, A
     return {"input_ids": [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]}
 
 
-def _trained(texts: Any, vocab: int, cache: Path, say: Callable[[str], None]) -> Any:
-    """A byte-level BPE with an end token, trained on the texts, once."""
+def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Callable[[str], None]) -> Any:
+    """The tokenizer of a model's folder. If it has none, a byte-level BPE with an end token, trained on the texts, once."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = cache / f"tokenizer-{_hash(texts._fingerprint, vocab)}"
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    if folder is None or not any((folder / name).is_file() for name in names):
+        folder = cache / f"tokenizer-{_hash(texts._fingerprint, vocab)}"
     if not folder.is_dir():
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
         trained = ByteLevelBPETokenizer()
@@ -152,16 +154,6 @@ def _trained(texts: Any, vocab: int, cache: Path, say: Callable[[str], None]) ->
             made.save_pretrained(f"{work}/{folder.name}")
             with contextlib.suppress(FileExistsError):  # another run was faster
                 os.rename(f"{work}/{folder.name}", folder)
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-
-
-def _of_folder(folder: Path | None, vocab: int) -> Any:
-    """The tokenizer of a model's folder; None where it has none."""
-    from transformers import AutoTokenizer
-
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-    if folder is None or not any((folder / name).is_file() for name in names):
-        return None
     try:
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, by the tokenizer's class

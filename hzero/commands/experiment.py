@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +17,13 @@ from hydra import initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 import hzero
-from hzero.config import AUTOMATIC, TIERS, HZeroConfig, Tier, TopologyConfig, TopologySource
+from hzero.config import Tier, TopologyConfig, TopologySource
 from hzero.files import expanded, read_json
 from hzero.parsing import parse_config, parse_topology
-from hzero.sharding.memory import BUCKET_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
+from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid, foreseen_grid, resolve_grid
 from hzero.topology.sources import machine_of
@@ -38,6 +37,15 @@ SHORT = {
     "preset": "zero.preset",
     "accumulation": "train.grad_accumulation",
 }
+#: DeepSpeed's keys that follow from other groups. Trainer replaces what is ``auto``.
+OF_DEEPSPEED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[FiniteFloat, Field(ge=0)]
@@ -46,34 +54,18 @@ Timeout = Annotated[FiniteFloat, Field(ge=1, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
 #: A dimension of a tensor. Larger ones than of any model only take the machine's memory.
 Width = Annotated[int, Field(ge=1, le=10_000_000)]
+Elements = Annotated[float, Field(ge=0, lt=1e15)]
 #: A duration: ``2h``, ``1h30m``, ``45s``, or seconds.
 Duration = Annotated[Any, AfterValidator(lambda value: seconds_of(value) and value)]
 Betas = Annotated[list[Annotated[FiniteFloat, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 
 
 class ModelGroup(Frozen):
-    """A GPT-NeoX. ``zero_init`` says whether it is built under ``deepspeed.zero.Init``."""
+    """A causal language model of transformers, by its folder or its configuration.
 
-    name: Name
-    hidden_size: Width
-    num_layers: int = Field(ge=1, le=1000)
-    num_heads: Width
-    intermediate_size: Width
-    vocab_size: int = Field(ge=257, le=10_000_000)
-    seq_length: int = Field(ge=2, le=10_000_000)
-    zero_init: Literal["auto", True, False]
-
-    @field_validator("num_heads")
-    @classmethod
-    def _divides(cls, value: int, info: ValidationInfo) -> int:
-        hidden = info.data.get("hidden_size", value)
-        if hidden % value:
-            raise ValueError(f"found {value}, expected a divisor of model.hidden_size, {hidden}")
-        return value
-
-
-class HFModel(Frozen):
-    """Any causal language model of transformers, by its folder or its configuration."""
+    Keys without a default are those of every option. The others are the shape of a GPT-NeoX, from which
+    ``conf/model/gpt_neox.yaml`` makes ``config``.
+    """
 
     name: Name | None
     path: Name | None
@@ -81,6 +73,11 @@ class HFModel(Frozen):
     seq_length: int = Field(ge=2, le=10_000_000)
     zero_init: Literal["auto", True, False]
     allow_other_weights: bool
+    hidden_size: Width | None = None
+    num_layers: int | None = Field(None, ge=1, le=1000)
+    num_heads: Width | None = None
+    intermediate_size: Width | None = None
+    vocab_size: int | None = Field(None, ge=257, le=10_000_000)
 
 
 class DataGroup(Frozen):
@@ -92,10 +89,10 @@ class DataGroup(Frozen):
     cache_dir: Name | None
 
 
-class _Bandwidth(Frozen):
-    """Rates of the group ``topology``: GB/s that one device receives over a tier."""
+class TopologyGroup(BaseModel, extra="allow", strict=True):
+    """GB/s that one device receives over a tier. `hzero.parsing` checks the other keys."""
 
-    bandwidth_gb_s: dict[Tier, Annotated[FiniteFloat, Field(gt=0)] | None] | None
+    bandwidth_gb_s: dict[Tier, Annotated[FiniteFloat, Field(gt=0)] | None] | None = None
 
 
 class LauncherGroup(Frozen):
@@ -144,23 +141,37 @@ class CheckpointBlock(Frozen):
 
 
 class SampleBlock(Frozen):
-    """Text that the model writes every so many steps (0: only at the end)."""
+    """Text that the model writes after every evaluation."""
 
-    every: Count
     prompt: Name | None
     tokens: Positive
-    temperature: Rate
+
+
+class ZeroOptimization(BaseModel, extra="allow"):
+    """Sizes, in elements, that a plan has to know. DeepSpeed checks the other keys."""
+
+    stage3_prefetch_bucket_size: Elements = BUCKET_NUMEL
+    stage3_max_live_parameters: Elements = LIVE_NUMEL
+    stage3_max_reuse_distance: Elements = REUSE_NUMEL
+    reduce_bucket_size: Elements = REDUCE_NUMEL
+    sub_group_size: Elements = SUB_GROUP_NUMEL
+    contiguous_gradients: bool = True
+    offload_optimizer: dict[str, Any] | None = None
+
+
+class DeepSpeedGroup(BaseModel, extra="allow"):
+    """Keys of DeepSpeed on top of `OF_DEEPSPEED`."""
+
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    data_types: dict[str, Any] = {}
 
 
 class Configuration(Frozen):
-    """The whole configuration.
-
-    `hzero.parsing` checks ``zero`` and ``topology``, Trainer its arguments ``trainer``, and DeepSpeed ``deepspeed``.
-    """
+    """The whole configuration. `hzero.parsing` checks ``zero``, and Trainer its arguments ``trainer``."""
 
     model: ModelGroup
     data: DataGroup
-    topology: dict[str, Any]
+    topology: TopologyGroup
     zero: dict[str, Any]
     launcher: LauncherGroup
     resume: Any
@@ -169,20 +180,7 @@ class Configuration(Frozen):
     checkpoint: CheckpointBlock
     sample: SampleBlock
     trainer: dict[str, Any]
-    deepspeed: dict[str, Any]
-
-    @field_validator("resume")
-    @classmethod
-    def _false_auto_or_path(cls, value: Any) -> Any:
-        if value is not None and value is not False and not (isinstance(value, str) and value):
-            raise ValueError(f"found {value!r}; expected false, auto or a path")
-        return value
-
-
-class HFConfiguration(Configuration):
-    """The same with ``model=hf``."""
-
-    model: HFModel  # type: ignore[assignment]
+    deepspeed: DeepSpeedGroup
 
 
 def conf_dir() -> Path:
@@ -204,25 +202,20 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Experime
     """
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = hydra_compose("train", full_names(overrides))
+            config = hydra_compose("train", for_hydra(overrides))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(one_line(error)) from None
     return Experiment(plain(config), world_size)
 
 
 def full_names(overrides: Sequence[str]) -> list[str]:
-    """Overrides with full keys instead of `SHORT` ones.
+    """Overrides with full keys instead of `SHORT` ones."""
+    return [re.sub(r"^\w+(?==)", lambda key: SHORT.get(key[0], key[0]), override) for override in overrides]
 
-    Raises:
-        ConfigError: One has no key.
-    """
-    found = []
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        if sign and not key.lstrip("+~"):
-            raise ConfigError(f"{override}: expected KEY=VALUE")
-        found.append(f"{SHORT[key]}={value}" if sign and key in SHORT else override)
-    return found
+
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """Overrides that add new keys below a group, so that pydantic, which names the nearest key, refuses unknown ones."""
+    return [re.sub(r"^\+*(?!hydra\.)(\w+\.[^@/=]*=)", r"++\1", override) for override in full_names(overrides)]
 
 
 def key_of(override: str) -> str:
@@ -250,42 +243,14 @@ def one_line(error: Exception) -> str:
         return str(one_of(group, option, sorted(error.options), "option"))
     text = " ".join(str(error).split())
     if isinstance(error, OverrideParseException):
-        if "=" not in error.override:
-            return f"{error.override}: expected KEY=VALUE"
         return (
-            f"{error.override}: cannot be read; a value with blanks, brackets, commas or ~ needs two pairs of quotes: "
-            "KEY='\"my book (1)\"'"
+            f"{error.override.removeprefix('++')}: expected KEY=VALUE; a value with blanks, brackets, commas or ~ needs two "
+            "pairs of quotes: KEY='\"my book (1)\"'"
         )
-    if found := re.search(r"Could not override '([^']+)'", text):
-        return _unknown_key(found[1])
+    if unknown := re.search(r"Could not override '([^']+)'", text):
+        return str(one_of("", unknown[1], (*Configuration.model_fields, "experiment", *SHORT), "key"))
     message, _, rest = text.partition(" full_key: ")
     return f"{rest.split()[0]}: {message[0].lower()}{message[1:]}" if rest else text
-
-
-def _unknown_key(key: str) -> str:
-    known = known_keys()
-    if key in known or key.startswith(("deepspeed.", "trainer.", "model.config.")):
-        return f"{key}: not set yet, or with other keys than these; expected +{key}=VALUE"
-    same_end = (name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2])
-    near = next(same_end, None) or nearest(key, known)
-    return f"{key}: unknown key{f'; did you mean {near!r}?' if near else '.'} `hzero train --cfg job` shows all"
-
-
-def known_keys() -> list[str]:
-    """Dotted names of all keys, groups included."""
-    zero = (f"zero.{key}" for key in _dotted(HZeroConfig) if not key.startswith(("topology", "preset_")))
-    topology = ["topology.source", *_dotted(TopologyConfig, "topology.")]
-    rates = (f"topology.bandwidth_gb_s.{tier}" for tier in TIERS)
-    return [*_dotted(Configuration), *_dotted(HFModel, "model."), *zero, *topology, *rates]
-
-
-def _dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in ((field.alias or name, field) for name, field in model.model_fields.items()):
-        yield f"{prefix}{name}"
-        inside = () if typing.get_origin(field.annotation) is dict else typing.get_args(field.annotation)
-        for inner in (field.annotation, *inside):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                yield from _dotted(inner, f"{prefix}{name}.")
 
 
 class Experiment:
@@ -307,11 +272,9 @@ class Experiment:
     """
 
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
-        general = "path" in (config.get("model") or {})
-        validated(HFConfiguration if general else Configuration, config, "")
-        self.config = {**config, "model": _resolved(config["model"])} if general else config
-        validated(_Bandwidth, {"bandwidth_gb_s": config["topology"].get("bandwidth_gb_s")}, "topology")
-        _refuse_owned("deepspeed", config["deepspeed"], _ds_defaults())
+        self._deepspeed = validated(Configuration, config, "").deepspeed
+        self.config = {**config, "model": _named(config["model"])}
+        _refuse_owned("deepspeed", config["deepspeed"], OF_DEEPSPEED)
         self._check_trainer(config["trainer"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
@@ -356,39 +319,35 @@ class Experiment:
         """Elements of every parameter of the model; tied ones count once."""
         return list(self.architecture.numels)
 
-    def elements(self, key: str, default: int) -> int:
-        """A number of elements in DeepSpeed's ``zero_optimization``. Raises `ConfigError` if it is none."""
-        value = self["deepspeed"].get("zero_optimization", {}).get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-            raise ConfigError(f"deepspeed.zero_optimization.{key}: found {value!r}; expected a number of elements")
-        return int(value)
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether DeepSpeed may hold a bucket that it gathers ahead of its use."""
+        zero = self._deepspeed.zero_optimization
+        return zero.stage3_max_live_parameters >= 2 * zero.stage3_prefetch_bucket_size
 
     def buffers(self, module: int = 0) -> Buffers:
         """Sizes of DeepSpeed's buffers; ``module`` is that of the largest module that is gathered as a whole."""
-        zero, types = (self["deepspeed"].get(block) or {} for block in ("zero_optimization", "data_types"))
+        zero, types = self._deepspeed.zero_optimization, self._deepspeed.data_types
         return Buffers(
-            prefetch=self.elements("stage3_prefetch_bucket_size", BUCKET_NUMEL),
-            reduce=self.elements("reduce_bucket_size", REDUCE_NUMEL),
-            contiguous=bool(zero.get("contiguous_gradients", True)),
-            reuse=self.elements("stage3_max_reuse_distance", REUSE_NUMEL),
-            sub_group=self.elements("sub_group_size", SUB_GROUP_NUMEL),
+            prefetch=int(zero.stage3_prefetch_bucket_size),
+            reduce=int(zero.reduce_bucket_size),
+            contiguous=zero.contiguous_gradients,
+            reuse=int(zero.stage3_max_reuse_distance),
+            sub_group=int(zero.sub_group_size),
             module=module,
             accumulation_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(str(types.get("grad_accum_dtype"))),
-            offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
+            offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
         )
 
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration. Trainer fills values that are ``auto``, and makes optimizer and schedule."""
-        config = _ds_defaults()
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        if self.block is None:
-            # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
-            config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        config = OmegaConf.to_container(OmegaConf.merge(config, self["deepspeed"]))  # type: ignore[assignment]
+        # Stock keeps small matrices whole by default; a comparison of what is sharded needs all of them sharded.
+        own = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if self.block is None else {}
+        config: Any = OmegaConf.to_container(OmegaConf.merge(OF_DEEPSPEED, own, self["deepspeed"]))
         if self.block is not None:
             # A run may go on with other ranks, and an evaluation is of the weights that are saved.
             config["zero_optimization"]["hzero"] = {"checkpoint": {}, "exact_evaluation": True, **self.block}
-        return config
+        return {str(key): value for key, value in config.items()}
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Arguments of transformers' ``TrainingArguments`` that follow from the groups ``train`` and ``checkpoint``."""
@@ -425,21 +384,16 @@ class Experiment:
 
         _refuse_owned("trainer", written, self.trainer_arguments())
         fields = TrainingArguments.__dataclass_fields__
-        for key in written:
+        for key, value in written.items():
             if key not in fields:
-                near = nearest(key, fields)
-                hint = f" (did you mean {near!r}?)" if near else ""
-                raise ConfigError(f"trainer.{key}: found no such key; expected an argument of TrainingArguments{hint}")
+                raise _unknown(f"trainer.{key}", value, key, fields, "an argument of TrainingArguments")
 
     def _declared(self) -> TopologyConfig | TopologySource:
         """The grid that the group ``topology`` declares, or the source to discover it from."""
-        keys = {k: v for k, v in self.config["topology"].items() if k != "bandwidth_gb_s" and v is not None}
-        groups = self.config["topology"].get("nodes_per_group", AUTOMATIC)  # null, no groups, is no missing key
-        if "source" in keys and groups == AUTOMATIC:  # the default, which overrides no file
-            keys.pop("nodes_per_group", None)
-        else:
-            keys["nodes_per_group"] = groups
-        return parse_topology("topology", keys)
+        keys = {key: value for key, value in self["topology"].items() if key != "bandwidth_gb_s"}
+        # Null is no groups there, not a missing key.
+        given = {key: value for key, value in keys.items() if value is not None or key == "nodes_per_group"}
+        return parse_topology("topology", given)
 
     def _block(self, declared: TopologyConfig | TopologySource) -> dict[str, Any] | None:
         zero = without_nulls(self.config["zero"])
@@ -463,39 +417,29 @@ def without_nulls(value: Any) -> Any:
 
 def _ranks_to_start(declared: TopologyConfig | TopologySource) -> int:
     if isinstance(declared, TopologySource):
-        if ranks := len(machine_of(declared.source).devices):
-            return ranks
-        raise ConfigError("launcher.world_size: found null on a machine without GPUs; expected a number of ranks")
-    if declared.nodes is None:
+        ranks = len(machine_of(declared.source).devices)
+    else:
+        ranks = (declared.nodes or 0) * declared.gpus_per_node * declared.gcds_per_gpu
+    if not ranks:
         raise ConfigError(
-            "topology.nodes: found null, and nothing else gives the number of ranks; expected topology.nodes=.. or "
-            "launcher.world_size=.."
+            "launcher.world_size: found null, and neither topology.nodes nor GPUs of this machine give the number of ranks; "
+            "expected one of them"
         )
-    return declared.nodes * declared.gpus_per_node * declared.gcds_per_gpu
-
-
-def _ds_defaults() -> dict[str, Any]:
-    """DeepSpeed's keys that other groups set."""
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3},
-    }
+    return ranks
 
 
 def _refuse_owned(group: str, written: dict[str, Any], owned: dict[str, Any]) -> None:
     """Refuses keys that other groups set: if one thing is said twice, one is ignored."""
-    for key, value in owned.items():
-        if key not in written:
-            continue
-        if not isinstance(value, dict):
+    for key in owned.keys() & written.keys():
+        if isinstance(owned[key], dict) and isinstance(written[key], dict):
+            _refuse_owned(f"{group}.{key}", written[key], owned[key])
+        else:
             raise ConfigError(f"{group}.{key}: found {written[key]!r}; expected the groups train, checkpoint and zero")
-        if not isinstance(written[key], dict):
-            raise ConfigError(f"{group}.{key}: found {written[key]!r}; expected a block of keys")
-        _refuse_owned(f"{group}.{key}", written[key], value)
+
+
+def _unknown(key: str, value: Any, name: Any, possible: Iterable[str], expected: str) -> ConfigError:
+    near = nearest(name, possible)
+    return ConfigError(f"{key}: found {value!r}; expected {expected}{f' (did you mean {near!r}?)' if near else ''}")
 
 
 @dataclass(frozen=True)
@@ -504,7 +448,7 @@ class Architecture:
 
     Attributes:
         numels: Elements of every parameter; tied ones count once.
-        multiplied: Parameters that a token is multiplied with: without the embedding's lookup and idle experts.
+        idle: Parameters of the experts that a token does not visit.
         attention: Layers x width of the attention's queries.
         vocab_size: Number of token ids.
         hidden: Width of the embedding.
@@ -517,7 +461,7 @@ class Architecture:
     """
 
     numels: tuple[int, ...]
-    multiplied: float
+    idle: float
     attention: int
     vocab_size: int
     hidden: int
@@ -535,48 +479,22 @@ def checkpoint_folder(model: dict[str, Any]) -> Path | None:
     return path if path is not None and path.is_dir() else None
 
 
-def _resolved(model: dict[str, Any]) -> dict[str, Any]:
-    """The group of ``model=hf`` with the full path and a name.
-
-    Raises:
-        ConfigError: There is no configuration, transformers cannot read it, or ``seq_length`` is too long for it.
-    """
+def _named(model: dict[str, Any]) -> dict[str, Any]:
+    """The group ``model`` with a full path and a name: its folder's, or else its type."""
     path = expanded(model["path"]).resolve() if model["path"] else None
-    model = {**model, "path": None if path is None else str(path)}
-    config = transformers_config(model)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and model["seq_length"] > limit:
-        raise ConfigError(
-            f"model.seq_length: found {model['seq_length']}; expected at most {limit}, the architecture's "
-            "max_position_embeddings"
-        )
-    folder = path.name if path is not None and path.is_dir() else None
-    return {**model, "name": model["name"] or folder or str(config.model_type)}
+    if path is None:
+        return {**model, "name": model["name"] or (model["config"] or {}).get("model_type")}
+    folder = path if path.is_dir() else path.parent
+    return {**model, "path": str(path), "name": model["name"] or folder.name}
 
 
 def transformers_config(model: dict[str, Any]) -> Any:
     """The configuration of a ``model`` group as transformers reads it. No code of a model's folder runs.
 
     Raises:
-        ConfigError: It cannot be read, or transformers has no causal language model of that type.
+        ConfigError: It cannot be read, transformers has no causal language model of that type, or ``seq_length`` is too long
+            for it.
     """
-    if "path" not in model:
-        from transformers import GPTNeoXConfig
-
-        return GPTNeoXConfig(
-            vocab_size=model["vocab_size"],
-            hidden_size=model["hidden_size"],
-            num_hidden_layers=model["num_layers"],
-            num_attention_heads=model["num_heads"],
-            intermediate_size=model["intermediate_size"],
-            max_position_embeddings=model["seq_length"],
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            use_cache=False,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
     written: Any = {}
     if model["path"]:
         path = Path(model["path"])
@@ -584,31 +502,37 @@ def transformers_config(model: dict[str, Any]) -> Any:
         written = read_json(file)
         if not isinstance(written, dict):
             raise ConfigError(f"model.path: {str(file)!r} holds no JSON object; expected a model's config.json")
-    written = {**written, **(model["config"] or {})}
-    if not written:
-        raise ConfigError(
-            "model.path: found null; expected a folder of config.json, safetensors and tokenizer, a config.json, or "
-            "model.config={model_type: ..}"
-        )
+    written = {**written, **(model["config"] or {}), "use_cache": False}
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = written.get("model_type")
-    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        hint = f" (did you mean {near!r}?)" if near else ""
-        raise ConfigError(
-            f"model.config.model_type: found {kind!r}; expected a causal language model of transformers{hint}"
-        )
+    kind = str(written.get("model_type") or "")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        expected = "a causal language model of transformers, or model.path=FOLDER"
+        raise _unknown("model.config.model_type", kind, kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, expected)
     for key, value in written.items():
         if key.endswith(("_size", "_layers", "_heads", "_dim")) and isinstance(value, int):
             limit = 1000 if key.endswith("_layers") else 10_000_000
             if value > limit:
                 raise ConfigError(f"model.config.{key}: found {value}; expected at most {limit:,}")
     try:
-        return CONFIG_MAPPING[kind].from_dict({**written, "use_cache": False})
+        known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
     except Exception as error:  # whatever an architecture's own checks raise
-        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from None
+        raise _refused_by_transformers(error) from None
+    for key, value in (model["config"] or {}).items():
+        if hasattr(config, key) and not hasattr(known, key):  # transformers keeps it, and nothing reads it
+            raise _unknown(f"model.config.{key}", value, key, known.to_dict(), f"an argument of {type(known).__name__}")
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or model["seq_length"]
+    if model["seq_length"] > longest:
+        raise ConfigError(
+            f"model.seq_length: found {model['seq_length']}; expected at most {longest}, the architecture's "
+            "max_position_embeddings"
+        )
+    return config
+
+
+def _refused_by_transformers(error: Exception) -> ConfigError:
+    return ConfigError(f"model.config: {' '.join(str(error.__cause__ or error).split())}")
 
 
 def _counted(config: Any) -> Architecture:
@@ -619,37 +543,32 @@ def _counted(config: Any) -> Architecture:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of many kinds, by architecture
-        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from None
+        raise _refused_by_transformers(error) from None
+    before, layers, after = list[int](), dict[int, list[int]](), list[int]()
+    for name, param in built.named_parameters():
+        # The first number of a name is that of the layer: model.layers.0.mlp.experts.3.w1.weight.
+        if place := re.search(r"\.(\d+)\.", name):
+            layers.setdefault(int(place[1]), []).append(param.numel())
+        else:
+            (after if layers else before).append(param.numel())
+    distinct = {tuple(layer) for layer in layers.values()}
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * heads if heads else 0
-    inputs, outputs = built.get_input_embeddings(), built.get_output_embeddings()
-    tied = outputs is not None and outputs.weight is inputs.weight
     # A token visits some of the experts.
     experts = sum(param.numel() for name, param in built.named_parameters() if ".experts." in name)
     counts = (getattr(text, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     of = next((count for count in counts if count), 0)
-    idle = experts * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0
-    # The first number of a name is that of the layer: model.layers.0.mlp.experts.3.w1.weight.
-    places = [re.search(r"\.(\d+)\.", name) for name, _ in built.named_parameters()]
-    numels = tuple(param.numel() for param in built.parameters())
-    layers: dict[int, list[int]] = {}
-    for place, numel in zip(places, numels):
-        if place is not None:
-            layers.setdefault(int(place[1]), []).append(numel)
-    first = next((index for index, place in enumerate(places) if place is not None), len(places))
-    outside = [(index, numel) for index, (place, numel) in enumerate(zip(places, numels)) if place is None]
-    distinct = {tuple(layer) for layer in layers.values()}
     return Architecture(
-        numels=numels,
-        multiplied=sum(numels) - (0 if tied else inputs.weight.numel()) - idle,
+        numels=tuple(param.numel() for param in built.parameters()),
+        idle=experts * (1 - getattr(text, "num_experts_per_tok", of) / of) if of else 0,
         attention=text.num_hidden_layers * width,
         vocab_size=text.vocab_size,
-        hidden=inputs.weight.shape[1],
+        hidden=built.get_input_embeddings().weight.shape[1],
         layers=len(layers),
         heads=heads,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        before=tuple(numel for index, numel in outside if index < first),
+        before=tuple(before),
         layer=distinct.pop() if len(distinct) == 1 else None,
-        after=tuple(numel for index, numel in outside if index > first),
+        after=tuple(after),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerState
 
 from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
@@ -22,31 +23,28 @@ WINDOW = 10
 
 def summary_of(
     experiment: Experiment,
+    state: TrainerState,
     *,
-    status: str,
-    steps: int,
+    stopped: bool,
     accumulation: int,
-    losses: Sequence[float],
     step_seconds: Sequence[float],
-    logs: Sequence[Sequence[dict[str, Any]]],
-    memory: Sequence[dict[str, int]],
+    ranks: Sequence[tuple[Sequence[dict[str, Any]], dict[str, int]]],
     eval_loss: float | None,
 ) -> dict[str, Any]:
     """The content of ``summary.json``.
 
     Args:
         experiment: The experiment.
-        status: ``finished``, or ``stopped`` before the last step.
-        steps: Steps of the run, including those before a resume.
+        state: Trainer's state, which has the losses of all steps, also of those before a resume.
+        stopped: Whether the run has stopped before its last step.
         accumulation: Micro-steps per step, which a resume on other ranks adapts.
-        losses: Losses of all steps.
         step_seconds: Seconds of each step since the start or the resume; bytes are of these steps too.
-        logs: Wire log of every rank.
-        memory: Bytes of every state on every rank.
+        ranks: Wire log, and bytes of every state, of every rank.
         eval_loss: Loss of the evaluation at the end, with exact weights.
     """
     train, here, world = experiment["train"], len(step_seconds), experiment.world_size
-    traffic = _per_step(logs, max(here, 1))
+    losses = [row["loss"] for row in state.log_history if "loss" in row]
+    traffic = _per_step([log for log, _ in ranks], max(here, 1))
     fetches = _fetches(experiment, traffic, accumulation)
     plain = zero3_traffic(
         experiment.grid, experiment.numels, itemsize=experiment.itemsize, accumulation=accumulation, fetches=fetches
@@ -54,18 +52,18 @@ def summary_of(
     window = max(min(WINDOW, len(losses) // 2), 1)
     tokens = train["micro_batch"] * accumulation * world * experiment["model"]["seq_length"]
     return {
-        "status": status,
+        "status": "stopped" if stopped else "finished",
         "model": experiment["model"]["name"],
         "parameters": sum(experiment.numels),
         "preset": experiment.preset,
         "world_size": world,
         "grid": {tier: experiment.grid.size(tier) for tier in experiment.grid.tiers},
-        "steps": steps,
+        "steps": state.global_step,
         "steps_here": here,
         "loss_first": statistics.fmean(losses[:window]) if losses else None,
         "loss_last": statistics.fmean(losses[-window:]) if losses else None,
         "loss_window": window,
-        "losses": list(losses),
+        "losses": losses,
         "eval_loss": eval_loss,
         "step_s": statistics.median(step_seconds) if here else None,
         "tokens_per_s": tokens / statistics.median(step_seconds) if here else None,
@@ -75,7 +73,7 @@ def summary_of(
             {"role": row.role, "tier": row.tier, "received": row.wire_bytes * world} for row in plain if row.used
         ],
         "fetches_per_micro_step": fetches,
-        "memory": {name: max(rank.get(name, 0) for rank in memory) for name in (memory[0] if memory else {})},
+        "memory": {name: max(memory.get(name, 0) for _, memory in ranks) for name in ranks[0][1]},
     }
 
 
@@ -118,10 +116,8 @@ def closing_line(summary: dict[str, Any]) -> str:
     def total(rows: Sequence[dict[str, Any]]) -> str:
         return size_text(sum(row["received"] for row in rows if not tiers or row["tier"] in tiers))
 
-    zero3 = f"ZeRO-3 would receive {total(summary['zero3_bytes_per_step'])}"
-    if not summary["bytes_per_step"]:
-        return f"received {where}per step: not counted; {zero3}"
-    return f"received {where}per step: {total(summary['bytes_per_step'])}; {zero3}"
+    received = total(summary["bytes_per_step"]) if summary["bytes_per_step"] else "not counted"
+    return f"received {where}per step: {received}; ZeRO-3 would receive {total(summary['zero3_bytes_per_step'])}"
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
@@ -133,17 +129,14 @@ def lines(summary: dict[str, Any]) -> list[str]:
         rows.append((row["tier"], row["role"], row["codec"], size_text(row["received"]), zero3))
     rows += [(tier, role, "", "", zero3) for (tier, role), zero3 in plain.items()]
     table = [f"{tier:8}{role:11}{codec:7}{received:>19}{zero3:>21}" for tier, role, codec, received, zero3 in rows]
-    known = {key: value for key, value in summary.items() if value is not None}
-    found = [f"{summary['steps']:,} steps"]
-    if "loss_first" in known:
-        found.append(
-            f"loss {known['loss_first']:.3f} -> {known['loss_last']:.3f} (means of {known['loss_window']} steps)"
-        )
-    if "eval_loss" in known:
-        found.append(f"evaluation {known['eval_loss']:.3f}")
-    texts = [", ".join(found)]
-    if "tokens_per_s" in known:
-        texts.append(f"{known['tokens_per_s']:,.0f} tokens/s, {known['step_s']:.3f} s per step (medians)")
+    texts = [f"{summary['steps']:,} steps"]
+    if summary["losses"]:
+        first, last, window = (summary[f"loss_{which}"] for which in ("first", "last", "window"))
+        texts[0] += f", loss {first:.3f} -> {last:.3f} (means of {window} steps)"
+    if summary["eval_loss"] is not None:
+        texts[0] += f", evaluation {summary['eval_loss']:.3f}"
+    if summary["steps_here"]:
+        texts.append(f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['step_s']:.3f} s per step (medians)")
     if states := ", ".join(f"{name} {size_text(size)}" for name, size in summary["memory"].items() if size):
         texts.append(f"memory of states, maximum over the ranks: {states}")
     return [*table, "", *(line for text in texts for line in textwrap.wrap(text, 78, subsequent_indent="  "))]
@@ -152,16 +145,8 @@ def lines(summary: dict[str, Any]) -> list[str]:
 def write(summary: dict[str, Any], folder: Path) -> None:
     """Writes ``summary.json`` and ``summary.png``. JSON has null instead of numbers that are not finite."""
     with replacing(folder / "summary.json") as file:
-        json.dump(_finite(summary), file, indent=1)
+        json.dump(json.loads(json.dumps(summary), parse_constant=lambda _: None), file, indent=1)
     draw(summary, folder / "summary.png")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:

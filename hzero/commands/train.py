@@ -18,6 +18,7 @@ import yaml
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,16 +30,15 @@ from hzero.commands.experiment import (
     TrainBlock,
     compose,
     conf_dir,
-    full_names,
+    for_hydra,
     one_line,
     plain,
     transformers_config,
 )
 from hzero.files import expanded, read_json, refusing, replacing
 from hzero.launch import INTERRUPTED, REFUSED, UNFINISHED, run_launched, run_ranks
-from hzero.sharding.memory import plan_memory, zero3_memory
 from hzero.terminal import size_text
-from hzero.validation import ConfigError, from_rank_0, printable, validated
+from hzero.validation import ConfigError, from_rank_0, printable, report, validated
 
 #: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
 IMPORTS = (
@@ -57,12 +57,17 @@ def run_train(arguments: Sequence[str]) -> int:
     statuses: list[int] = []
 
     def task(config: DictConfig) -> None:
-        # In a multirun a run that is refused must not keep the others from running.
         try:
+            if statuses and launched():
+                raise ConfigError(
+                    "-m: found several runs for the ranks of a launcher, which make one; expected one run"
+                )
             statuses.append(_train(plain(config)))
-        except ConfigError as error:
-            print(f"hzero: error: {error}", file=sys.stderr)
+        except ConfigError as error:  # in a multirun, a run that is refused does not keep the others from running
+            report(error)
             statuses.append(REFUSED)
+        except SystemExit as left:  # a rank of a launcher is done
+            statuses.append(int(left.code or 0))
         if statuses[-1] in (INTERRUPTED, UNFINISHED):
             raise SystemExit(statuses[-1])  # ends a multirun as well
 
@@ -71,7 +76,7 @@ def run_train(arguments: Sequence[str]) -> int:
     try:
         # Hydra's own parser takes no overrides on both sides of an option.
         ordered = sorted(arguments, key=lambda one: one.startswith("-") or "=" not in one)
-        sys.argv = ["hzero train", *full_names(ordered)]
+        sys.argv = ["hzero train", *for_hydra(ordered)]
         if "--cfg" in arguments:  # Hydra shows values without a check
             compose([one for one in ordered if "=" in one])
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
@@ -94,14 +99,10 @@ def _train(config: dict[str, Any]) -> int:
             f"zero.transport: found mpi; expected ranks of mpiexec or srun, as in mpiexec -n {experiment.world_size} "
             "hzero train zero.transport=mpi, or torch"
         )
-    _check_machine(experiment)
-    text = corpus.prepare(experiment, _say)
-    folder, resume = _folder(experiment, text)
-    new = not folder.exists()
-    _begin(experiment, text, folder, resume)
+    text, folder, resume = _begin(experiment)
     work, threads = functools.partial(_started, experiment, text, folder, resume), experiment["launcher"]["threads"]
     status = run_ranks(work, experiment.world_size, logs=folder / "logs", threads=threads, imports=IMPORTS)
-    if status == REFUSED and new and not any(folder.glob("checkpoint-*")):
+    if status == REFUSED and {path.name for path in folder.iterdir()} <= {"experiment.yaml", "logs"}:
         shutil.rmtree(folder, ignore_errors=True)
     return status
 
@@ -129,111 +130,27 @@ def _launched(config: dict[str, Any]) -> int:
     """Trains as a rank that torchrun, srun or mpiexec has started."""
     from hzero.commands.trainer import dist, join, run_rank
 
-    timeout_s = validated(TrainBlock, config["train"], "train").timeout_s
-    join(timeout_s)
+    join(validated(TrainBlock, config["train"], "train").timeout_s)
     experiment = Experiment(config, world_size=dist.get_world_size())
-    _check_machine(experiment)
-
-    def begin() -> tuple[Path, str | None]:
-        text = corpus.prepare(experiment, _say)
-        folder, resume = _folder(experiment, text)
-        _begin(experiment, text, folder, resume)
-        return folder, resume
-
     # Tokenising a large text takes longer than any other collective may.
     patience = timedelta(seconds=experiment["launcher"]["start_timeout_s"])
-    folder, resume = from_rank_0(begin, dist.new_group(backend="gloo", timeout=patience))
-    text = corpus.prepare(experiment, lambda line: None)  # which is in the cache now
-    return run_rank(experiment, text, folder, resume)
+    return run_rank(experiment, *from_rank_0(lambda: _begin(experiment), dist.new_group(backend="gloo", timeout=patience)))
 
 
-def _check_machine(experiment: Experiment) -> None:
-    """Refuses a type that this machine cannot train in, and a model whose states exceed its memory.
+def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
+    """Prepares the text and the run's folder, and says what follows.
 
-    An experiment does not: a plan may be of another machine.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    if experiment.dtype == "fp16":
-        raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on accelerators only; expected fp32 or bf16")
-    if launched():
-        return
-    about: Any = {"itemsize": experiment.itemsize, "channels": 0, "buffers": experiment.buffers()}
-    if experiment.plan is not None:
-        accumulation = experiment["train"]["grad_accumulation"]
-        states = plan_memory(experiment.plan, experiment.numels, accumulation=accumulation, **about)
-    else:
-        states = zero3_memory(experiment.grid, experiment.numels, **about)
-    needed = sum(one.bytes for one in states if not one.name.startswith("transient")) * experiment.world_size
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise ConfigError(
-            f"model: found states of {size_text(needed)} for {experiment['model']['name']} on {experiment.world_size} "
-            f"ranks; expected at most {size_text(there)}, the memory of this machine (`hzero plan` shows what needs it)"
-        )
-
-
-def _folder(experiment: Experiment, text: corpus.Corpus) -> tuple[Path, str | None]:
-    """The run's folder, and the checkpoint to resume from.
-
-    ``resume=auto`` goes on in ``run.dir`` itself. Otherwise a folder that holds a run is kept: the next free number is appended.
+    Returns:
+        The text, the folder, and the checkpoint to resume from.
 
     Raises:
-        ConfigError: There is no such checkpoint, or it is of another model, tokenizer or length.
+        ConfigError: This machine cannot train it, the text cannot be read, or there is no such checkpoint.
     """
-    resume = experiment["resume"]
-    folder = first = expanded(experiment["run"]["dir"] + _suffix(experiment)).absolute()
-    if resume == "auto":
-        found = hzero.newest_checkpoint(first) if first.is_dir() else None
-        return first, _checked(experiment, text, found)
-    number = 1
-    while folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    if not resume:
-        return folder, None
-    path = expanded(resume).absolute()
-    checkpoint = str(path) if (path / "trainer_state.json").is_file() else hzero.newest_checkpoint(path)
-    if checkpoint is None:
-        raise ConfigError(
-            f"resume: found no complete checkpoint in {str(path)!r}; expected a run's folder or a checkpoint"
-        )
-    return folder, _checked(experiment, text, checkpoint)
-
-
-def _suffix(experiment: Experiment) -> str:
-    """What tells the folders of a multirun's runs apart."""
-    several = HydraConfig.initialized() and str(HydraConfig.get().mode).endswith("MULTIRUN")
-    return f"-{HydraConfig.get().job.num}-{experiment.preset}" if several else ""
-
-
-def _checked(experiment: Experiment, text: corpus.Corpus, checkpoint: str | None) -> str | None:
-    """The checkpoint, if the experiment can go on from it."""
-    if checkpoint is None:
-        return None
-    path, steps = Path(checkpoint), experiment["train"]["steps"]
-    done = read_json(path / "trainer_state.json").get("global_step", 0)
-    if done > steps or (done == steps and (path.parent / "summary.json").is_file()):
-        raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
-    saved = read_json(path / "config.json")
-    for key, value in transformers_config(experiment["model"]).to_dict().items():
-        if (
-            key.startswith(("hidden_", "num_", "vocab_", "intermediate_", "model_type"))
-            and saved.get(key, value) != value
-        ):
-            raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
-    if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
-        raise ConfigError(
-            f"data.path: {text.source} gives another tokenizer than that of {str(path)!r}; expected the text of that run, "
-            "or model=hf with model.path, whose tokenizer is used"
-        )
-    return checkpoint
-
-
-def _begin(experiment: Experiment, text: corpus.Corpus, folder: Path, resume: str | None) -> None:
-    """Makes the run's folder and says what follows."""
+    _check_machine(experiment)
+    text = corpus.prepare(experiment, _say)
+    folder, resume = _folder(experiment)
+    if resume is not None:
+        _check_checkpoint(experiment, text, Path(resume))
     with refusing("run.dir", folder):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         with replacing(folder / "experiment.yaml") as file:
@@ -244,6 +161,68 @@ def _begin(experiment: Experiment, text: corpus.Corpus, folder: Path, resume: st
         _say(f"resuming from {resume}")
     elif experiment["resume"] == "auto":
         _say("no complete checkpoint to resume from: starting at the first step")
+    return text, folder, resume
+
+
+def _check_machine(experiment: Experiment) -> None:
+    """Refuses a type that this machine cannot train in, and a model whose states exceed its memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if experiment.dtype == "fp16":
+        raise ConfigError("train.dtype: found fp16, which DeepSpeed trains on accelerators only; expected fp32 or bf16")
+    # Weights, gradients, and AdamW's float32 weights and moments.
+    needed, there = 16 * sum(experiment.numels), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there and not launched():
+        raise ConfigError(
+            f"model: found states of {size_text(needed)} for {experiment['model']['name']}; expected at most "
+            f"{size_text(there)}, the memory of this machine (`hzero plan` shows what needs it)"
+        )
+
+
+def _folder(experiment: Experiment) -> tuple[Path, str | None]:
+    """The run's folder, and the checkpoint to resume from.
+
+    ``resume=auto`` goes on in ``run.dir`` itself. Otherwise a folder that holds a run is kept: the next free number is appended.
+    """
+    resume, suffix = experiment["resume"], ""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        suffix = f"-{HydraConfig.get().job.num}-{experiment.preset}"
+    folder = first = expanded(experiment["run"]["dir"] + suffix).absolute()
+    if resume == "auto":
+        return folder, hzero.newest_checkpoint(folder)
+    number = 1
+    while folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    if not resume:
+        return folder, None
+    path = expanded(str(resume)).absolute()
+    checkpoint = str(path) if (path / "trainer_state.json").is_file() else hzero.newest_checkpoint(path)
+    if checkpoint is None:
+        raise ConfigError(
+            f"resume: found no complete checkpoint in {str(path)!r}; expected false, auto, a run's folder or a checkpoint"
+        )
+    return folder, checkpoint
+
+
+def _check_checkpoint(experiment: Experiment, text: corpus.Corpus, path: Path) -> None:
+    """Refuses to go on from a checkpoint of another model or tokenizer, or from one that has done all steps."""
+    steps = experiment["train"]["steps"]
+    done = read_json(path / "trainer_state.json").get("global_step", 0)
+    if done > steps or (done == steps and (path.parent / "summary.json").is_file()):
+        raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
+    saved = read_json(path / "config.json")
+    for key, value in transformers_config(experiment["model"]).to_dict().items():
+        shape = key.startswith(("hidden_", "num_", "vocab_", "intermediate_", "model_type"))
+        if shape and saved.get(key, value) != value:
+            raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
+    if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
+        raise ConfigError(
+            f"data.path: {text.source} gives another tokenizer than that of {str(path)!r}; expected the text of that run, "
+            "or model=hf with model.path, whose tokenizer is used"
+        )
 
 
 def _say(line: str) -> None:

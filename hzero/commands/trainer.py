@@ -73,7 +73,6 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         processing_class=corpus.tokenizer,
         data_collator=_batch,
     )
-    trainer.save_dtype = experiment["checkpoint"]["dtype"]
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
     for callback in (meter, _Progress(), _Sample(experiment, trainer), stop):
@@ -86,24 +85,21 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
             if left.code != UNFINISHED:
                 raise
             status = UNFINISHED
-        engine, eval_loss = trainer.model_wrapped, None
+        eval_loss = None
         if not status:
             eval_loss = trainer.evaluate()["eval_loss"]
             if experiment["checkpoint"]["model"]:
-                with hzero.exact_weights(engine):
-                    trainer.save_model(str(folder / "model"))
+                save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         found = summary.summary_of(
             experiment,
-            status="stopped" if status else "finished",
-            steps=trainer.state.global_step,
+            trainer.state,
+            stopped=bool(status),
             accumulation=trainer.args.gradient_accumulation_steps,
-            losses=[row["loss"] for row in trainer.state.log_history if "loss" in row],
             step_seconds=meter.seconds,
-            logs=[log for log, _ in everyones],
-            memory=[memory for _, memory in everyones],
+            ranks=everyones,
             eval_loss=eval_loss,
         )
         summary.write(found, folder)
@@ -192,44 +188,41 @@ def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer:
 
 
 class ShardTrainer(Trainer):
-    """Trainer whose checkpoints are DeepSpeed's shards alone, and whose model is saved in a type that holds its weights.
-
-    Attributes:
-        save_dtype: Type of the saved model; None keeps that of training.
-    """
-
-    save_dtype: str | None = None
-    _refusal: ConfigError | None = None
+    """Trainer whose checkpoints are DeepSpeed's shards alone."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model. Within a checkpoint, whose shards hold the weights, only its configuration and tokenizer."""
-        if not _internal_call:
-            super().save_model(output_dir)
-            if self._refusal is not None:
-                raise self._refusal
-        elif self.args.should_save and output_dir is not None:
+        """Saves configuration and tokenizer, for a checkpoint, whose shards hold the weights."""
+        if self.args.should_save and output_dir is not None:
             os.makedirs(output_dir, exist_ok=True)
             self.model.config.save_pretrained(output_dir)
             self.processing_class.save_pretrained(output_dir)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        if self.args.should_save and state_dict:
-            dtype = _DTYPES.get(self.save_dtype or "", next(iter(state_dict.values())).dtype)
-            limit = torch.finfo(torch.float16).max
-            for name, tensor in state_dict.items():
-                if not tensor.is_floating_point():
-                    continue
-                if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
-                    self._refusal = ConfigError(  # raised by `save_model`: Trainer takes a ValueError here for another one
-                        f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more "
-                        f"than {limit:,.0f}; expected bf16 or fp32"
-                    )
-                    return
-                state_dict[name] = tensor.to(dtype)
-            self.model.config.dtype = dtype
-        super()._save(output_dir, state_dict)
-        for weights in Path(output_dir or "").glob("*.safetensors") if self.args.should_save else ():
-            weights.chmod((weights.parent / "config.json").stat().st_mode)  # safetensors ignores the umask
+
+def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
+    """Saves the model with its exact weights, for ``from_pretrained``. Collective.
+
+    Raises:
+        ConfigError: A weight is too large for float16. The message names it.
+    """
+    with hzero.exact_weights(trainer.model_wrapped):
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.args.should_save:
+        return
+    limit = torch.finfo(torch.float16).max
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            continue
+        if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
+            raise ConfigError(
+                f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more than "
+                f"{limit:,.0f}; expected bf16 or fp32"
+            )
+        weights[name] = tensor.to(dtype)
+    trainer.model.config.dtype = dtype
+    trainer.model.save_pretrained(folder, state_dict=weights)
+    trainer.processing_class.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)  # safetensors ignores the umask
 
 
 class _Meter(TrainerCallback):
@@ -298,46 +291,34 @@ def say(line: str) -> None:
 
 
 class _Sample(TrainerCallback):
-    """Lets the model write text every so many steps, and at the end."""
+    """Lets the model write text after every evaluation."""
 
     def __init__(self, experiment: Experiment, trainer: Trainer) -> None:
-        self._sample, self._trainer, tokenizer = experiment["sample"], trainer, trainer.processing_class
-        tokens = min(self._sample["tokens"], experiment["model"]["seq_length"] // 2)
-        room = experiment["model"]["seq_length"] - tokens
-        prompt = self._sample["prompt"]
-        ids = (
-            tokenizer(prompt)["input_ids"][-room:] if prompt else trainer.eval_dataset[0]["input_ids"][: min(room, 16)]
-        )
-        self._prompt = torch.tensor([ids], device=trainer.args.device)
-        warm = self._sample["temperature"]
-        choice = {"do_sample": True, "temperature": float(warm), "top_k": 0} if warm else {"do_sample": False}
-        self._options = {**choice, "max_new_tokens": tokens, "pad_token_id": tokenizer.pad_token_id or 0}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (
-            self._sample["every"]
-            and state.global_step % self._sample["every"] == 0
-            and state.global_step < state.max_steps
-        ):
-            self._write(state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            self._write(state.global_step)
+        sample, length = experiment["sample"], experiment["model"]["seq_length"]
+        self._trainer, self._tokens = trainer, min(sample["tokens"], length // 2)
+        ids = trainer.eval_dataset[0]["input_ids"][:16]
+        if sample["prompt"]:
+            ids = trainer.processing_class(sample["prompt"])["input_ids"]
+        self._prompt = torch.tensor([ids[self._tokens - length :]], device=trainer.args.device)
 
     @torch.no_grad()
-    def _write(self, step: int) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine, tokenizer = self._trainer.model_wrapped, self._trainer.processing_class
-        engine.eval()
         with hzero.exact_weights(engine), torch.random.fork_rng(enabled=True):
-            torch.manual_seed(step)
-            mask = torch.ones_like(self._prompt)
+            torch.manual_seed(state.global_step)
             # Ranks call forward equally often, since every one gathers; weights that are not finite end no run.
             written = engine.module.generate(
-                self._prompt, attention_mask=mask, synced_gpus=True, remove_invalid_values=True, **self._options
+                self._prompt,
+                attention_mask=torch.ones_like(self._prompt),
+                synced_gpus=True,
+                remove_invalid_values=True,
+                do_sample=True,
+                temperature=0.8,
+                top_k=0,
+                max_new_tokens=self._tokens,
+                pad_token_id=tokenizer.pad_token_id or 0,
             )
-        engine.train()
         if dist.get_rank() == 0:
-            prompt = tokenizer.decode(self._prompt[0])
-            text = f"sample after step {step}: {prompt!r} -> {tokenizer.decode(written[0, self._prompt.shape[1] :])!r}"
+            prompt, answer = (tokenizer.decode(ids[0]) for ids in (self._prompt, written[:, self._prompt.shape[1] :]))
+            text = f"sample after step {state.global_step}: {prompt!r} -> {answer!r}"
             say(textwrap.fill(text, 78, subsequent_indent="  "))

@@ -89,9 +89,7 @@ def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
     assert model.layer is not None
     layers = model.layers if layers is None else layers
     vocab = model.vocab_size * model.hidden
-    # Experts that a token does not visit. With tied embeddings the input's are the head too.
-    idle = sum(model.numels) - model.multiplied - (vocab if vocab in model.after else 0)
-    weights = 2.0 * (job.layer - idle / model.layers)
+    weights = 2.0 * (job.layer - model.idle / model.layers)
     attention = 4.0 * job.seq_length * model.attention / model.layers
     embedding, head = Bucket("embedding", model.before, 0.0), Bucket("head", model.after, 2.0 * vocab)
     if (together := job.layers_together) > 1:

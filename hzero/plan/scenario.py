@@ -15,7 +15,6 @@ from hzero.plan.job import Job
 from hzero.plan.links_file import LinksFile, links_for
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
 from hzero.plan.step import Prediction
-from hzero.sharding.memory import LIVE_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
@@ -193,7 +192,7 @@ def _job(experiment: Experiment, topology: str) -> Job:
         itemsize={"fp32": 4, "auto": 4 if topology == CPU_TOPOLOGY else 2}.get(train["dtype"], 2),
         bucket_numel=buffers.prefetch,
         reuse_numel=buffers.reuse,
-        ahead=int(experiment.elements("stage3_max_live_parameters", LIVE_NUMEL) >= 2 * buffers.prefetch),
+        ahead=int(experiment.gathers_ahead),
         buffers=buffers,
     )
 

@@ -92,7 +92,7 @@ class Setting:
         found += [f"train.activation_checkpointing={str(job.checkpointing).lower()}"]
         for name, key in _BUCKETS.items():  # ++: whether the configuration has the key or not
             if (size := getattr(job.buffers, name)) != getattr(given, name):
-                found.append(f"++deepspeed.zero_optimization.{key}={size}")
+                found.append(f"deepspeed.zero_optimization.{key}={size}")
         return found
 
     def command(self, scenario: Scenario) -> str:

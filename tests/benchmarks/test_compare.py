@@ -65,7 +65,7 @@ def test_what_the_user_sets_wins_and_is_named(asked: list[Any], tmp_path: Path) 
         ("suite=one schemes=[topo,topo]", "schemes: topo is named 2 times"),
         ("suite=one rounds=0", "rounds: found 0; input should be greater than or equal to 1"),
         ("suite=one model=gpt_neox_4mm", "model: unknown value 'gpt_neox_4mm'; did you mean 'gpt_neox_4m'"),
-        ("suite=one model.num_heads=3", "model.num_heads: found 3; expected a number whose double divides"),
+        ("suite=one model.num_heads=3", "model.config: The hidden size is not divisible"),
         ("suite=one model.foo=1", "model: unknown key 'foo'"),
         ("suite=one catalog.topo.block.preset=mlid", "did you mean 'mild'"),
         ("suite=one catalog.topo.engine=hzreo", "catalog.topo.engine: unknown engine 'hzreo'; did you mean 'hzero'"),

@@ -73,7 +73,7 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert states()["gradient buffer"] == 10**9 and small["gradient buffer"] == 2_000_000
     assert states(f"+{zero}.contiguous_gradients=false")["gradient buffer"] == 0
     assert states(f"+{zero}.offload_optimizer.device=cpu")["optimizer"] == 0
-    assert states("+deepspeed.data_types.grad_accum_dtype=fp32")["gradient shard"] == 2 * states()["gradient shard"]
+    assert states("deepspeed.data_types.grad_accum_dtype=fp32")["gradient shard"] == 2 * states()["gradient shard"]
 
 
 def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
@@ -85,7 +85,7 @@ def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
         "stage3_max_live_parameters": 900_000,
         "stage3_max_reuse_distance": 7,
     }
-    told = [f"+deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
+    told = [f"deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
     job = read_scenario(["model=gpt_neox_4m", "train.dtype=bf16", *told]).job
     assert (job.bucket_numel, job.reuse_numel, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
 
@@ -171,7 +171,7 @@ def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureF
         "train.steps=7",
     ]
     bucket = "stage3_prefetch_bucket_size"
-    result = _json(capsys, "--tune", *keys, f"+deepspeed.zero_optimization.{bucket}=7900000")
+    result = _json(capsys, "--tune", *keys, f"deepspeed.zero_optimization.{bucket}=7900000")
     command = shlex.split(result["command"])
     assert command[:2] == ["hzero", "train"]
     experiment = compose(command[2:])
@@ -260,7 +260,7 @@ def test_topo_keeps_its_rate_on_many_nodes(
         (["--sweep", "nodes=2,4", *FRONTIER, "nodes=3"], "topology.nodes: found with --sweep, which sets it itself"),
         (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: found with --sweep, which does not read it; expected"),
         (["--sweep", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
-        (["--tune", "+deepspeed.zero_optimization.stage3_prefetch_bucket_size=auto"], "found 'auto'; expected a number of"),
+        (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
         (["--tune", *FRONTIER, "nodes=2", "zero=topo"], "zero: found with --tune, which sets it itself"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
         ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
