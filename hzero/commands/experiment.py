@@ -482,10 +482,21 @@ def checkpoint_folder(model: dict[str, Any]) -> Path | None:
 def _named(model: dict[str, Any]) -> dict[str, Any]:
     """The group ``model`` with a full path and a name: its folder's, or else its type."""
     path = expanded(model["path"]).resolve() if model["path"] else None
-    if path is None:
-        return {**model, "name": model["name"] or (model["config"] or {}).get("model_type")}
-    folder = path if path.is_dir() else path.parent
-    return {**model, "path": str(path), "name": model["name"] or folder.name}
+    model = {**model, "path": path and str(path)}
+    folder = path.name if path is not None and path.is_dir() else None
+    return {**model, "name": model["name"] or folder or _written(model).get("model_type")}
+
+
+def _written(model: dict[str, Any]) -> dict[str, Any]:
+    """The keys of ``config.json``, and over them those of ``model.config``."""
+    written: Any = {}
+    if model["path"]:
+        path = Path(model["path"])
+        file = path / "config.json" if path.is_dir() else path
+        written = read_json(file)
+        if not isinstance(written, dict):
+            raise ConfigError(f"model.path: {str(file)!r} holds no JSON object; expected a model's config.json")
+    return {**written, **(model["config"] or {})}
 
 
 def transformers_config(model: dict[str, Any]) -> Any:
@@ -495,14 +506,7 @@ def transformers_config(model: dict[str, Any]) -> Any:
         ConfigError: It cannot be read, transformers has no causal language model of that type, or ``seq_length`` is too long
             for it.
     """
-    written: Any = {}
-    if model["path"]:
-        path = Path(model["path"])
-        file = path / "config.json" if path.is_dir() else path
-        written = read_json(file)
-        if not isinstance(written, dict):
-            raise ConfigError(f"model.path: {str(file)!r} holds no JSON object; expected a model's config.json")
-    written = {**written, **(model["config"] or {}), "use_cache": False}
+    written = {**_written(model), "use_cache": False}
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

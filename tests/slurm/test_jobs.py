@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hzero import newest_checkpoint
+from tests.forks import Command
 from tests.ranks import ROOT
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
@@ -87,7 +88,7 @@ def jobs(slurm: Cluster, tmp_path: Path) -> Iterator[_Jobs]:
     slurm.run("scancel", "--user=root")
 
 
-def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster, jobs: _Jobs) -> None:
+def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster, jobs: _Jobs, tmp_path: Path) -> None:
     """Slurm sends the signal here that it sends before the time limit; with HZERO_SLURM=full the time limit comes."""
     steps = 1200 if FULL else 60
     keys = (*KEYS, f"train.steps={steps}", f"checkpoint.every={40 if FULL else 4}")
@@ -99,9 +100,10 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
     again = "stopped before the end; the job is started again"
     jobs.until(lambda: again in jobs.log("cut", cut), "cut", "it has stopped")
     assert 4 <= len(jobs.losses("cut")) < steps
-    whole = jobs.send("whole", *keys)  # while the other one waits
-    for name, number in (("cut", cut), ("whole", whole)):
-        jobs.until(lambda name=name, number=number: "finished" in jobs.log(name, number), name, "the job finishes")
+    with Command(["train", f"run.dir={jobs.run('whole')}", *keys], tmp_path, tmp_path / "output", {}) as whole:
+        status, _, errors = whole.finish(WAIT_S)
+    assert status == 0, errors
+    jobs.until(lambda: "finished" in jobs.log("cut", cut), "cut", "the job finishes")
     assert "checking 2 nodes" in jobs.log("cut", cut)
     assert len(jobs.losses("whole")) == steps and jobs.losses("cut") == jobs.losses("whole")
     if FULL:

@@ -23,8 +23,8 @@ import pytest
 from hzero import cli
 from hzero.commands.experiment import compose
 from hzero.sharding.traffic import plan_traffic
-from tests.forks import fork, join
-from tests.ranks import ROOT
+from tests.forks import fork, join, torchrun
+from tests.ranks import LONG, ROOT
 
 pytest.importorskip("datasets")
 
@@ -244,17 +244,32 @@ def test_a_stopped_run_goes_on(place: Path) -> None:
     assert after["losses"][: before["steps"]] == before["losses"]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
-def test_ranks_of_a_launcher(launcher: str, place: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hzero"]
-    if launcher == "mpiexec":
-        mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        if mpiexec is None:
-            pytest.skip("no mpiexec: pip install mpich")
-        command = [mpiexec, "-n", "2", sys.executable, "-m", "hzero"]
-    two = ("topology=single_node", "topology.gcds_per_gpu=2", f"run.name={launcher}", "train.steps=2", "zero=zero3")
+def _of_launcher(name: str) -> list[str]:
+    return ["train", *overrides("topology=single_node", "topology.gcds_per_gpu=2", f"run.name={name}", "train.steps=2")]
+
+
+def _check_of_launcher(name: str, place: Path, out: str, err: str) -> None:
+    assert out.count("received per step: ") == 1 and err.count("hzero: topo on 1 node") == 1, out + err
+    assert summary(place / "runs" / name)["world_size"] == 2
+
+
+def test_ranks_of_torchrun(place: Path) -> None:
+    """As ``torchrun -m hzero train``, which runs this file."""
+    files = place / "torchrun.out", place / "torchrun.err"
+    command = ["--standalone", "--nproc-per-node=2", str(ROOT / "hzero" / "__main__.py"), *_of_launcher("torchrun")]
+    process = fork(torchrun, *command, folder=place, env={"OMP_NUM_THREADS": "1"}, out=files[0], err=files[1])
+    join(process, 180)
+    assert process.exitcode == 0, files[0].read_text() + files[1].read_text()
+    _check_of_launcher("torchrun", place, *(file.read_text() for file in files))
+
+
+@LONG
+def test_ranks_of_mpiexec(place: Path) -> None:
+    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if mpiexec is None:
+        pytest.skip("no mpiexec: pip install mpich")
     done = subprocess.run(
-        [*command, "train", *overrides(*two)],
+        [mpiexec, "-n", "2", sys.executable, "-m", "hzero", *_of_launcher("mpiexec")],
         cwd=place,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -263,8 +278,7 @@ def test_ranks_of_a_launcher(launcher: str, place: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("received per step: ") == 1 and done.stderr.count("hzero: zero3 on 1 node") == 1
-    assert summary(place / "runs" / launcher)["world_size"] == 2
+    _check_of_launcher("mpiexec", place, done.stdout, done.stderr)
 
 
 class _Marker:
