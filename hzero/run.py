@@ -12,7 +12,7 @@ from pathlib import Path
 from hzero import autoload
 from hzero.bootstrap import launched
 from hzero.terminal import keep_streams
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, Parser
 
 
 def run_script(arguments: Sequence[str]) -> int:
@@ -21,27 +21,25 @@ def run_script(arguments: Sequence[str]) -> int:
     Returns:
         0, or 2 for a script that is not there or an environment of contradictions, after one line on stderr.
     """
-    parser = argparse.ArgumentParser(
-        prog="hzero run",
-        description='Runs a Python script in which DeepSpeed configurations with an "hzero" block are served by hzero, '
+    parser = Parser(
+        "hzero run",
+        'Runs a Python script in which DeepSpeed configurations with an "hzero" block are served by hzero, '
         "without a change of the script. With hzero installed this is so anyway; this command also works where torch does "
         "not load it (HZERO_AUTOLOAD=0, TORCH_DEVICE_BACKEND_AUTOLOAD=0, a checkout), and says if no block was found.",
-        epilog="examples:\n"
+        "examples:\n"
         "  hzero run train.py --deepspeed ds_config.json\n"
         "  torchrun --nproc-per-node=8 -m hzero.run train.py --deepspeed ds_config.json\n"
         "  srun -n16 --gpus-per-task=1 hzero run train.py --deepspeed ds_config.json    (sets RANK and the like)\n"
         "  accelerate launch -m hzero.run train.py",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="file of the script, or name of a module with -m")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     keep_streams()
-    parsed = parser.parse_args(list(arguments))
-    if not parsed.module and not Path(parsed.script).is_file():
-        print(f"hzero: error: SCRIPT: no file {parsed.script!r}", file=sys.stderr)
-        return 2
     try:
+        parsed = parser.parse_args(list(arguments))
+        if not parsed.module and not Path(parsed.script).is_file():
+            raise ConfigError(f"SCRIPT: no file {parsed.script!r}")
         launched()
     except ConfigError as error:
         print(f"hzero: error: {error}", file=sys.stderr)

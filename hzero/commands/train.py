@@ -134,7 +134,8 @@ def _launched(config: dict[str, Any]) -> int:
     experiment = Experiment(config, world_size=dist.get_world_size())
     # Tokenising a large text takes longer than any other collective may.
     patience = timedelta(seconds=experiment["launcher"]["start_timeout_s"])
-    return run_rank(experiment, *from_rank_0(lambda: _begin(experiment), dist.new_group(backend="gloo", timeout=patience)))
+    begun = from_rank_0(lambda: _begin(experiment), dist.new_group(backend="gloo", timeout=patience))
+    return run_rank(experiment, *begun)
 
 
 def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
