@@ -65,5 +65,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'hzero' has no attribute {name!r}")
 
 
-if not _autoload.BY_TORCH:  # whose entry point asks the environment first
-    _autoload.register()
+_autoload.autoload()

@@ -6,15 +6,15 @@ This module imports neither torch nor DeepSpeed; `hzero.zero.checkpoint` writes 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from hzero.files import read_json, replacing
 from hzero.validation import ConfigError, PlainError
@@ -36,8 +36,7 @@ class IncompleteError(ConfigError):
     """A checkpoint is incomplete, or is not what was written."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(BaseModel, frozen=True):
     """The note of a checkpoint.
 
     Attributes:
@@ -54,25 +53,18 @@ class Manifest:
     ranks: int
     batch: int
     written: float
-    files: Mapping[str, tuple[int, str]]
+    files: dict[str, tuple[int, str]]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(size for size, _ in self.files.values())
-
-    def write(self, folder: Path) -> None:
-        """Writes the note into a folder that holds all the files, in one move.
+    def write(self) -> None:
+        """Writes the note beside the files, in one move.
 
         Raises:
             OSError: The note cannot be written, or a file has not the size with which it was written.
         """
-        if changed := self.changed(hashes=False, folder=folder):
-            raise OSError(0, changed, str(folder))
-        note: dict[str, Any] = {"step": self.step, "ranks": self.ranks, "batch": self.batch, "written": self.written}
-        note["files"] = {name: list(file) for name, file in sorted(self.files.items())}
-        with replacing(folder / NOTE) as file:
-            file.write(json.dumps({**note, "seal": _seal(note)}, indent=1))
+        if changed := self.changed(hashes=False):
+            raise OSError(0, changed, str(self.folder))
+        with replacing(self.folder / NOTE) as file:
+            file.write(self.model_dump_json(exclude={"folder"}, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -84,37 +76,28 @@ class Manifest:
         if not (folder / NOTE).exists():
             raise IncompleteError(f"{str(folder)!r} is incomplete: it has no {NOTE}")
         try:
-            note = read_json(folder / NOTE)
-            if note.pop("seal") != _seal(note):
-                raise ValueError("changed")
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in note.pop("files").items()}
-            if not files or any(Path(name).name != name for name in files):
+            found = cls(**{**read_json(folder / NOTE), "folder": folder})
+            if not found.files or any(Path(name).name != name for name in found.files):
                 raise ValueError("names")
-            return cls(folder, int(note["step"]), int(note["ranks"]), int(note["batch"]), float(note["written"]), files)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            return found
+        except (ValueError, TypeError):
             raise IncompleteError(f"{str(folder)!r} is incomplete: its {NOTE} cannot be read") from None
 
-    def changed(
-        self, names: Iterable[str] | None = None, *, hashes: bool = True, folder: Path | None = None
-    ) -> str | None:
+    def changed(self, names: Iterable[str] | None = None, *, hashes: bool = True) -> str | None:
         """Says which file is not as it was written, and how; None if all are.
 
         Args:
             names: Files to look at; None: all.
             hashes: Whether to read and hash them; otherwise their sizes are compared.
-            folder: Where they are; None: in the checkpoint.
         """
         for name in self.files if names is None else names:
             size, digest = self.files[name]
-            path = (folder or self.folder) / name
             try:
-                found = path.stat().st_size
+                found = (self.folder / name).stat().st_size
                 if found != size:
                     return f"{name} has {found} bytes instead of {size}"
-                if hashes and _hash_of(path) != digest:
+                if hashes and _hash_of(self.folder / name) != digest:
                     return f"{name} is not what was written: its hash differs"
-            except FileNotFoundError:
-                return f"{name} is missing"
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror or error}"
         return None
@@ -134,8 +117,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Returns:
         The path, or None if there is no complete checkpoint.
     """
-    found = complete_in(Path(folder))
-    if found:
+    if found := complete_in(Path(folder)):
         return str(found[0])
     others = [
         path
@@ -145,11 +127,11 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     ]
     if not others:
         return None
-    newest = max(others, key=lambda path: path.stat().st_mtime)
+    newest = str(max(others, key=lambda path: path.stat().st_mtime))
     logger.warning(
-        "hzero: %r was written without the key checkpoint, so that nothing says whether it is complete", str(newest)
+        "hzero: %r was written without the key checkpoint, so that nothing says whether it is complete", newest
     )
-    return str(newest)
+    return newest
 
 
 def complete_in(folder: Path) -> list[Path]:
@@ -157,17 +139,21 @@ def complete_in(folder: Path) -> list[Path]:
     found = []
     for path in _children(folder):
         try:
-            manifests = [Manifest.read(path)] if (path / NOTE).exists() else list(manifests_in(path))
-            if manifests and not any(manifest.changed(hashes=False) for manifest in manifests) and _is_whole(path):
-                found.append((max((one.step, one.written) for one in manifests), path))
+            notes = notes_in(path)
+            for problem in (*(note.changed(hashes=False) for note in notes), _unfinished(path) if notes else None):
+                if problem is not None:
+                    raise IncompleteError(f"{str(path)!r} is incomplete: {problem}")
         except IncompleteError as error:
             logger.warning("hzero: %s; skipped", error)
+            continue
+        if notes:
+            found.append((max((note.step, note.written) for note in notes), path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def manifests_in(path: Path) -> Iterable[Manifest]:
-    """The notes of all tags in a folder."""
-    return (Manifest.read(inner) for inner in _children(path) if (inner / NOTE).exists())
+def notes_in(path: Path) -> list[Manifest]:
+    """The note in a folder, or those of all tags in it."""
+    return [Manifest.read(inner) for inner in (path, *_children(path)) if (inner / NOTE).exists()]
 
 
 def recover(folder: Path, clean: bool = False) -> None:
@@ -189,15 +175,14 @@ def recover(folder: Path, clean: bool = False) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a client has written its own files, which come after DeepSpeed's."""
-    if not re.fullmatch(r"checkpoint-\d+", path.name):
-        return True
-    try:
-        return isinstance(read_json(path / _TRAINER_STATE), dict)
-    except ConfigError:
-        logger.warning("hzero: %r is incomplete: Trainer has not written %s; skipped", str(path), _TRAINER_STATE)
-        return False
+def _unfinished(path: Path) -> str | None:
+    """What Trainer has not written of a checkpoint: its own files come after DeepSpeed's."""
+    if re.fullmatch(r"checkpoint-\d+", path.name):
+        try:
+            read_json(path / _TRAINER_STATE)
+        except ConfigError:
+            return f"Trainer has not written {_TRAINER_STATE}"
+    return None
 
 
 def _children(folder: Path) -> list[Path]:
@@ -216,41 +201,32 @@ def _hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _seal(note: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
-
-
 class HashedFile:
     """A new file that hashes what ``torch.save`` writes to it.
 
     An error of the disk is kept, and what follows is dropped: where ``write`` raises, torch reports a position in its archive
     instead of the reason.
-
-    Attributes:
-        size: Bytes written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.size = 0
-        self._hash = hashlib.sha256()
+        self._size, self._hash = 0, hashlib.sha256()
         self._error: OSError | None = None
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - `close` closes it
+        self._file = open(path, "wb")  # noqa: SIM115 - `close` closes it
 
     def write(self, data: Any) -> int:
         """Writes and hashes bytes."""
-        rest = memoryview(data).cast("B")
-        length = len(rest)
-        self._hash.update(rest)
-        self.size += length
-        while rest and self._error is None:
-            try:
-                rest = rest[self._file.write(rest) :]
-            except OSError as error:
-                self._error = error
+        length = memoryview(data).nbytes
+        self._hash.update(data)
+        self._size += length
+        try:
+            if self._error is None:
+                self._file.write(data)
+        except OSError as error:
+            self._error = error
         return length
 
     def flush(self) -> None:
-        """Does nothing: nothing is kept back."""
+        """Does nothing: `close` brings the file onto the disk."""
 
     def close(self) -> tuple[int, str]:
         """Brings the file onto the disk: some file systems report only then that it is full.
@@ -262,8 +238,8 @@ class HashedFile:
             OSError: Now, or while it was written.
         """
         with self._file:
-            if self._error is None:
-                os.fsync(self._file.fileno())
-        if self._error is not None:
-            raise self._error
-        return self.size, self._hash.hexdigest()
+            if self._error is not None:
+                raise self._error
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return self._size, self._hash.hexdigest()

@@ -215,4 +215,5 @@ def autoload_off() -> str:
         return "off, since hzero is not installed as a package"
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return f"off by TORCH_DEVICE_BACKEND_AUTOLOAD={os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD']}"
-    return f"off by {autoload.VARIABLE}" if autoload.turned_off(os.environ) else ""
+    off = os.environ.get(autoload.VARIABLE, "1").strip().lower() in ("0", "false", "no", "off")
+    return f"off by {autoload.VARIABLE}" if off else ""

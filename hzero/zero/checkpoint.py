@@ -8,6 +8,8 @@ the folder (`hzero.manifest`) and gives it its name; otherwise it removes the fo
 
 A load compares sizes and hashes first, each rank those of its share of the files, so that all ranks together read the
 checkpoint once. Ranks of another number read what `hzero.zero.reshard` makes of the files.
+
+The files are pickles, which may name any function of Python to be called. So a load accepts tensors and plain types only.
 """
 
 from __future__ import annotations
@@ -16,34 +18,35 @@ import contextlib
 import functools
 import logging
 import os
+import pickle
+import pkgutil
+import re
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed.runtime.engine
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from hzero.block import KEY
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
 from hzero.files import read_text, replacing
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, SaveError, complete_in, recover
-from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks, some
+from hzero.validation import ConfigError, from_rank_0, on_all_ranks, some
 from hzero.zero.refusals import read_block
 from hzero.zero.reshard import MODEL, OPTIMIZER, Layout, Resharding
-from hzero.zero.safe_load import load, only_tensors
 
 logger = logging.getLogger("hzero")
 
 
-class CheckpointFiles(CheckpointEngine):
+class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
     """Writes and reads the files of an engine's checkpoints.
 
     Args:
@@ -55,7 +58,6 @@ class CheckpointFiles(CheckpointEngine):
     """
 
     def __init__(self, engine: Any, config: CheckpointConfig) -> None:
-        super().__init__()
         stock = engine.checkpoint_engine
         if type(stock) is not TorchCheckpointEngine:
             raise ConfigError(
@@ -65,10 +67,10 @@ class CheckpointFiles(CheckpointEngine):
             raise ConfigError(
                 f"{KEY}.checkpoint: found with checkpoint.use_node_local_storage, where no rank sees all files; expected false"
             )
-        self.name = type(self).__name__
+        self.__dict__.update(vars(stock))
         self.config = config
-        self._engine, self._stock = engine, stock
-        self._folders: tuple[Path, Path] | None = None  # of the save under way: its place, and where it is written
+        self._engine, self._stock_save, self._stock_load = engine, engine.save_checkpoint, engine.load_checkpoint
+        self._saving = False
         self._failure: str | None = None
         self._written: dict[str, tuple[int, str]] = {}
         self._resharding: Resharding | None = None
@@ -78,73 +80,80 @@ class CheckpointFiles(CheckpointEngine):
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
-    def save_all(self, stock: Callable[[], Any], folder: Path, tag: str, latest: bool) -> Any:
-        """Saves a checkpoint. Collective.
-
-        Args:
-            stock: DeepSpeed's save of that tag, which does not write ``latest``.
-            folder: The folder that holds the tag's folder.
-            tag: The tag.
-            latest: Whether to write it into ``latest``.
+    @on_all_ranks()
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,  # Trainer looks for it in the signature
+    ) -> Any:
+        """``DeepSpeedEngine.save_checkpoint``, whole or not at all. Collective.
 
         Raises:
             SaveError: A rank could not write. What was there before is still there.
         """
-        target = folder / tag
+        folder = Path(save_dir or "")
+        target = folder / (f"global_step{self._engine.global_steps}" if tag is None else str(tag))
         partial = target.with_name(f".{target.name}.partial")
-        self._failure, self._written, self._folders = None, {}, (target, partial)
+        self._saving, self._failure, self._written = True, None, {}
         try:
             if dist.get_rank() == 0:
-                self._attempt(str(folder), lambda: recover(folder, clean=True))
-            done = stock()
+                self._attempt(folder, lambda: recover(folder, clean=True))
+            done = self._stock_save(
+                save_dir, str(partial.relative_to(folder)), client_state or {}, False, exclude_frozen_parameters
+            )
         finally:
-            self._folders = None
+            self._saving = False
         everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with blaming():
             dist.gather_object((self._failure, self._written), everyones)
-            failure = from_rank_0(lambda: self._publish(target, partial, latest, everyones or []))
-        if failure is not None:
-            raise of_all_ranks(
-                SaveError(f"{str(target)!r} could not be saved: {failure}; earlier checkpoints are unchanged")
-            )
+            from_rank_0(lambda: self._publish(target, partial, save_latest, everyones or []))
         return done
 
-    def _publish(self, target: Path, partial: Path, latest: bool, everyones: Sequence[Any]) -> str | None:
+    def _publish(self, target: Path, partial: Path, latest: bool, everyones: Sequence[Any]) -> None:
         """On rank 0: gives what all ranks have written its name, or removes it and says why."""
         failures = [f"{failure} (rank {rank})" for rank, (failure, _) in enumerate(everyones) if failure is not None]
+        old = target.with_name(f".{target.name}.old.partial")
         if not failures:
-            files = {name: file for _, written in everyones for name, file in written.items()}
-            engine = self._engine
-            note = Manifest(target, engine.global_steps, len(everyones), engine.train_batch_size(), time.time(), files)
-            old = target.with_name(f".{target.name}.old.partial")
+            note = Manifest(
+                folder=partial,
+                step=self._engine.global_steps,
+                ranks=len(everyones),
+                batch=self._engine.train_batch_size(),
+                written=time.time(),
+                files={name: file for _, written in everyones for name, file in written.items()},
+            )
             try:
-                note.write(partial)
+                note.write()
                 if target.exists():
                     target.rename(old)
                 partial.rename(target)
             except OSError as error:
                 failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
-            else:
-                shutil.rmtree(old, ignore_errors=True)
-                # From here on it is whole. A load finds it without `latest`, which tools of DeepSpeed read.
-                with contextlib.suppress(OSError):
-                    if latest:
-                        with replacing(target.parent / "latest") as file:
-                            file.write(target.name)
-                return None
-        shutil.rmtree(partial, ignore_errors=True)
-        return some(failures, 1, "; ")
+        if failures:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise SaveError(
+                f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; earlier checkpoints are unchanged"
+            )
+        shutil.rmtree(old, ignore_errors=True)
+        # From here on it is whole. A load finds it without `latest`, which tools of DeepSpeed read.
+        with contextlib.suppress(OSError):
+            if latest:
+                with replacing(target.parent / "latest") as file:
+                    file.write(target.name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder of the checkpoint."""
-        self._attempt(path, lambda: os.makedirs(self._place(path), exist_ok=exist_ok))
+        self._attempt(path, lambda: os.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file."""
-        if self._folders is None:  # an export of the weights
-            self._stock.save(state_dict, path)
-        else:
-            self._attempt(path, lambda: self._write(state_dict, self._place(path)))
+        if self._saving:
+            self._attempt(path, lambda: self._write(state_dict, Path(path)))
+        else:  # an export of the weights
+            super().save(state_dict, path)
 
     def _write(self, state_dict: Any, path: Path) -> None:
         file = HashedFile(path)
@@ -155,61 +164,62 @@ class CheckpointFiles(CheckpointEngine):
             written = file.close()  # raises the error of the disk
         self._written[path.name] = written
 
-    def _place(self, path: str) -> Path:
-        """Where a file or folder of the checkpoint is written."""
-        if self._folders is None:
-            return Path(path)
-        target, partial = self._folders
-        return partial / Path(path).relative_to(target) if Path(path).is_relative_to(target) else Path(path)
-
-    def _attempt(self, path: str, action: Callable[[], object]) -> None:
-        if self._folders is None:
+    def _attempt(self, path: str | os.PathLike[str], action: Callable[[], object]) -> None:
+        """While a checkpoint is saved: keeps an error, and does nothing after one."""
+        if not self._saving:
             action()
         elif self._failure is None:
             try:
                 action()
             except Exception as error:
                 reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
-                self._failure = f"{getattr(error, 'filename2', None) or path}: {reason}"
-
-    def create(self, info: Any) -> None:
-        """DeepSpeed begins a save."""
-
-    def commit(self, info: Any) -> bool:
-        """DeepSpeed ends a save."""
-        return True
+                self._failure = f"{Path(getattr(error, 'filename2', None) or path).name}: {reason}"
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
-    def load_all(self, stock: Callable[[str | None], Any], folder: Path, tag: str | None, resumes: bool) -> Any:
-        """Loads a checkpoint. Collective.
+    @on_all_ranks()
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **more: Any,
+    ) -> Any:
+        """``DeepSpeedEngine.load_checkpoint`` of a complete checkpoint, on any number of ranks. Collective.
 
-        Args:
-            stock: DeepSpeed's load of a tag.
-            folder: The folder that holds the tag's folder.
-            tag: The tag; None: that of ``latest`` if it is complete, otherwise the newest complete one.
-            resumes: Whether the training goes on, and not only weights are loaded.
+        Without a tag it takes that of ``latest`` if it is complete, otherwise the newest complete one.
 
         Raises:
             ConfigError: It is incomplete, holds code or other parameters, or no accumulation makes its batch.
         """
-        tag, candidates = from_rank_0(lambda: self._candidates(folder, tag))
-        if tag is None:
-            return stock(None)  # says that there is nothing
-        if candidates:
-            index = newest_intact(candidates, self.config.verify)
-            tag = candidates[index].folder.name if index else tag
+        folder, resumes = Path(load_dir), load_optimizer_states and not load_module_only
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        tag, notes = from_rank_0(lambda: self._candidates(folder, None if tag is None else str(tag)))
+        if notes:
+            note = newest_intact(notes, self.config.verify)
+            tag = str(note.folder.relative_to(folder))
             if resumes and self.config.same_batch:
-                self._keep_batch(candidates[index])
-        # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
-        name = "get_fp32_state_dict_from_zero_checkpoint"
-        weights = functools.partial(getattr(deepspeed.runtime.engine, name), tag=tag)
-        with (
-            mock.patch.object(deepspeed.runtime.engine, name, weights),
-            only_tensors(self.config.trust),
-            self._reading(folder / tag, resumes),
-        ):
-            return stock(tag)
+                self._keep_batch(note)
+        elif tag is None:
+            return self._stock_load(load_dir, None, *what, **more)  # says that there is nothing
+        engine, name = deepspeed.runtime.engine, "get_fp32_state_dict_from_zero_checkpoint"
+        weights = getattr(engine, name)
+        self._resharding = self._other_layout(folder / tag, resumes)
+        try:
+            # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
+            setattr(engine, name, functools.partial(weights, tag=tag))
+            if self._resharding is not None:
+                own = str(self._resharding.path(0, MODEL))  # this rank may have written none
+                self._engine._get_all_ckpt_names = lambda *_: [own]
+            with only_tensors(self.config.trust):
+                return self._stock_load(load_dir, tag, *what, **more)
+        finally:
+            setattr(engine, name, weights)
+            vars(self._engine).pop("_get_all_ckpt_names", None)
+            self._resharding = None
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file."""
@@ -219,60 +229,53 @@ class CheckpointFiles(CheckpointEngine):
 
     @staticmethod
     def _candidates(folder: Path, tag: str | None) -> tuple[str | None, list[Manifest]]:
-        """On rank 0: the tag to load, and the notes of the checkpoints that may be loaded, best first.
-
-        There are no notes of checkpoints that were written without the key, and no tag where there is no checkpoint.
-        """
+        """On rank 0: the notes of the checkpoints that may be loaded, best first, or the tag of one that has no note."""
         recover(folder)
-        if tag is not None:
-            if (folder / tag / NOTE).exists():
-                return tag, [Manifest.read(folder / tag)]
-            if not (folder / tag).exists():
-                raise IncompleteError(f"checkpoint: no folder {str(folder / tag)!r}{_beside(folder)}")
-            logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(folder / tag))
-            return tag, []
-        complete, latest = [path for path in complete_in(folder) if (path / NOTE).exists()], None
+        latest = None
         with contextlib.suppress(ConfigError):
-            latest = folder / read_text(folder / "latest").strip()
-        if latest in complete:
-            complete = complete[complete.index(latest) :]
-        elif complete and latest is not None:
-            logger.warning("hzero: %r is incomplete; skipped", str(latest))
-        elif latest is not None and latest.exists() and not (latest / NOTE).exists():
-            return latest.name, []
-        elif not complete and any(folder.glob(f"*/{NOTE}")):
-            raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder.parent)}")
-        notes = [Manifest.read(path) for path in complete]
-        return (notes[0].folder.name if notes else None), notes
+            latest = read_text(folder / "latest").strip() or None
+        if tag is None:
+            complete = [path for path in complete_in(folder) if (path / NOTE).exists()]
+            if latest and folder / latest in complete:
+                complete = complete[complete.index(folder / latest) :]
+            elif complete and latest:
+                logger.warning("hzero: %r is incomplete; skipped", str(folder / latest))
+            elif any(folder.glob(f"*/{NOTE}")):
+                raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
+            if complete or latest is None:
+                return None, [Manifest.read(path) for path in complete]
+        asked = folder / (tag or str(latest))
+        if (asked / NOTE).exists():
+            return None, [Manifest.read(asked)]
+        if not asked.exists():
+            raise IncompleteError(f"checkpoint: no folder {str(asked)!r}{_beside(folder)}")
+        logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(asked))
+        return tag or latest, []
 
-    def _keep_batch(self, manifest: Manifest) -> None:
+    def _keep_batch(self, note: Manifest) -> None:
         """Adapts the accumulation, so that a step has as many samples as a step of the checkpoint's run.
 
         Raises:
             ConfigError: No accumulation does.
         """
-        engine, wanted = self._engine, manifest.batch
-        before = engine.gradient_accumulation_steps()
-        if wanted == engine.train_batch_size():
+        engine = self._engine
+        before, batch = engine.gradient_accumulation_steps(), engine.train_batch_size()
+        if note.batch == batch:
             return
-        accumulation = accumulation_for(
-            manifest, engine.train_batch_size() // before, engine.train_micro_batch_size_per_gpu()
-        )
         if any(of.__module__.split(".")[0] in ("lightning", "pytorch_lightning") for of in type(engine.module).__mro__):
             raise ConfigError(
-                f"accumulate_grad_batches: found {before}, which makes {engine.train_batch_size()} samples in a step; expected "
-                f"{accumulation}, for the {wanted} of {str(manifest.folder)!r}"
+                f"accumulate_grad_batches: found {before}, which makes {batch} samples in a step; expected "
+                f"{note.batch * before / batch:g}, for the {note.batch} of {str(note.folder)!r}"
             )
-        engine.set_train_batch_size(wanted)
+        accumulation = accumulation_for(note, before, batch, engine.train_micro_batch_size_per_gpu())
+        engine.set_train_batch_size(note.batch)
         if (accelerate := sys.modules.get("accelerate.state")) is not None:
             shared = accelerate.GradientState._shared_state  # which counts micro-steps in Accelerate's loops
             if shared and shared["plugin_kwargs"].get("num_steps", 1) == before:
                 shared["plugin_kwargs"]["num_steps"] = accumulation
-        say_accumulation(before, accumulation, manifest)
 
-    @contextlib.contextmanager
-    def _reading(self, folder: Path, resumes: bool) -> Iterator[None]:
-        """Inside, the engine loads what this rank would have written: its own files, or of another layout what they become."""
+    def _other_layout(self, folder: Path, resumes: bool) -> Resharding | None:
+        """What reads a checkpoint of another layout as if these ranks had written it; None for one of theirs."""
         engine, optimizer = self._engine, self._engine.optimizer
         written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
         group = getattr(optimizer, "dp_process_group", None)
@@ -283,113 +286,14 @@ class CheckpointFiles(CheckpointEngine):
                     f"checkpoint: {str(folder)!r} was written by {written} data-parallel ranks; found {ranks}; expected as many "
                     "with tensor parallelism or pipeline stages"
                 )
-        elif hasattr(optimizer, "fp16_groups"):  # not an engine without an optimizer
-            layout = Layout(ranks, engine._get_zero_param_shapes())
-            groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
-            read = functools.partial(load, map_location="cpu", trust=self.config.trust)
-            found = Resharding(folder, max(written, 1), layout, dist.get_rank(group), groups, read)
-            self._resharding = None if found.old == layout else found
-        try:
-            with contextlib.ExitStack() as stack:
-                if self._resharding is not None:
-                    own = str(self._resharding.path(0, MODEL))  # this rank may have written none
-                    stack.enter_context(mock.patch.object(engine, "_get_all_ckpt_names", return_value=[own]))
-                yield
-        finally:
-            self._resharding = None
-
-
-# ---- what all ranks decide together ----------------------------------------------------------------------------------
-
-
-#: Checkpoints whose files this process has compared with their hashes, with the times of their notes.
-_compared: set[tuple[Path, float]] = set()
-
-
-def newest_intact(candidates: Sequence[Manifest], verify: bool) -> int:
-    """The first of some checkpoints whose files are as they were written, the same on all ranks. Collective.
-
-    Args:
-        candidates: Their notes, the same on all ranks.
-        verify: Whether to compare hashes; otherwise sizes.
-
-    Returns:
-        Its index.
-
-    Raises:
-        IncompleteError: None is.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem = ""
-    for index, manifest in enumerate(candidates):
-        key = manifest.folder.absolute(), manifest.written
-        share = sorted(manifest.files)[rank::world]
-        changes: list[Any] = [None] * world
-        with blaming():
-            dist.all_gather_object(changes, manifest.changed(share, hashes=verify and key not in _compared))
-        changed = next((change for change in changes if change is not None), None)
-        if changed is None:
-            _compared.add(key)
-            return index
-        problem = problem or f"checkpoint: {str(manifest.folder)!r} is incomplete: {changed}"
-        if rank == 0 and index + 1 < len(candidates):
-            logger.warning("hzero: %r is incomplete: %s; skipped", str(manifest.folder), changed)
-    folder = candidates[0].folder.parent
-    raise IncompleteError(
-        problem + from_rank_0(lambda: _beside(folder, candidates) or _beside(folder.parent, candidates))
-    )
-
-
-def _beside(folder: Path, but: Sequence[Manifest] = ()) -> str:
-    """The end of a message that names the newest complete checkpoint in a folder, if there is another one."""
-    tried = {one.folder for one in but} | {one.folder.parent for one in but}
-    others = [path for path in complete_in(folder) if path not in tried]
-    return f"; the newest complete one is {str(others[0])!r}" if others else "; there is no complete one beside it"
-
-
-def accumulation_for(manifest: Manifest, at_once: int, micro_batch: int) -> int:
-    """The accumulation that makes a step as large as those of a checkpoint's run.
-
-    Args:
-        manifest: The note of the checkpoint.
-        at_once: Samples of all ranks in a micro-step.
-        micro_batch: Those of one rank.
-
-    Raises:
-        ConfigError: No accumulation does; the message says what could.
-    """
-    if manifest.batch % at_once == 0:
-        return manifest.batch // at_once
-    ranks, possible = at_once // micro_batch, []
-    if manifest.batch % micro_batch == 0:
-        possible.append(
-            f"{some(_divisors(manifest.batch // micro_batch), 20)} ranks with micro-batches of {micro_batch}"
-        )
-    if manifest.batch % ranks == 0:
-        possible.append(f"micro-batches of {some(_divisors(manifest.batch // ranks), 20)} with {ranks} ranks")
-    raise ConfigError(
-        f"checkpoint: {str(manifest.folder)!r} was trained with {manifest.batch} samples in a step; found {ranks} ranks with "
-        f"micro-batches of {micro_batch}, whose steps have a multiple of {at_once}; expected "
-        f"{' or '.join(possible) or 'other ranks'}, or {KEY}.checkpoint.same_batch false"
-    )
-
-
-def say_accumulation(before: int, after: int, manifest: Manifest) -> None:
-    """Says on rank 0 that the accumulation has been adapted."""
-    if dist.get_rank() == 0:
-        print(
-            f"hzero: gradient_accumulation_steps {before} -> {after}, so that a step keeps the {manifest.batch} samples of "
-            f"{str(manifest.folder)!r}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _divisors(number: int) -> list[str]:
-    return [str(count) for count in range(1, number + 1) if number % count == 0]
-
-
-# ---- what `hzero.enable` puts around DeepSpeed's methods ---------------------------------------------------------------
+            return None
+        if not hasattr(optimizer, "fp16_groups"):  # an engine without an optimizer
+            return None
+        layout = Layout.of(ranks, engine._get_zero_param_shapes())
+        groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
+        read = functools.partial(load, map_location="cpu", trust=self.config.trust)
+        found = Resharding(folder, max(written, 1), layout, dist.get_rank(group), groups, read)
+        return None if found.old == layout else found
 
 
 def configures(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,59 +305,154 @@ def configures(stock: Callable[..., Any]) -> Callable[..., Any]:
         config = read_block(engine._config._param_dict)
         if config is not None and config.checkpoint is not None:
             with on_all_ranks():
-                engine.checkpoint_engine = CheckpointFiles(engine, config.checkpoint)
+                files = CheckpointFiles(engine, config.checkpoint)
+            engine.checkpoint_engine, engine.save_checkpoint = files, files.save_checkpoint
+            if not engine.load_universal_checkpoint():
+                engine.load_checkpoint = files.load_checkpoint
 
     return configure
 
 
-def saves(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``DeepSpeedEngine.save_checkpoint`` by `CheckpointFiles.save_all`."""
+# ---- what all ranks decide together ----------------------------------------------------------------------------------
 
-    @functools.wraps(stock)
-    def save_checkpoint(
-        engine: Any,
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Any = None,
-        save_latest: bool = True,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        files, state = engine.checkpoint_engine, client_state or {}
-        if not isinstance(files, CheckpointFiles) or not save_dir:
-            return stock(engine, save_dir, tag, state, save_latest, *more, **named)
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        with on_all_ranks():
-            save = functools.partial(stock, engine, save_dir, tag, state, False, *more, **named)
-            return files.save_all(save, Path(save_dir), tag, save_latest)
-
-    return save_checkpoint
+#: Checkpoints whose files this process has compared with their hashes, with the times of their notes.
+_compared: set[tuple[Path, float]] = set()
 
 
-def loads(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``DeepSpeedEngine.load_checkpoint`` by `CheckpointFiles.load_all`."""
+def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
+    """The first of some checkpoints whose files are as they were written, the same on all ranks. Collective.
 
-    @functools.wraps(stock)
-    def load_checkpoint(
-        engine: Any,
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        **more: Any,
-    ) -> Any:
-        files = engine.checkpoint_engine
-        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        if not isinstance(files, CheckpointFiles) or engine.load_universal_checkpoint():
-            return stock(engine, load_dir, tag, *what, **more)
-        with on_all_ranks():
-            return files.load_all(
-                lambda chosen: stock(engine, load_dir, chosen, *what, **more),
-                Path(load_dir),
-                None if tag is None else str(tag),
-                load_optimizer_states and not load_module_only,
-            )
+    Args:
+        candidates: Their notes, the same on all ranks.
+        verify: Whether to compare hashes; otherwise sizes.
 
-    return load_checkpoint
+    Raises:
+        IncompleteError: None is.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problems = []
+    for note in candidates:
+        key = note.folder.absolute(), note.written
+        share = sorted(note.files)[rank::world]
+        changes: list[Any] = [None] * world
+        with blaming():
+            dist.all_gather_object(changes, note.changed(share, hashes=verify and key not in _compared))
+        changed = next((change for change in changes if change is not None), None)
+        if changed is None:
+            _compared.add(key)
+            return note
+        problems.append(f"{str(note.folder)!r} is incomplete: {changed}")
+        if rank == 0 and note is not candidates[-1]:
+            logger.warning("hzero: %s; skipped", problems[-1])
+    tried = [note.folder for note in candidates]
+    raise IncompleteError(f"checkpoint: {problems[0]}{from_rank_0(lambda: _beside(tried[0].parent, *tried))}")
+
+
+def _beside(folder: Path, *tried: Path) -> str:
+    """The end of a message that names the newest complete checkpoint in a folder, or else around it."""
+    for place in (folder, folder.parent):
+        for path in complete_in(place):
+            if path not in (folder, *tried):
+                return f"; the newest complete one is {str(path)!r}"
+    return "; there is no complete one beside it"
+
+
+def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) -> int:
+    """The accumulation that makes a step as large as those of a checkpoint's run; rank 0 says so.
+
+    Args:
+        note: Of the checkpoint.
+        before: The accumulation in effect.
+        batch: Samples of all ranks in a step with it.
+        micro_batch: Samples of a rank in a micro-step.
+
+    Raises:
+        ConfigError: No accumulation does.
+    """
+    at_once = batch // before
+    if note.batch % at_once:
+        raise ConfigError(
+            f"checkpoint: {str(note.folder)!r} was trained with {note.batch} samples in a step; found "
+            f"{at_once // micro_batch} ranks with micro-batches of {micro_batch}, which is {at_once} at once; expected a divisor "
+            f"of {note.batch}, or {KEY}.checkpoint.same_batch false"
+        )
+    after = note.batch // at_once
+    if dist.get_rank() == 0:
+        print(
+            f"hzero: gradient_accumulation_steps {before} -> {after}, so that a step keeps the {note.batch} samples of "
+            f"{str(note.folder)!r}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return after
+
+
+# ---- loading without running code ------------------------------------------------------------------------------------
+
+#: What DeepSpeed's own files need beyond tensors and Python's plain types.
+_ALLOWED = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+@contextlib.contextmanager
+def only_tensors(trust: bool, what: str = "the checkpoint") -> Iterator[None]:
+    """Makes every ``torch.load`` accept nothing but tensors, plain types and `_ALLOWED`, whatever its caller asks for.
+
+    DeepSpeed asks for ``weights_only=False`` wherever it loads; torch's own variable overrules it.
+
+    Args:
+        trust: True changes nothing.
+        what: Begins the error.
+
+    Raises:
+        ConfigError: A file needs more.
+    """
+    if trust:
+        yield
+        return
+    forbids, forces = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = {name: os.environ.pop(name, None) for name in (forbids, forces)}
+    os.environ[forces] = "1"
+    torch.serialization.add_safe_globals([pkgutil.resolve_name(name) for name in _ALLOWED])
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise _refusal(what, error) from None
+    finally:
+        del os.environ[forces]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> Any:
+    """``torch.load`` of a checkpoint's file.
+
+    Args:
+        path: The file.
+        map_location: As for ``torch.load``.
+        trust: Whether it may hold more than tensors.
+        mmap: Whether tensors of a zip archive are read where they are used, and not all at once.
+
+    Raises:
+        ConfigError: It needs more than `_ALLOWED`, is damaged, or is no file of torch.
+    """
+    if not os.path.isfile(path):  # torch would wait for a pipe
+        raise ConfigError(f"{path!r} is no regular file")
+    try:
+        with only_tensors(trust, repr(path)):
+            return torch.load(path, map_location, weights_only=not trust, mmap=mmap and zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise _refusal(repr(path), error) from None
+
+
+def _refusal(what: str, error: Exception) -> ConfigError:
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):  # as torch names what it refuses
+        return ConfigError(
+            f'{what} needs {found[1]}, which is no tensor and could run code, so it is not loaded; "checkpoint": '
+            '{"trust": true} loads it all the same, if you trust whoever wrote it'
+        )
+    reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return ConfigError(f"{what} cannot be loaded as tensors: {reason.splitlines()[0][:200]}")

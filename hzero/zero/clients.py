@@ -14,48 +14,40 @@ seed and the epoch.
 from __future__ import annotations
 
 import functools
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from hzero.block import find
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
-from hzero.manifest import IncompleteError, Manifest, SaveError, complete_in, manifests_in, newest_checkpoint
-from hzero.parsing import parse_config
+from hzero.manifest import IncompleteError, Manifest, SaveError, complete_in, newest_checkpoint, notes_in
 from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks
-from hzero.zero.checkpoint import accumulation_for, newest_intact, say_accumulation
-from hzero.zero.safe_load import only_tensors
-
-
-def _config_of(accelerator: Any) -> CheckpointConfig:
-    config = parse_config(find(accelerator.state.deepspeed_plugin.deepspeed_config)).checkpoint
-    assert config is not None, "whoever follows has found it"
-    return config
-
+from hzero.zero.checkpoint import accumulation_for, newest_intact, only_tensors
 
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def follow_trainer(trainer: Any) -> None:
+def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
     """Makes ``trainer.train`` choose a complete checkpoint and keep its batch, and its saves fail on all ranks alike.
 
     Args:
         trainer: A ``transformers.Trainer``, or what is derived from it.
+        config: The key ``checkpoint``.
     """
-    config = _config_of(trainer.accelerator)
     stock_train, stock_rng = trainer.train, trainer._save_rng_state
 
     @functools.wraps(stock_train)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with on_all_ranks():
             if resume_from_checkpoint:
-                resume_from_checkpoint, found = _chosen(trainer.args.output_dir, resume_from_checkpoint, config)
-                if found is not None and config.same_batch:
-                    _keep_batch(trainer, found)
+                notes = from_rank_0(lambda: _candidates(trainer.args.output_dir, resume_from_checkpoint))
+                if notes:  # without a note, the engine says what it is
+                    note = newest_intact(notes, config.verify)
+                    resume_from_checkpoint = str(note.folder.parent)
+                    if config.same_batch:
+                        _keep_batch(trainer, note)
         return stock_train(resume_from_checkpoint, *args, **kwargs)
 
     @functools.wraps(stock_rng)
@@ -65,80 +57,66 @@ def follow_trainer(trainer: Any) -> None:
         try:
             stock_rng(output_dir)
         except (OSError, RuntimeError) as error:
-            failure = f"{output_dir}: {getattr(error, 'strerror', None) or error} (rank {dist.get_rank()})"
+            failure = f"{getattr(error, 'strerror', None) or error} (rank {dist.get_rank()})"
         failures: list[Any] = [None] * dist.get_world_size()
         with blaming():
             dist.all_gather_object(failures, failure)
         for failure in filter(None, failures):
-            message = f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged"
-            raise of_all_ranks(SaveError(message))
+            raise of_all_ranks(
+                SaveError(f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged")
+            )
 
     trainer.train, trainer._save_rng_state = train, save_rng_state
 
 
-def _chosen(output_dir: str, asked: Any, config: CheckpointConfig) -> tuple[Any, Manifest | None]:
-    """The checkpoint from which Trainer resumes, and its note, if it has one. Collective.
+def _candidates(output_dir: str, asked: Any) -> list[Manifest]:
+    """The notes of the checkpoints from which Trainer may resume, best first.
 
     One that is incomplete gives way to the newest complete one if Trainer has chosen it, or a script by ``get_last_checkpoint``:
-    then it has the highest number in its folder. Without a note, the engine says what it is.
+    then it has the highest number in its folder.
     """
+    from transformers.trainer_utils import get_last_checkpoint
+
     folder = Path(output_dir) if asked is True else Path(asked).parent
-
-    def candidates() -> list[Manifest]:
-        complete, last = complete_in(folder), _last(folder)
-        if asked is not True and Path(asked) != last:
-            complete = [path for path in complete if path == Path(asked)]
-        elif last is not None and not complete and newest_checkpoint(folder) is None:
-            raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
-        return [next(iter(manifests_in(path))) for path in complete]
-
-    notes = from_rank_0(candidates)
-    if not notes:
-        return asked, None
-    found = notes[newest_intact(notes, config.verify)]
-    return str(found.folder.parent), found
+    complete, last = complete_in(folder), get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if asked is not True and Path(asked) != Path(last or ""):
+        complete = [path for path in complete if path == Path(asked)]
+    elif last is not None and not complete and newest_checkpoint(folder) is None:
+        raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
+    return [notes_in(path)[0] for path in complete]
 
 
-def _last(folder: Path) -> Path | None:
-    """What Trainer's ``get_last_checkpoint`` takes."""
-    numbers = {
-        int(match[1]): path for path in folder.glob("*") if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    }
-    return numbers[max(numbers)] if numbers else None
-
-
-def _keep_batch(trainer: Any, found: Manifest) -> None:
+def _keep_batch(trainer: Any, note: Manifest) -> None:
     """Adapts Trainer's accumulation, as `CheckpointFiles` does that of other loops."""
     args, before = trainer.args, trainer.args.gradient_accumulation_steps
     batch = trainer.get_total_train_batch_size(args)
-    if batch == found.batch:
+    if batch == note.batch:
         return
     try:
-        accumulation = accumulation_for(found, batch // before, args.per_device_train_batch_size)
+        accumulation = accumulation_for(note, before, batch, args.per_device_train_batch_size)
     except ConfigError as error:
         raise ConfigError(str(error).replace("micro-batches of", "per_device_train_batch_size")) from None
     config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     config["gradient_accumulation_steps"] = args.gradient_accumulation_steps = accumulation
     if "train_batch_size" in config:
-        config["train_batch_size"] = found.batch
+        config["train_batch_size"] = note.batch
     if trainer.accelerator.gradient_accumulation_steps == before:  # in some releases Trainer leaves it at 1
         trainer.accelerator.gradient_accumulation_steps = accumulation
-    say_accumulation(before, accumulation, found)
 
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------
 
 
-def follow_accelerator(accelerator: Any) -> None:
+def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
     """Makes ``load_state`` take complete checkpoints, run no code, and begin a window of accumulation on all ranks alike.
 
     And makes ``save_state`` remove checkpoints beyond ``total_limit`` after it has saved, where Accelerate does so before.
 
     Args:
         accelerator: An ``accelerate.Accelerator`` that uses DeepSpeed.
+        config: The key ``checkpoint``.
     """
-    config, names = _config_of(accelerator), accelerator.project_configuration
-    stock_save, stock_load = accelerator.save_state, accelerator.load_state
+    names, stock_save, stock_load = accelerator.project_configuration, accelerator.save_state, accelerator.load_state
 
     @functools.wraps(stock_save)
     def save_state(*args: Any, **kwargs: Any) -> Any:

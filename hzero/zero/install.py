@@ -45,13 +45,13 @@ def enable() -> None:
     `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
     are.
 
-    The call replaces twelve things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by
+    The call replaces ten things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by
     subclasses), the constructor of its parameter offload (which the stage wraps, to take over gathers), its gathers and
     partitions of lists of parameters (which may belong to several engines), the end of its steps (which may change
     parameters of another engine), its broadcast of a model (whose errors then name the parameter), its sanity check
     (which the stage extends, to refuse unsupported features before anything is built), the engine's ``zero_grad`` (which
-    also drops a window that an exception has cut short), and its three methods that choose a writer of checkpoints, save and
-    load (which obey the block's key ``checkpoint``). It starts no collective, reads
+    also drops a window that an exception has cut short), and its choice of a writer of checkpoints (which obeys the block's key
+    ``checkpoint``). It starts no collective, reads
     no configuration and allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again
     does nothing, and it cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken
     over.
@@ -69,8 +69,6 @@ def enable() -> None:
     DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
     DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
     DeepSpeedEngine._configure_checkpointing = checkpoint.configures(DeepSpeedEngine._configure_checkpointing)
-    DeepSpeedEngine.save_checkpoint = checkpoint.saves(DeepSpeedEngine.save_checkpoint)
-    DeepSpeedEngine.load_checkpoint = checkpoint.loads(DeepSpeedEngine.load_checkpoint)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
     Init._all_gather, Init._partition = (
         Weights.gathers_exactly(Init._all_gather),

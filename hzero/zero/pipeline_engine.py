@@ -16,11 +16,11 @@ from hzero.block import KEY
 from hzero.collectives import blaming, limit_waits
 from hzero.config import HZeroConfig
 from hzero.validation import ConfigError
-from hzero.zero.borrowed import with_names
 from hzero.zero.pipeline_state import PipelineState, check_module
 from hzero.zero.refusals import read_block
 from hzero.zero.stage1 import HZeroStage1
 from hzero.zero.stage_messages import StageMessages
+from hzero.zero.versions import with_names
 
 
 class HZeroPipelineEngine(PipelineEngine):

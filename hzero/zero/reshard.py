@@ -15,9 +15,11 @@ hyperparameters of the first one, restores Adam's two moments only (stage3.py), 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +33,9 @@ MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"
 _GROUPS, _STATE, _FROZEN = "fp32_flat_groups", "optimizer_state_dict", "frozen_param_fragments"
 
 
-def part(count: int, world_size: int, rank: int) -> tuple[int, int, int]:
-    """A rank's part of a parameter: its length with padding, and the elements from the first to behind the last.
-
-    Args:
-        count: Elements of the parameter.
-        world_size: Ranks.
-        rank: The rank.
-    """
-    size = chunk_numel(count, world_size)
-    return size, min(rank * size, count), min((rank + 1) * size, count)
-
-
+@dataclass(frozen=True)
 class Layout:
     """How ranks have cut parameters.
-
-    Args:
-        world_size: Ranks.
-        shapes: For each of DeepSpeed's sub-groups the shapes of its parameters by name, in their order.
 
     Attributes:
         world_size: Ranks.
@@ -57,40 +44,41 @@ class Layout:
         sizes: Elements of the flat tensors.
     """
 
-    def __init__(self, world_size: int, shapes: Sequence[dict[str, Sequence[int]]]) -> None:
-        self.world_size = world_size
-        self.counts = {name: math.prod(shape) for group in shapes for name, shape in group.items()}
-        self.places: dict[str, tuple[int, int]] = {}
-        self.sizes: list[int] = []
+    world_size: int
+    counts: dict[str, int]
+    places: dict[str, tuple[int, int]]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, world_size: int, shapes: Sequence[dict[str, Sequence[int]]]) -> Layout:
+        """The layout of DeepSpeed's sub-groups, of which each gives the shapes of its parameters by name, in their order."""
+        found = cls(world_size, {}, {}, [0] * len(shapes))
         for index, group in enumerate(shapes):
-            at = 0
-            for name in group:
-                self.places[name] = index, at
-                at += chunk_numel(self.counts[name], world_size)
-            self.sizes.append(at)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and vars(self) == vars(other)
+            for name, shape in group.items():
+                found.counts[name] = math.prod(shape)
+                found.places[name] = index, found.sizes[index]
+                found.sizes[index] += chunk_numel(found.counts[name], world_size)
+        return found
 
 
-def cut(count: int, old_world: int, world_size: int, rank: int, source: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """A rank's part of a parameter, from the parts of another world; padding is zero.
+def cut(
+    into: torch.Tensor, count: int, old_world: int, world_size: int, rank: int, source: Callable[[int], torch.Tensor]
+) -> None:
+    """Fills a rank's part of a parameter from the parts of another world; padding stays as it is.
 
     Args:
+        into: The part, flat.
         count: Elements of the parameter.
         old_world: Ranks of the other world.
         world_size: Ranks of this one.
         rank: This rank.
         source: The flat part of a rank of the other world.
     """
-    size, first, last = part(count, world_size, rank)
-    step, kept = chunk_numel(count, old_world), None
+    size, step = chunk_numel(count, world_size), chunk_numel(count, old_world)
+    first, last = min(rank * size, count), min((rank + 1) * size, count)
     for old in range(first // step, -(-last // step)):
         begin, end = max(first, old * step), min(last, (old + 1) * step)
-        piece = source(old)
-        kept = torch.zeros(size, dtype=piece.dtype) if kept is None else kept
-        kept[begin - first : end - first] = piece[begin - old * step : end - old * step]
-    return torch.zeros(size, dtype=source(0).dtype) if kept is None else kept
+        into[begin - first : end - first] = source(old)[begin - old * step : end - old * step]
 
 
 class Resharding:
@@ -123,11 +111,9 @@ class Resharding:
         self._folder, self._layout, self._rank, self._param_groups = folder, layout, rank, list(param_groups)
         self._first = rank % world_size  # so that not all ranks read the same file
         self._load, self._files = load, dict[tuple[int, str], Any]()
-        try:
+        with self._as_zero3():
             model = self._file(self._first, MODEL)
-            self.old = Layout(int(model["dp_world_size"]), model["param_shapes"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._strange(error) from None
+            self.old = Layout.of(int(model["dp_world_size"]), model["param_shapes"])
         missing = sorted(self.old.counts.items() ^ layout.counts.items())
         if missing:
             names = some(list(dict.fromkeys(name for name, _ in missing)), 4)
@@ -144,41 +130,45 @@ class Resharding:
 
     def load(self, kind: str) -> Any:
         """What this rank's file of a kind would hold."""
-        try:
+        with self._as_zero3():
             return self._model() if kind == MODEL else self._optimizer()
+
+    @contextlib.contextmanager
+    def _as_zero3(self) -> Iterator[None]:
+        """Inside, what a checkpoint of ZeRO-3 has and this one lacks is one line."""
+        try:
+            yield
+        except ConfigError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise self._strange(error) from None
+            raise ConfigError(
+                f"checkpoint: {str(self._folder)!r} is no checkpoint of ZeRO-3 ({type(error).__name__}: {error})"
+            ) from None
 
     def _file(self, rank: int, kind: str) -> Any:
         if (rank, kind) not in self._files:
             self._files[rank, kind] = self._load(str(self.path(rank, kind)), mmap=True)
         return self._files[rank, kind]
 
-    def _strange(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"checkpoint: {str(self._folder)!r} is no checkpoint of ZeRO-3 ({type(error).__name__}: {error})"
-        )
-
-    def _cut(self, count: int, source: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        return cut(count, self.old.world_size, self._layout.world_size, self._rank, source)
+    def _cut(self, into: torch.Tensor, count: int, source: Callable[[int], torch.Tensor]) -> None:
+        cut(into, count, self.old.world_size, self._layout.world_size, self._rank, source)
 
     def _model(self) -> dict[str, Any]:
         own = self._file(self._first, MODEL)
+        shapes = own.get("frozen_param_shapes") or {}
         fragments: dict[str, torch.Tensor] = {}
-
-        def fragment(name: str, rank: int) -> torch.Tensor:
-            found: torch.Tensor = self._file(rank, MODEL)[_FROZEN][name]
-            return found
-
-        for name, shape in (own.get("frozen_param_shapes") or {}).items():
-            fragments[name] = self._cut(math.prod(shape), functools.partial(fragment, name))
+        for name, shape in shapes.items() if own.get(_FROZEN) is not None else ():
+            size = chunk_numel(math.prod(shape), self._layout.world_size)
+            fragments[name] = torch.zeros(size, dtype=own[_FROZEN][name].dtype)
+            self._cut(fragments[name], math.prod(shape), functools.partial(self._frozen, name))
         return {
             **own,
             "dp_world_size": self._layout.world_size,
             _FROZEN: fragments if own.get(_FROZEN) is not None else None,
         }
+
+    def _frozen(self, name: str, rank: int) -> Any:
+        return self._file(rank, MODEL)[_FROZEN][name]
 
     def _optimizer(self) -> dict[str, Any]:
         own = self._file(self._first, OPTIMIZER)
@@ -209,8 +199,8 @@ class Resharding:
                 into = flat[index]
                 if key is not None:
                     into = states[index].setdefault(key, torch.zeros(new.sizes[index], dtype=value.dtype))
-                found = self._cut(old.counts[name], functools.partial(old_part, name, key))
-                into[at : at + len(found)] = found
+                into = into[at : at + chunk_numel(new.counts[name], new.world_size)]
+                self._cut(into, old.counts[name], functools.partial(old_part, name, key))
         groups = [
             {**group, "params": [index for index, of in enumerate(self._param_groups) if of == number]}
             for number, group in enumerate(stock["param_groups"])

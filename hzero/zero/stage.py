@@ -11,10 +11,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from hzero.block import find
+from hzero.block import KEY, find
 from hzero.collectives import blaming, shared_recorder
 from hzero.validation import on_all_ranks
-from hzero.zero import saved, versions
+from hzero.zero import versions
 from hzero.zero.guard import DivergenceError
 from hzero.zero.refusals import ZeroParameter, mixed_types
 from hzero.zero.state import StageState
@@ -317,19 +317,19 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.weights.gather_kept_whole()
 
     def state_dict(self) -> dict[str, Any]:
-        """Stock, and the stage's own state where it has some; see `SavedState`."""
+        """Stock, and the stage's own state where it has some; see `StageState.state_dict`."""
         state: dict[str, Any] = super().state_dict()
-        own = self.hzero.saved.of_now()
-        return state if own is None else {**state, saved.KEY: own}
+        own = self.hzero.state_dict()
+        return state if own is None else {**state, KEY: own}
 
     def load_state_dict(self, state_dict_list: list[dict[str, Any]] | None, *args: Any, **kwargs: Any) -> None:
         """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
-        own = state_dict_list[self.hzero.plan.rank].get(saved.KEY) if state_dict_list else None
+        own = state_dict_list[self.hzero.plan.rank].get(KEY) if state_dict_list else None
         self._partition_all_parameters()
         self.hzero.weights.before_change()
         super().load_state_dict(state_dict_list, *args, **kwargs)
         self.hzero.replaced()
-        self.hzero.saved.restore(own)
+        self.hzero.load_state_dict(own)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""

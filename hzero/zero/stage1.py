@@ -15,8 +15,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from hzero.collectives import Chain
-from hzero.zero.borrowed import with_names
 from hzero.zero.pipeline_state import PipelineState
+from hzero.zero.versions import with_names
 
 #: A hop in flight, and what is done with its result.
 _Submitted = tuple[Chain[torch.Tensor], Callable[[torch.Tensor], Any]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from hzero.collectives import (
     most_failures,
 )
 from hzero.collectives.recorder import world_timeout
-from hzero.config import Dimension, HZeroConfig, Tier
+from hzero.config import ROLES, Dimension, HZeroConfig, Tier
 from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
@@ -38,11 +39,10 @@ from hzero.zero.audit import Audit
 from hzero.zero.comms_logger import LoggedHops
 from hzero.zero.gradients import Gradients
 from hzero.zero.guard import Guard
-from hzero.zero.layers import layers_of
+from hzero.zero.managed import layers_of
 from hzero.zero.partition import Partition, ranks_of, speaks
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
-from hzero.zero.saved import SavedState
 from hzero.zero.streams import stage_pipeline
 from hzero.zero.weights import Weights
 
@@ -60,7 +60,6 @@ class StageState:
         logged_hops: What DeepSpeed's ``comms_logger`` gets of them, at the end of each step and in `settle`.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
-        saved: What of all this a checkpoint holds.
         guard: Ends a training that diverges.
 
     Args:
@@ -113,7 +112,6 @@ class StageState:
         if speaks():
             self._announce(routes.codes)
         self._steps = 0
-        self.saved = SavedState(module, self.plan, self.weights, self.gradients, self._feedback, config.save_residuals)
         self._audit, self._audit_due = Audit(module, self.weights, collectives), True
         device = torch.device(get_accelerator().current_device_name())
         self._canary = Canary(collectives, config.canary.bytes, device, self.partition.ranks)
@@ -152,6 +150,73 @@ class StageState:
         self._audit_due = True
         if self._feedback is not None:
             self._feedback.clear()
+
+    # ---- what a checkpoint holds beside stock's state, and in the same files -----------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Residuals of error feedback, and the numbers from which seeds of stochastic rounding are made.
+
+        A run that resumes with the same plan then rounds gradients as one that was never interrupted. Weights that are rounded
+        stochastically are rounded anew where a load lays them into other messages than a step does.
+
+        Returns:
+            Of this rank, in plain types and tensors; None where there is nothing to save, so the files stay stock.
+        """
+        if not self._by_chance() and not self.config.save_residuals:
+            return None
+        names = self._names()
+        residuals: dict[str, dict[str, torch.Tensor]] = {}
+        scales: dict[str, dict[str, float]] = {}
+        if self._feedback is not None and self.config.save_residuals:
+            for tier, kept in self._feedback.saved().items():
+                residuals[tier] = {names[key]: residual for key, (residual, _) in kept.items()}
+                scales[tier] = {names[key]: scale for key, (_, scale) in kept.items()}
+        seeds = {"weights": self.weights.version, "gradients": self.gradients.reductions}
+        return {"plan": self._identity(), "seeds": seeds, "residuals": residuals, "scales": scales}
+
+    def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
+        """Goes on from what a checkpoint holds, after everything else has been replaced.
+
+        Residuals of another plan are dropped with a warning; they start at zero.
+
+        Args:
+            found: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
+        """
+        kept = found["residuals"] if found is not None else {}
+        same = found is not None and found["plan"] == self._identity()
+        if self._feedback is not None and speaks() and not (same and kept):
+            why = "was written with another plan or on other ranks" if kept else "has none"
+            logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
+        if found is None or not same:
+            return
+        self.weights.version, self.gradients.reductions = found["seeds"]["weights"], found["seeds"]["gradients"]
+        if self._feedback is None:
+            return
+        keys = {name: key for key, name in self._names().items()}
+        device = get_accelerator().current_device_name()
+        for tier, residuals in kept.items():
+            for name, residual in residuals.items():
+                if name in keys:
+                    self._feedback.restore(tier, keys[name], residual.to(device), found["scales"][tier][name])
+
+    def _by_chance(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        plan = self.plan
+        codecs = [plan.codecs[role][tier] for role in ROLES for tier in plan.codecs[role].written]
+        codecs += [codec for _, codec in plan.exceptions]
+        return plan.accumulator_bytes < 4 or any(codec.rounding == "stochastic" for codec in codecs)
+
+    def _identity(self) -> str:
+        """What residuals depend on: which rows a rank holds, and what is lost on the way to it."""
+        plan = self.plan
+        hops = (plan.gather_hops(), plan.micro_hops(), plan.boundary_hops())
+        told = (plan.grid, plan.weights_scope, plan.gradients_scope, hops, plan.error_feedback, plan.exceptions)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def _names(self) -> dict[int, str]:
+        return {param.ds_id: name for name, param in self._module.named_parameters()}  # type: ignore[attr-defined]
+
+    # ---- hops, audits and traces --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import deepspeed
@@ -102,7 +103,7 @@ PIPELINE: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (DeepSpeedZeroOptimizer, "update_lp_params", ("self",)),
     (DeepSpeedZeroOptimizer, "load_state_dict", ("self", "state_dict_list")),
 )
-#: Names of their modules that some methods look up, and to which `hzero.zero.borrowed` gives another meaning.
+#: Names of their modules that some methods look up, and to which `with_names` gives another meaning.
 NAMES: tuple[tuple[type, str, str], ...] = (
     (PipelineEngine, "_configure_zero_optimizer", "DeepSpeedZeroOptimizer"),
     (PipelineEngine, "_exec_send_activations", "p2p"),
@@ -226,6 +227,17 @@ def set_boundary(optimizer: Any) -> None:
         optimizer.set_gradient_accumulation_boundary(True)
     else:
         optimizer.is_gradient_accumulation_boundary = True
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A copy of a method of DeepSpeed that finds these values under global names of its module, which stays as it is.
+
+    A subclass so replaces one call in the middle of a long method, and inherits the rest. `NAMES` are checked.
+    """
+    assert isinstance(function, types.FunctionType) and function.__closure__ is None
+    return types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
 
 
 # ---- comparison -------------------------------------------------------------------------------------------------------

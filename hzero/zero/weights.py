@@ -22,8 +22,7 @@ from hzero.collectives import Bucket, Chain, Payload, TieredCollectives, in_buck
 from hzero.config import PLAIN
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.plan import plain
-from hzero.zero.layers import members_of
-from hzero.zero.managed import GatherHandle, Gathering, Handles, Managed, ResidentHandle, StockHandle, Unit, Units
+from hzero.zero.managed import GatherHandle, Gathering, Handles, Managed, ResidentHandle, StockHandle, Units, form_units
 from hzero.zero.primary import PrimaryShards
 from hzero.zero.refusals import ZeroParameter, check_types
 from hzero.zero.routes import Routes
@@ -73,10 +72,7 @@ class Weights:
             self._manage(param)
         self._primary.note_change()
         self._units = Units()
-        for members in members_of(module, layers):
-            unit = Unit([self._managed[param.ds_id] for param in members])
-            for managed in unit.members:
-                managed.unit = unit
+        form_units(module, layers, self._managed)
         units = self._units  # functions that hold nothing else, so that a copy of the model copies no engine
         self._unit_hooks = (
             module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),

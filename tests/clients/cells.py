@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hzero  # also has DeepSpeed serve the block
 from tests.clients.config import BATCH
+from tests.ranks import LONG
 from tests.zero.training import assert_losses, masters_of
 
 VOCAB, LENGTH = 53, 16
@@ -128,6 +129,12 @@ def assert_trains(run: Run, reference: Run, tolerance: float = 0.05, fall: float
     }
 
 
+def assert_both(trained: Callable[..., Run], want: Run, **changes: Any) -> None:
+    """`lossless` and `topo`, trained alike, against plain ZeRO-3."""
+    assert_equal(trained("lossless", **changes), want)
+    assert_trains(trained("topo", **changes), want)
+
+
 def reset() -> None:
     """Forgets what Accelerate and Trainer keep in the process between two runs."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -143,8 +150,8 @@ def slow(check: Any) -> Any:
 
     @functools.wraps(check)
     def run() -> Any:
-        if os.environ.get("HZERO_CLIENTS") != "all":
-            pytest.skip("takes long; HZERO_CLIENTS=all runs it")
+        if LONG.args[0]:
+            pytest.skip(LONG.kwargs["reason"])
         return check()
 
     return run

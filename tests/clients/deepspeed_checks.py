@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import hzero
-from tests.clients.cells import Run, assert_equal, assert_trains, batches, llama, mean, slow
+from tests.clients.cells import Run, assert_both, batches, llama, mean, slow
 from tests.clients.config import ACCUMULATION, STEPS, config_of
 from tests.zero.training import assert_losses, engine_of, masters_of
 
@@ -80,18 +80,8 @@ def check_deepspeed_drops_auto_values() -> None:
 
 
 @slow
-def check_deepspeed_compiles_eagerly() -> None:
-    """Backend ``eager``: the graphs, and DeepSpeed's and hzero's hooks between them."""
-    _compiled("eager")
-
-
-@slow
-def check_deepspeed_compiles_by_inductor() -> None:
-    """Backend ``inductor``, which compiles C++ here."""
-    _compiled("inductor")
-
-
-def _compiled(backend: str) -> None:
+def check_deepspeed_compiles() -> None:
+    """By backend ``eager``, the graphs and the hooks between them; and by ``inductor``, which compiles C++ here."""
     want = trained(None)
-    assert_equal(trained("lossless", backend), want)
-    assert_trains(trained("topo", backend), want)
+    for backend in ("eager", "inductor"):
+        assert_both(trained, want, backend=backend)

@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import skip_first_batches
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hzero
 from tests.clients.accelerate_checks import Loop
 from tests.clients.cells import LENGTH, VOCAB, llama, mean, reset, samples
-from tests.clients.config import CLIP, LR, config_of
+from tests.clients.config import config_of
+from tests.clients.trainer_checks import trainer_of
 from tests.zero.checkpoint_checks import small_disk
 from tests.zero.training import assert_losses
 
@@ -70,27 +71,12 @@ def _damage(checkpoint: Path) -> None:
 
 
 def _trainer(folder: Path, last: int, preset: str, accumulation: int = 3, **changes: Any) -> Trainer:
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": accumulation,
-        "max_grad_norm": CLIP,
-        "learning_rate": LR,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        **changes,
-    }
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation, "max_steps": STEPS}
     config = {**_config(preset, "auto", "auto"), "train_batch_size": "auto"}
     config["optimizer"]["params"]["lr"] = "auto"
-    training = TrainingArguments(output_dir=str(folder), deepspeed=config, max_steps=STEPS, **arguments)
-    trainer = Trainer(llama(), training, train_dataset=samples(STEPS * BATCH))
-    trainer.add_callback(_StopAt(last))
-    return trainer
+    arguments = {"lr_scheduler_type": "linear", **sizes, **saves, **changes}
+    return trainer_of(config, folder, callbacks=[_StopAt(last)], rows=STEPS * BATCH, **arguments)
 
 
 class _StopAt(hzero.StopAndSave):

@@ -14,32 +14,40 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hzero
 from hzero.zero import versions
-from tests.clients.cells import Run, assert_equal, assert_trains, llama, reset, samples, slow
+from tests.clients.cells import Run, assert_both, assert_equal, assert_trains, llama, reset, samples, slow
 from tests.clients.config import ACCUMULATION, BATCH, CLIP, LR, STEPS, config_of
 from tests.zero.training import assert_losses, shared_folder
 
+#: Of every Trainer.
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": BATCH,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "max_grad_norm": CLIP,
+    "learning_rate": LR,
+    "lr_scheduler_type": "constant",
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
 
-def trainer_of(config: dict[str, Any], folder: Path, model: Any = None, callbacks: Any = (), **changes: Any) -> Trainer:
+
+def trainer_of(
+    config: dict[str, Any],
+    folder: Path,
+    model: Any = None,
+    callbacks: Any = (),
+    rows: int = STEPS * ACCUMULATION * BATCH * 4,
+    **changes: Any,
+) -> Trainer:
     """A Trainer of `STEPS` steps; ``changes`` are TrainingArguments."""
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_grad_norm": CLIP,
-        "learning_rate": LR,
-        "lr_scheduler_type": "constant",
-        "max_steps": STEPS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        **changes,
-    }
     return Trainer(
         llama() if model is None else model,
-        TrainingArguments(output_dir=str(folder), deepspeed=config, **arguments),
-        train_dataset=samples(STEPS * ACCUMULATION * BATCH * 4),
+        TrainingArguments(output_dir=str(folder), deepspeed=config, **{**ARGUMENTS, **changes}),
+        train_dataset=samples(rows),
         eval_dataset=samples(32, seed=1),
         callbacks=list(callbacks),
     )
@@ -68,26 +76,15 @@ def stock() -> Run:
 def check_trainer_accumulates_and_clips() -> None:
     """Also with the clipping in effect."""
     assert max(stock().norms) > CLIP
-    assert_equal(trained("lossless"), stock())
-    assert_trains(trained("topo"), stock())
+    assert_both(trained, stock())
 
 
 @slow
-def check_trainer_checkpoints_activations_by_hooks() -> None:
-    """Not re-entrant: PyTorch's recommended kind."""
-    _checkpointing(False)
-
-
-@slow
-def check_trainer_checkpoints_activations_reentrant() -> None:
-    """Re-entrant: backward runs forward anew, several backwards in one."""
-    _checkpointing(True)
-
-
-def _checkpointing(reentrant: bool) -> None:
-    kind = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    assert_equal(trained("lossless", **kind), stock())
-    assert_trains(trained("topo", **kind), stock())
+def check_trainer_checkpoints_activations() -> None:
+    """By hooks, PyTorch's recommended kind; and re-entrant, where backward runs forward anew, several backwards in one."""
+    for reentrant in (False, True):
+        kind = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        assert_both(trained, stock(), **kind)
 
 
 BEST = {
@@ -232,7 +229,4 @@ def check_trainer_fills_auto_values() -> None:
         kept = {name for name, param in trainer.model.named_parameters() if param.ds_persist}
         assert kept == {name for name, param in trainer.model.named_parameters() if "norm" in name}
         run = Run(logged(trainer, "loss"), logged(trainer, "grad_norm")).end(trainer.model_wrapped)
-        if preset == "lossless":
-            assert_equal(run, stock())
-        else:
-            assert_trains(run, stock())
+        (assert_equal if preset == "lossless" else assert_trains)(run, stock())

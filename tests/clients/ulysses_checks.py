@@ -13,7 +13,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.clients.cells import LENGTH, Run, assert_equal, assert_trains, slow
+from tests.clients.cells import LENGTH, Run, assert_both, slow
 from tests.clients.trainer_checks import trained
 
 
@@ -47,6 +47,4 @@ def _sequences(preset: str | None) -> Run:
 @slow
 def check_trainer_shares_sequences_by_ulysses() -> None:
     """Two ranks share each sequence, and two groups of them the data."""
-    want = _sequences(None)
-    assert_equal(_sequences("lossless"), want)
-    assert_trains(_sequences("topo"), want)
+    assert_both(_sequences, _sequences(None))

@@ -53,7 +53,7 @@ def test_a_full_disk_on_one_rank_is_one_line_and_leaves_the_checkpoint_before(tm
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     text = _launch("full", folder, tmp_path / "first", FAILED)
-    line = f"hzero: error: '{folder}/global_step2' could not be saved: {folder}/global_step2/"
+    line = f"hzero: error: '{folder}/global_step2' could not be saved: "
     assert text.count("could not be saved") == 1 and line in text, text
     assert (
         "File too large (rank 1); earlier checkpoints are unchanged" in text and "Traceback" not in text.split(line)[0]

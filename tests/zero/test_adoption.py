@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hzero import autoload, cli
+from hzero import cli
 from hzero.launch import free_port
 from tests.ranks import ROOT
 
@@ -108,24 +107,11 @@ def test_what_a_script_raises_is_its_own(raised: str, tmp_path: Path, capfd: pyt
     assert cli.main(["run", "nothing.py"]) == 2 and "SCRIPT: no file 'nothing.py'" in capfd.readouterr().err
 
 
-def test_a_deepspeed_with_another_signature_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    class DeepSpeedConfig:
-        def _initialize_params(self, param_dict: dict, mesh: int) -> tuple:
-            return param_dict, mesh
-
-    module = types.ModuleType("deepspeed.runtime.config")
-    module.DeepSpeedConfig = DeepSpeedConfig  # type: ignore[attr-defined]
-    autoload._watch(module)
-    assert "cannot watch deepspeed.runtime.config.DeepSpeedConfig, so it is off" in capsys.readouterr().err
-    assert DeepSpeedConfig()._initialize_params({}, 1) == ({}, 1)
-
-
 def test_without_a_block_deepspeed_stays_as_it_is(installed: Path) -> None:
-    """The one thing that differs is the code of the function in which configurations are seen."""
+    """The one thing that differs is the method in which configurations are seen."""
     found, errors = _run("-m", "tests.zero.adoption", "untouched", site=str(installed), HZERO_AUTOLOAD="0")
-    watched = "DeepSpeedConfig._initialize_params.__code__"
-    assert [name for name in found["changed"] if not name.endswith(watched)] == []
-    assert any(name.endswith(watched) for name in found["changed"])
+    watched = "DeepSpeedConfig._initialize_params"
+    assert found["changed"] and [name for name in found["changed"] if watched not in name] == []
     assert found["new"] == [] and found["seen"] > 10_000
     assert found["stock"] == STOCK and found["state"] and found["with_block"] == STAGE
     assert errors.count("hzero: topo on") == 1
