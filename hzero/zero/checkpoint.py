@@ -238,10 +238,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             complete = [path for path in complete_in(folder) if (path / NOTE).exists()]
             if latest and folder / latest in complete:
                 complete = complete[complete.index(folder / latest) :]
-            elif complete and latest:
-                logger.warning("hzero: %r is incomplete; skipped", str(folder / latest))
-            elif any(folder.glob(f"*/{NOTE}")):
+            elif not complete and any(folder.glob(f"*/{NOTE}")):
                 raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
+            elif complete and latest and not (folder / latest / NOTE).exists():
+                logger.warning("hzero: %r was written without the key checkpoint; skipped", str(folder / latest))
             if complete or latest is None:
                 return None, [Manifest.read(path) for path in complete]
         asked = folder / (tag or str(latest))
