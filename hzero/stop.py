@@ -116,7 +116,7 @@ class StopAndSave:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("on_"):  # an event that needs nothing
-            return _nothing
+            return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -167,11 +167,7 @@ class StopAndSave:
             self._step_s = max(self._step_s, now - self._stepped_at)
         self._stepped_at = now
         asked = self._asked or (_TIME if self._is_due() else 0)
-        if dist.is_available() and dist.is_initialized():
-            vote = torch.tensor([asked], dtype=torch.int64, device=_device())
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-            asked = int(vote.item())
-        if asked:
+        if asked := _largest(asked):
             self.reason = "time" if asked == _TIME else signal.Signals(asked).name
         return self.reason is not None
 
@@ -182,9 +178,7 @@ class StopAndSave:
         return time.time() > self._ends_at - 1.5 * (self._step_s + (self._saved_s or self._save_s)) - _LEAVING_S
 
     def _leave(self) -> NoReturn:
-        if dist.is_available() and dist.is_initialized():
-            # A launcher ends all ranks as soon as one has left, and rank 0 may still be writing.
-            dist.all_reduce(torch.zeros(1, device=_device()))
+        _largest(0)  # a launcher ends all ranks as soon as one has left, and rank 0 may still be writing
         self._say(f"saved; exit status {self.status}")
         raise SystemExit(self.status)
 
@@ -208,12 +202,12 @@ def _ends_at(time_limit: str | float | None) -> float | None:
     return min(ends, default=None)
 
 
-def _device() -> torch.device:
-    """Where the default group's backend takes tensors from."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """An event of a TrainerCallback that needs nothing."""
+def _largest(value: int) -> int:
+    """The largest value of a rank. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    on_cpu = "cpu:" in dist.get_backend_config()  # where the default group's backend takes tensors from
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    largest = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
 from hzero.manifest import IncompleteError, Manifest, SaveError, complete_in, newest_checkpoint, notes_in
-from hzero.validation import ConfigError, from_rank_0, of_all_ranks, on_all_ranks
+from hzero.validation import from_rank_0, of_all_ranks, on_all_ranks
 from hzero.zero.checkpoint import accumulation_for, newest_intact, only_tensors
 
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
@@ -92,10 +92,7 @@ def _keep_batch(trainer: Any, note: Manifest) -> None:
     batch = trainer.get_total_train_batch_size(args)
     if batch == note.batch:
         return
-    try:
-        accumulation = accumulation_for(note, before, batch, args.per_device_train_batch_size)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("micro-batches of", "per_device_train_batch_size")) from None
+    accumulation = accumulation_for(note, before, batch, args.per_device_train_batch_size)
     config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     config["gradient_accumulation_steps"] = args.gradient_accumulation_steps = accumulation
     if "train_batch_size" in config:

@@ -1,6 +1,6 @@
 """Lightning's Trainer and Fabric against plain ZeRO-3. Run by test_clients.py on 4 ranks.
 
-Lightning allows DeepSpeed on CUDA devices alone; `on_processors` lets processors pass.
+Lightning allows DeepSpeed on CUDA devices alone; `_on_processors` lets processors pass.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
-import pytest
+import lightning
 import torch
 import torch.distributed as dist
+from lightning.fabric.accelerators import CPUAccelerator as OfFabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
+from lightning.pytorch.accelerators import CPUAccelerator as OfTrainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import hzero
 from hzero.manifest import NOTE
@@ -24,21 +29,10 @@ from tests.clients.cells import Run, assert_both, assert_equal, batches, llama, 
 from tests.clients.config import ACCUMULATION, BATCH, LR, STEPS, config_of
 from tests.zero.training import shared_folder
 
-try:
-    import lightning
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
-    from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-except ImportError:
-    lightning = None
-
 
 @contextlib.contextmanager
-def on_processors() -> Iterator[None]:
+def _on_processors() -> Iterator[None]:
     """DeepSpeed's strategies accept processors."""
-    from lightning.fabric.accelerators import CPUAccelerator as OfFabric
-    from lightning.pytorch.accelerators import CPUAccelerator as OfTrainer
-
     logging.getLogger("lightning").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         for package, accelerator in (("fabric", OfFabric), ("pytorch", OfTrainer)):
@@ -49,19 +43,6 @@ def on_processors() -> Iterator[None]:
         # The arguments are the index of a device, which processors do not have.
         stack.enter_context(mock.patch.object(deepspeed, "initialize", lambda args, **keys: initialize(**keys)))
         yield
-
-
-def needs_lightning(check: Any) -> Any:
-    """Skips where Lightning is missing."""
-
-    @functools.wraps(check)
-    def run() -> None:
-        if lightning is None:
-            pytest.skip("lightning is not installed; the extra `clients` has it")
-        with on_processors():
-            check()
-
-    return run
 
 
 def _config(preset: str | None) -> dict[str, Any]:
@@ -135,14 +116,14 @@ def stock() -> Run:
     return trained(None)
 
 
-@needs_lightning
+@_on_processors()
 def check_lightning_trainer() -> None:
     """A DeepSpeedStrategy with the configuration as a dictionary; accumulation, clipping and validation."""
     assert_both(trained, stock())
 
 
 @slow
-@needs_lightning
+@_on_processors()
 def check_lightning_checkpoints() -> None:
     """Written under hzero and read under plain ZeRO-3, and the reverse, both go on alike; Lightning starts the data anew."""
     resumed: dict[str | None, Run] = {}
@@ -184,7 +165,7 @@ def fabricated(preset: str | None) -> Run:
 
 
 @slow
-@needs_lightning
+@_on_processors()
 def check_lightning_fabric() -> None:
     """Fabric hands DeepSpeed an optimizer of torch."""
     assert_both(fabricated, fabricated(None))

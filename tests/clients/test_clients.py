@@ -10,8 +10,8 @@ import pytest
 from tests.ranks import ROOT, Outcome, collect, conclude, launch, selected
 
 needs_clients = pytest.mark.skipif(
-    not all(map(find_spec, ("transformers", "accelerate"))),
-    reason="transformers or accelerate is not installed; the extra `clients` has them",
+    not all(map(find_spec, ("transformers", "accelerate", "lightning", "trl", "peft", "datasets"))),
+    reason="a client is not installed; the extra `clients` has all of them",
 )
 
 CHECKS = (

@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -177,8 +176,7 @@ def check_trainer_exports_16_bit_weights() -> None:
 
 def check_trainer_trains_lora() -> None:
     """Adapters by peft: most parameters are frozen. The saved adapter is that of the masters."""
-    pytest.importorskip("peft", reason="peft is not installed")
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model  # takes long, and resume_checks does without
 
     # DeepSpeed before 0.19.3 looks for their hooks with hasattr, and peft's wrapper answers for the module that it wraps.
     whole = ["lm_head"] if versions.installed() >= (0, 19, 3) else None

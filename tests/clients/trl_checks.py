@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import datasets
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.clients.cells import VOCAB, Run, assert_both, llama, samples
 from tests.clients.config import ACCUMULATION, BATCH, STEPS, config_of
 from tests.clients.trainer_checks import ARGUMENTS, logged
 from tests.zero.training import shared_folder
 
-try:
-    import datasets
-    import trl
-except ImportError:
-    trl = None
-
 
 def tokenizer() -> Any:
     """A tokenizer of `VOCAB` words: the numbers."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1", eos_token="2")
@@ -47,6 +41,4 @@ def trained(preset: str | None, **changes: Any) -> Run:
 
 def check_trl_sft_trainer() -> None:
     """SFTTrainer, whose default is gradient checkpointing."""
-    if trl is None:
-        pytest.skip("trl is not installed; the extra `clients` has it")
     assert_both(trained, trained(None))
