@@ -44,12 +44,10 @@ def _imports(path: Path) -> set[str]:
 
 
 def _layer(module: str) -> int:
-    parts = module.split(".")
-    shortest = 0 if len(parts) == 1 else 1  # `hzero` is a layer of its own, not that of everything in it
-    names = (".".join(parts[:end]) for end in range(len(parts), shortest, -1))
-    found = next((name for name in names if name in LAYERS), None)
+    """Its place in `LAYERS`; `hzero` is a layer of its own, not that of everything in it."""
+    found = [name for name in LAYERS if module == name or (name != "hzero" and module.startswith(f"{name}."))]
     assert found, f"{module} is not in the map of layers"
-    return LAYERS.index(found)
+    return LAYERS.index(max(found, key=len))
 
 
 def test_dependencies_go_downwards_only() -> None:
@@ -68,22 +66,15 @@ def test_dependencies_go_downwards_only() -> None:
 
 def test_commands_in_texts_name_what_exists() -> None:
     """Module names after ``-m`` and files after ``python``, in texts and in code as in help texts."""
-    texts = [
-        ROOT / "Makefile",
-        ROOT / ".ci" / "run",
-        *ROOT.glob("scripts/*"),
-        *ROOT.glob("slurm/*"),
-        *ROOT.glob("*.md"),
-    ]
+    texts = [path for pattern in ("Makefile", ".ci/run", "scripts/*", "slurm/*", "*.md") for path in ROOT.glob(pattern)]
     for folder in ("benchmarks", "conf", "docs", "examples", "hip_kernels", "hzero", "tests"):
-        texts += [path for kind in ("py", "md", "yaml") for path in (ROOT / folder).rglob(f"*.{kind}")]
+        texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")]
     missing = []
     for path in (path for path in texts if path.name != "CHANGELOG.md" and "reports" not in path.parts):
         text = path.read_text()
         for name in re.findall(r"-m ((?:hzero|benchmarks|tests)(?:\.\w+)*)", text):
-            if name not in _modules() or (
-                _modules()[name].name == "__init__.py" and f"{name}.__main__" not in _modules()
-            ):
+            package = name in _modules() and _modules()[name].name == "__init__.py"
+            if (f"{name}.__main__" if package else name) not in _modules():
                 missing.append(f"{path.relative_to(ROOT)}: {name}")
         for name in re.findall(r"(?:python|torchrun)[^`\n]* ((?:benchmarks|examples|tests)/[\w/]+\.py)", text):
             if not (ROOT / name).is_file():
