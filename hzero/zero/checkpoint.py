@@ -95,8 +95,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             SaveError: A rank could not write. What was there before is still there.
         """
         folder = Path(save_dir or "")
-        target = folder / (f"global_step{self._engine.global_steps}" if tag is None else str(tag))
-        partial = target.with_name(f".{target.name}.partial")
+        tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+        partial = (folder / tag).with_name(f".{Path(tag).name}.partial")
         self._saving, self._failure, self._written = True, None, {}
         try:
             if dist.get_rank() == 0:
@@ -109,12 +109,13 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with blaming():
             dist.gather_object((self._failure, self._written), everyones)
-            from_rank_0(lambda: self._publish(target, partial, save_latest, everyones or []))
+            from_rank_0(lambda: self._publish(folder, tag, partial, save_latest, everyones or []))
         return done
 
-    def _publish(self, target: Path, partial: Path, latest: bool, everyones: Sequence[Any]) -> None:
+    def _publish(self, folder: Path, tag: str, partial: Path, latest: bool, everyones: Sequence[Any]) -> None:
         """On rank 0: gives what all ranks have written its name, or removes it and says why."""
         failures = [f"{failure} (rank {rank})" for rank, (failure, _) in enumerate(everyones) if failure is not None]
+        target = folder / tag
         old = target.with_name(f".{target.name}.old.partial")
         if not failures:
             note = Manifest(
@@ -141,8 +142,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         # From here on it is whole. A load finds it without `latest`, which tools of DeepSpeed read.
         with contextlib.suppress(OSError):
             if latest:
-                with replacing(target.parent / "latest") as file:
-                    file.write(target.name)
+                with replacing(folder / "latest") as file:
+                    file.write(tag)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder of the checkpoint."""
