@@ -26,10 +26,7 @@ from hzero.validation import ConfigError
 
 def row(op: Any = "all_gather", size: int = 4096, us: float = 10.0, tier: Any = "gcd", codec: Any = None) -> LinkRow:
     times = {"median_us": us, "min_us": us / 2, "max_us": us * 2}
-    rates = {
-        "algbw_gb_s": algorithm_bandwidth(size, us / 1e6),
-        "busbw_gb_s": bus_bandwidth(size, us / 1e6, 2),
-    }
+    rates = {"algbw_gb_s": algorithm_bandwidth(size, us / 1e6), "busbw_gb_s": bus_bandwidth(size, us / 1e6, 2)}
     what = {"tier": tier, "ranks": 2, "op": op, "codec": codec, "size_bytes": size, "count": size // 2, "type": "uint8"}
     return LinkRow(**what, **times, **rates)
 

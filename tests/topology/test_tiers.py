@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, Nic, bus_id
 from hzero.topology.tiers import LEVELS, packages_of, tiers_of
 from hzero.validation import ConfigError
+from tests.topology.trees import FRONTIER_LINKS
 
-FRONTIER = {
-    4: [(0, 1), (2, 3), (4, 5), (6, 7)],
-    2: [(0, 6), (2, 4)],
-    1: [(0, 2), (1, 3), (1, 5), (3, 7), (4, 6), (5, 7)],
-}
+FRONTIER = {n: [pair for pair, count in FRONTIER_LINKS.items() if count == n] for n in (4, 2, 1)}
 
 
 def machine(count: int, pairs: dict[int, list[tuple[int, int]]], kind: str = "gfx90a", **more: object) -> Machine:
