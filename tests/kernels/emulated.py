@@ -1,4 +1,4 @@
-"""The device kernels on the host, thread by thread (hip_kernels/emulation.h), behind the launcher of a backend."""
+"""Kernels that tests compile: those of devices on the host, thread by thread (hip_kernels/emulation.h), behind a launcher."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from hzero.codecs import host
 from hzero.codecs.device import FAMILIES
 from tests.ranks import ROOT
 
-__all__ = ["FAMILIES", "KERNELS", "EmulatedKernels", "build"]
+__all__ = ["FAMILIES", "KERNELS", "LIBRARY", "EmulatedKernels", "build"]
 
 KERNELS = ROOT / "hip_kernels"
+#: tests/kernels/test_sanitizers.py sets both: the host library to test, and more flags for the emulation.
+LIBRARY = Path(os.environ.get("HZERO_TESTS_LIBRARY", host.LIBRARY))
+_FLAGS = os.environ.get("HZERO_TESTS_CXXFLAGS", "").split()
 
 
 def compiler() -> str:
@@ -33,24 +37,32 @@ def compiler() -> str:
 
 
 @functools.cache
-def build(wave: int, *sources: str) -> Path:
-    """A library of kernels at a wave size. Gone with the process."""
+def build(text: str, *flags: str) -> Path:
+    """A library of C++ that includes files of hip_kernels. Gone with the process."""
     folder = Path(_scratch().name)
-    path = folder / f"emulated_{wave}_{len(list(folder.iterdir()))}.so"
-    text = "".join(f'#include "{source}"\n' for source in sources)
-    command = [compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-DHZ_EMULATE"]
-    command += [f"-DHZ_WAVE={wave}", f"-I{KERNELS}", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    path = folder / f"{len(list(folder.iterdir()))}.so"
+    command = [
+        compiler(),
+        "-std=c++17",
+        "-O2",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        f"-I{KERNELS}",
+        *flags,
+        *_FLAGS,
+    ]
     command += ["-x", "c++", "-", "-o", str(path)]
     done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
-    if done.returncode and "_Float16" in done.stderr:
-        pytest.skip(f"{command[0]} has no _Float16 in C++: the kernels cannot be emulated")
+    if done.returncode and any(word in done.stderr for word in ("lasan", "lubsan", "_Float16")):
+        pytest.skip(f"{command[0]} lacks the sanitizers, or _Float16 in C++: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     return path
 
 
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="hzero-emulated-")
+    return tempfile.TemporaryDirectory(prefix="hzero-kernels-")
 
 
 class EmulatedKernels:
@@ -64,5 +76,6 @@ class EmulatedKernels:
         compiler()  # or the test is skipped here
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
-        library = ctypes.CDLL(str(build(self.wave, f"{family}.hip")))
+        flags = ("-DHZ_EMULATE", f"-DHZ_WAVE={self.wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror")
+        library = ctypes.CDLL(str(build(f'#include "{family}.hip"\n', *flags)))
         getattr(library, kernel)(ctypes.c_void_p(bucket.ctypes.data))

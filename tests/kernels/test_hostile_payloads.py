@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,11 @@ from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.kernels import KernelBackend
 from hzero.config import CODECS, CODED_SCALE_BLOCKS
 from hzero.sharding.records import ROTATIONS, RecordFormat
-from tests.codecs.samples import FLOATS, numbers, same
-from tests.kernels import sanitized
+from tests.codecs.samples import FLOATS, numbers
 from tests.kernels.cases import compared
-from tests.kernels.emulated import EmulatedKernels
+from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG
 
-#: In this process; the device source runs emulated, in `test_sanitizers_find_nothing`.
 BACKENDS = ("reference", "host")
 #: Numbers to take for counts: 64-bit integers of the operators' schema.
 COUNTS = (-1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
@@ -37,7 +33,7 @@ def _backend(name: str) -> Any:
     if name.startswith("wave"):
         return KernelBackend(EmulatedKernels(int(name.split()[1])))
     try:
-        return KernelBackend(host.HostLibrary())
+        return KernelBackend(host.HostLibrary(LIBRARY))
     except OSError as error:
         pytest.skip(str(error))
 
@@ -72,25 +68,33 @@ def _messages(draw: random.Random) -> tuple[Messages, RecordFormat, torch.dtype]
     return Messages(draw.randint(1, 4), chunks, draw.randint(1, 3)), fmt, draw.choice(FLOATS)
 
 
+@pytest.mark.parametrize("target", ["host", pytest.param("wave 64", marks=LONG)])
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**40))
 @example(seed=29_132_163_691)  # sums of scales of -0
-def test_any_bytes_are_decoded_alike(seed: int) -> None:
+def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
     """Scales of NaN and infinity, codes that no encoder writes, any address: all backends have the reference's numbers."""
     draw = random.Random(seed)
     messages, fmt, dtype = _messages(draw)
+    more = random.Random(seed + 1)
+    whole = more.random() < 0.5
+    # Otherwise bytes follow a record's elements: the format leaves open what becomes of them when they are encoded again.
+    if not whole:
+        messages = messages._replace(chunks=tuple(c + more.choice((0, 1, 7, 15, 17)) for c in messages.chunks))
     rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
     payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
     before, size = payload.clone(), max(fmt.block_size, 64)
     out = RecordFormat.of(draw.choice(("int8", "int4")), size, _scale(draw, size))
-    for name, *more in (
+    calls: list[tuple[Any, ...]] = [
         ("decode", rows, fmt, dtype),
         ("decode_onto", rows, fmt, [numbers("normal", rows.total * c, dtype, 3) for c in rows.chunks]),
         ("decode_sum", messages, fmt, dtype),
         ("decode_add", messages, fmt, dtype, [numbers("normal", messages.inner * c, seed=3) for c in rows.chunks]),
         ("decode_sum_encode", messages, fmt, dtype, messages.inner, out, Rounding(draw.random() < 0.5, 5)),
-    ):
-        assert not list(compared(_backend("host"), payload.device, name, payload, *more))
+    ]
+    for name, *how in calls:
+        different = list(compared(_backend(target), payload.device, name, payload, *how))
+        assert not different or (name == "decode_sum_encode" and not whole), different
     assert torch.equal(payload, before)
 
 
@@ -135,51 +139,3 @@ def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
             assert "found" in str(error) or "do not reach each" in str(error), error
         else:
             assert sum(t.numel() for t in (found if isinstance(found, list) else [found])) <= 2 * size
-
-
-@LONG
-@pytest.mark.parametrize("target", ["avx512", "avx2", "baseline", "wave 64", "wave 32"])
-def test_sanitizers_find_nothing(target: str, tmp_path: Path) -> None:
-    """The same bytes, in buffers of exactly their size, for the decoders under AddressSanitizer and UBSan."""
-    if not target.startswith("wave"):
-        try:
-            host.HostLibrary().instruction_set = target
-        except (OSError, ValueError) as error:
-            pytest.skip(str(error))
-    program = sanitized.build(target, tmp_path)
-    backend = _backend(target if target.startswith("wave") else "host")
-    draw, calls, wants = random.Random(17), [], []
-    while len(calls) < (20 if target.startswith("wave") else 300):
-        messages, fmt, dtype = _messages(draw)
-        exact = draw.random() < 0.5
-        if not exact:  # elements behind which padding follows
-            messages = messages._replace(chunks=tuple(c + draw.choice((0, 1, 7, 15, 17)) for c in messages.chunks))
-        if not fmt.block_size or not sum(messages.chunks):
-            continue
-        rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
-        payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
-        out = RecordFormat.of(draw.choice(("int8", "int4")), fmt.block_size, _scale(draw, fmt.block_size), fmt.rotation)
-        sums = [numbers("normal", messages.inner * c, torch.float32, 3) for c in messages.chunks]
-        how = (messages, fmt, dtype)
-        rounding = Rounding(draw.random() < 0.5, 5)
-        if fmt.codec in ("zfp", "mpc") and target.startswith("wave"):
-            continue
-        calls.append(backend.prepare_decode(payload, rows, fmt, dtype))
-        wants.append(reference.decode(payload, rows, fmt, dtype))
-        if fmt.codec != "mpc":  # which has no kernel for sums
-            calls += [backend.prepare_decode_sum(payload, *how), backend.prepare_decode_sum(payload, *how, sums)]
-            added = [tensor.clone() for tensor in sums]
-            reference.decode_add(payload, *how, added)
-            wants += [reference.decode_sum(payload, *how), added]
-        if fmt.scale_bytes:  # the others have no kernels for these
-            calls.append(backend.prepare_decode_sum_encode(payload, *how, messages.inner, out, rounding))
-            wants.append([reference.decode_sum_encode(payload, *how, messages.inner, out, rounding)] if exact else None)
-            tensors = [numbers("normal", rows.total * c, dtype, 4) for c in messages.chunks]
-            calls.append(backend.prepare_decode(payload, rows, fmt, dtype, onto=[t.clone() for t in tensors]))
-            reference.decode_onto(payload, rows, fmt, tensors)
-            wants.append(tensors)
-    for call, found, want in zip(calls, sanitized.run(program, calls), wants):
-        assert want is None or same(found, want), call.kernel
-    short = dataclasses.replace(calls[0], inputs=[calls[0].inputs[0][:8]])
-    with pytest.raises(AssertionError, match="AddressSanitizer: heap-buffer-overflow"):
-        sanitized.run(program, [short])

@@ -20,7 +20,7 @@ from tests.codecs import test_exponents as exponents
 from tests.codecs.samples import FLOATS, numbers, same
 from tests.codecs.test_exponents import source_of
 from tests.kernels.cases import KINDS, Case, disagreements, random_case
-from tests.kernels.emulated import EmulatedKernels
+from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ TARGETS = ["avx512", "avx2", "baseline", "wave 64", pytest.param("wave 32", mark
 
 
 @functools.cache
-def _backend(target: str) -> KernelBackend | str:
+def backend_of(target: str) -> KernelBackend | str:
     """The backend of a target, or why there is none."""
     if target == "device":
         if not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def _backend(target: str) -> KernelBackend | str:
     if target.startswith("wave"):
         return KernelBackend(EmulatedKernels(int(target.split()[1])))
     try:
-        library = host.HostLibrary()
+        library = host.HostLibrary(LIBRARY)
         library.instruction_set = target
     except (OSError, ValueError) as error:
         return str(error)
@@ -51,7 +51,7 @@ def _backend(target: str) -> KernelBackend | str:
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> tuple[Any, torch.device]:
     """A backend and its device."""
-    backend = _backend(request.param)
+    backend = backend_of(request.param)
     if isinstance(backend, str):
         pytest.skip(backend)
     if request.param in ("avx512", "avx2", "baseline"):
@@ -67,7 +67,7 @@ def _restore() -> Any:
     yield
     torch.set_num_threads(threads)
     for name in ("avx512", "avx2", "baseline"):
-        backend = _backend(name)
+        backend = backend_of(name)
         if not isinstance(backend, str):
             backend.launcher.instruction_set = name
             break
@@ -217,7 +217,7 @@ def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.devic
 
 def test_threads_share_the_work() -> None:
     """Blocks of a large bucket are split over threads, at any block, also inside a record; by no instruction set's code."""
-    backend = _backend("baseline")
+    backend = backend_of("baseline")
     if isinstance(backend, str):
         pytest.skip(backend)
     fmt = RecordFormat.of("int4", 128, "bf16")
@@ -230,8 +230,8 @@ def test_threads_share_the_work() -> None:
 
 def test_a_forked_process_can_go_on() -> None:
     """Threads of a call end with it: a child forked afterwards shares the work again."""
-    if isinstance(_backend("baseline"), str):
-        pytest.skip(str(_backend("baseline")))
+    if isinstance(backend_of("baseline"), str):
+        pytest.skip(str(backend_of("baseline")))
     code = (
         "import os, torch\n"
         "from hzero.codecs import Codec\n"

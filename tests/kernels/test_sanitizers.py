@@ -1,0 +1,74 @@
+"""Kernels under AddressSanitizer and UndefinedBehaviorSanitizer: their tests again, with memory of exactly a tensor's size."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from hzero.codecs import host
+from tests.kernels.emulated import build, compiler
+from tests.ranks import LONG, ROOT
+
+_SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-w")
+#: Flags of the host library's instruction sets, as CMakeLists.txt has them.
+_SETS = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+}
+#: Reads behind the end of a payload.
+_SHORT = """
+import sys, torch
+from hzero.codecs.arguments import Rows
+from hzero.sharding.records import RecordFormat
+from tests.kernels.test_kernels import backend_of
+
+payload = torch.zeros(8, dtype=torch.uint8)
+backend_of(sys.argv[1]).decode(payload, Rows.in_order((64,), 1), RecordFormat.of("int8", 64, "bf16"), torch.float32)
+"""
+
+
+def _library(name: str) -> str:
+    """The library with this instruction set alone, under the name of the one that every processor has."""
+    try:
+        host.HostLibrary().instruction_set = name
+    except (OSError, ValueError) as error:
+        pytest.skip(str(error))
+    flags = ["-march=x86-64", *_SETS[name]] if platform.machine() in ("x86_64", "AMD64") else []
+    text = '#include "host/codec.cpp"\n#undef __x86_64__\n#include "host/library.cpp"\n'
+    return str(build(text, "-DHZ_ISA=baseline", '-DHZ_BUILD_ID="sanitized"', "-fno-math-errno", *flags, *_SANITIZE))
+
+
+@LONG
+@pytest.mark.parametrize("target", [*_SETS, "wave 64"])
+def test_sanitizers_find_nothing(target: str) -> None:
+    runtimes = [
+        subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    env = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(done.stdout.strip() for done in runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "PYTHONPATH": str(ROOT),
+    }
+    if target in _SETS:
+        env |= {"HZERO_TESTS_LIBRARY": _library(target), "HZERO_TESTS": ""}
+        inner, tests = "baseline", "baseline and not forked or host"
+    else:
+        env |= {"HZERO_TESTS_CXXFLAGS": " ".join(_SANITIZE)}
+        inner, tests = target, "wave and not 32"
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, *command)
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
+
+    files = ("tests/kernels/test_kernels.py", "tests/kernels/test_hostile_payloads.py")
+    done = run("-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", tests)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
+    short = run("-c", _SHORT, inner)
+    assert short.returncode and "AddressSanitizer: heap-buffer-overflow" in short.stderr, short.stderr[-4000:]
