@@ -20,7 +20,7 @@ from hzero.plan.profile import CONSTANTS, load_profile
 #: A mark, and the text up to ``<!-- end -->`` that replaces it if pages are read without being built.
 MARK = re.compile(r"<!-- keys: (\w+) -->.*?<!-- end -->", re.DOTALL)
 #: Keys that users do not write.
-HIDDEN = ("preset_shard", "preset_gradients")
+HIDDEN = ("preset_shard", "preset_gradients", "preset_dimensions")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -139,11 +139,12 @@ def _pattern(paths: list[str]) -> str:
 
 @cache
 def _meanings(model: str) -> dict[str, str]:
-    """The attributes of a model's docstring."""
-    docs = [of.__doc__ or "" for of in _models() if of.__name__ == model]
-    sections = chain.from_iterable(Docstring(doc).parse("google", warnings=False) for doc in docs)
+    """The attributes of a model's docstring, by the keys that users write."""
+    found = [of for of in _models() if of.__name__ == model]
+    sections = chain.from_iterable(Docstring(of.__doc__ or "").parse("google", warnings=False) for of in found)
+    written = {name: field.alias for of in found for name, field in of.model_fields.items() if field.alias}
     return {
-        item.name: " ".join(item.description.split()).replace("``", "`")
+        written.get(item.name, item.name): " ".join(item.description.split()).replace("``", "`")
         for section in sections
         if section.kind.value == "attributes"
         for item in section.value

@@ -92,7 +92,7 @@ class Preset(NamedTuple):
 
     Attributes:
         weights, gradients: Shard degrees.
-        weights_codec, gradients_codec: On every tier, but for `inner_codec`.
+        weights_codec, gradients_codec: On every tier, except `inner_codec`.
         dimensions_codec: Codec of activations on every tier, in every parallel dimension.
         optimizer_codec: Codec of the updated weights of pipeline stages on every tier.
         inner_codec: Codec of the gradients inside nodes; None: as between them.
@@ -140,19 +140,18 @@ class CodecConfig(Frozen):
     """Settings of one tier's codec for one role.
 
     Attributes:
-        codec: Codec of the hop. Its name alone, in place of the block, takes the defaults of the other keys. `exp` gives back
-            every bit of bfloat16 weights in three quarters of their bytes. `zfp` has a fixed `rate`. `mpc` gives back every bit
-            in a number of bytes that depends on the data, in a `Communicator` alone.
+        codec: Codec of the hop. Its name instead of the block sets the defaults of the other keys. `exp` keeps every bit of
+            bfloat16 weights in three quarters of their bytes. `zfp` has a fixed `rate`. `mpc` keeps every bit in a number of
+            bytes that depends on the data; only a `Communicator` has it.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
         rounding: To nearest with ties to even, or up with the probability of the remainder.
-        scale: Type of the scales. `int8` codes the scales themselves, with a bf16 factor for every 512 elements: blocks of
-            64 then cost 0.03 bits per element more than blocks of 128 with `bf16`. It takes a `block_size` of 32, 64, 128
-            or 256.
-        rotation: Of `int8` and `int4`: elements that a Hadamard rotation mixes before they are coded, 64 or 128, which have to
-            divide `block_size`; 0, the default, mixes none. Less is lost where few elements are far larger than the rest.
-            Elements near the end of their type's range, as float16's 65504, may overflow.
-        rate: Of `zfp`, which needs it: bits of a value.
-        dimension: Of `mpc`: distance of the earlier value that is subtracted from each, such as the number of interleaved
+        scale: Type of the scales. `int8` encodes the scales too, with a bf16 factor for every 512 elements. Blocks of 64 then
+            cost 0.03 bits per element more than blocks of 128 with `bf16`. It needs a `block_size` of 32, 64, 128 or 256.
+        rotation: For `int8` and `int4`: number of elements that a Hadamard rotation mixes before they are encoded, 64 or 128. It
+            must divide `block_size`; 0, the default, mixes none. A rotation loses less if few elements are far larger than the
+            rest. Elements near the end of their type's range, such as float16's 65504, may overflow.
+        rate: For `zfp`, which requires it: bits of a value.
+        dimension: For `mpc`: distance of the earlier value that is subtracted from each, such as the number of interleaved
             series; by default 1.
     """
 
@@ -203,9 +202,9 @@ class TierCodecs(Frozen):
     """One codec for each tier.
 
     Attributes:
-        hive: Of tier `hive`, as the key `TIER.codec` and its neighbours; null takes that of `gpu`.
-        group: Of tier `group`; null takes the codec of `node`; for weights and gradients `int8` where that is `int4`.
-        cluster: Of tier `cluster`; null takes the codec that is written for `group`, or else that of `node`.
+        hive: Codec of tier `hive`, with the keys of `TIER`; null is the codec of `gpu`.
+        group: Codec of tier `group`; null is the codec of `node`, but `int8` instead of `int4`.
+        cluster: Codec of tier `cluster`; null is the codec written for `group`, or else the codec of `node`.
     """
 
     gcd: CodecConfig
@@ -239,15 +238,15 @@ class CodecsConfig(Frozen):
     """One codec for each role and tier.
 
     Attributes:
-        tensor: Of activations and their gradients in layers that are split over ranks, as by DeepSpeed's AutoTP. In your own
-            model it applies, like the next two, to communicators that `hzero.collectives.for_dimension` has made.
-        sequence: Of activations and their gradients where sequences are split over ranks.
-        expert: Of activations and their gradients on the way to experts and back.
-        pipeline: Of activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost
+        tensor: Activations and their gradients in layers that are split over ranks, for example by DeepSpeed's AutoTP. In your
+            own model it applies, like the next two, to communicators that `hzero.collectives.for_dimension` has made.
+        sequence: Activations and their gradients if sequences are split over ranks.
+        expert: Activations and their gradients on the way to experts and back.
+        pipeline: Activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost
             tier between two stages.
-        optimizer: Of the updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states.
-        exceptions: Written `except`: codecs of parameters by their names, with `*` for any part, as in `{"*norm*": "none"}`. The
-            first pattern that a name matches gives the codec of both roles on all tiers.
+        optimizer: Updated weights of a `PipelineModule`, sent by the ranks that keep their optimizer states.
+        exceptions: Codecs of parameters by name; `*` matches any part, as in `{"*norm*": "none"}`. The first
+            pattern that matches a name sets the codec of both roles on all tiers.
     """
 
     weights: TierCodecs
@@ -272,7 +271,7 @@ class ShardConfig(Frozen):
     """Shard degree of weights and of gradients; optimizer states are sharded over the world.
 
     Attributes:
-        weights: Shard degree of the weights, not wider than that of the gradients.
+        weights: Shard degree of the weights, not wider than the gradients'.
         gradients: Shard degree of the gradients.
     """
 
@@ -284,9 +283,9 @@ class NodeAllGather(Frozen):
     """The algorithm of the all-gathers between nodes: on tiers ``node``, ``group`` and ``cluster``.
 
     Attributes:
-        algorithm: For short messages; long ones take the library's. `doubling` (Bruck et al. 1997) needs log2 of the nodes
-            in rounds, where a ring needs one per node; `pairs` sends to every peer at once. The bytes are the same.
-            `hzero links` measures all three, and prints the block where another one than the library's is faster.
+        algorithm: For short messages; long ones use the library's. `doubling` (Bruck et al. 1997) needs log2(nodes) rounds,
+            a ring one per node; `pairs` sends to every peer at once. The bytes are the same. `hzero links` measures all
+            three, and prints the block if another one than the library's is faster.
         below_bytes: Messages of fewer bytes per rank are short.
     """
 
@@ -305,13 +304,13 @@ class NodeAllGather(Frozen):
 
 
 class CanaryConfig(Frozen):
-    """A known pattern that is sent on every lane and compared byte by byte where it arrives.
+    """A known pattern that is sent on every lane and compared byte by byte by its receivers.
 
-    It takes the groups and collectives of the hops, while no hop is under way, and is not in the wire log. It finds wires
-    that change what they carry all the time or often; `checksum` finds every single change.
+    It uses the groups and collectives of the hops, while no hop is in flight, and is not in the wire log. It finds wires
+    that change data always or often; `checksum` finds every single change.
 
     Attributes:
-        every_steps: Optimizer steps from one to the next; the first is sent when the engine is built. 0 sends none.
+        every_steps: Optimizer steps between two patterns; the first is sent when the engine is built. 0 sends none.
         bytes: Bytes that a rank receives on each lane; on large tiers more, since each peer sends at least 16.
     """
 
@@ -320,20 +319,19 @@ class CanaryConfig(Frozen):
 
 
 class GuardConfig(Frozen):
-    """What watches the training, on by default.
+    """Checks of the training, on by default.
 
-    A number in place of the block is ``discarded_steps``.
+    A number instead of the block is ``discarded_steps``.
 
     Attributes:
-        discarded_steps: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, where loss
-            scaling cannot help. With that many the stage ends training by an error on all ranks (`hzero.DivergenceError`),
-            which names the parameters and gives the signal-to-noise ratio of each lossy tier. 0 goes on for ever, as
-            DeepSpeed does.
-        every: Optimizer steps from one audit to the next; there is one before the first step, and before the first step after
-            a load. It compares resident weights with their owners' shards, unless they are refreshed by differences or
-            rounded stochastically, and with those of other ranks that hold the same; one that differs ends training by an
-            error on all ranks (`hzero.StaleWeightsError`) that names it. And it gathers and sums a sample with and without
-            codecs, and logs the signal-to-noise ratios (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
+        discarded_steps: Steps in a row that DeepSpeed may discard because the norm of the gradients is not finite, if loss
+            scaling cannot help. Then the stage raises `hzero.DivergenceError` on all ranks, with the names of the parameters
+            and the signal-to-noise ratio of each lossy tier. 0 means no limit, as in DeepSpeed.
+        every: Optimizer steps between two audits; the first comes before the first step, and before the first step after a
+            load. An audit compares resident weights with their owners' shards, unless they are refreshed by differences or
+            rounded stochastically, and with equal copies on other ranks. If a weight differs, all ranks raise
+            `hzero.StaleWeightsError` with its name. An audit also gathers and sums a sample with and without codecs, and logs
+            the signal-to-noise ratios (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
     """
 
     discarded_steps: int = Field(default=DEFAULT_GUARD, ge=0)
@@ -341,16 +339,16 @@ class GuardConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """What happens to checkpoints that DeepSpeed saves and loads. The block alone, ``{}``, switches it on.
+    """Safe saves and loads of DeepSpeed's checkpoints. The empty block, ``{}``, switches it on.
 
-    A save is complete or absent, on all ranks; a file beside DeepSpeed's lists sizes and hashes. A load takes the newest
+    A save is complete or absent, on all ranks; a file next to DeepSpeed's lists sizes and hashes. A load takes the newest
     complete checkpoint, on any number of ranks, and runs no code of it.
 
     Attributes:
-        same_batch: Whether a resumed training keeps the samples in a step of the run that saved: the accumulation is adapted to
-            the ranks, or the load is refused if no accumulation makes as many.
-        verify: Whether a load compares the hashes of all files, which each rank reads a share of; otherwise their sizes.
-        trust: Whether files may hold more than tensors and plain types, and so run code when they are loaded.
+        same_batch: Whether a resumed training keeps the number of samples in a step. The accumulation is adapted to the ranks;
+            if none gives that number, the load is refused.
+        verify: Whether a load compares the hashes of all files, with a share of them on each rank; otherwise it compares sizes.
+        trust: Whether files may contain more than tensors and plain types, and so run code when they are loaded.
     """
 
     same_batch: bool = True
@@ -374,13 +372,13 @@ class TopologyConfig(Frozen):
         nodes: Nodes of the world; null derives it from the world size.
         gpus_per_node: Packages of a node.
         gcds_per_gpu: Devices of a package.
-        gpus_per_hive: Packages of a hive, a part of a node that has faster links than the node; 1 where it has no such part.
-        nodes_per_group: Nodes of a group, as of one switch or cabinet; null where all are one group. Tier ``group`` then
+        gpus_per_hive: Packages of a hive, a part of a node with faster links than the node; 1 for no such part.
+        nodes_per_group: Nodes of a group, for example of one switch or cabinet; null for one group of all nodes. Tier ``group``
             joins the groups, so that collectives between nodes become two of fewer ranks. `automatic`, the default, makes
-            groups from 64 nodes on: of as many nodes as the divisor of their number that is nearest to its square root.
+            groups from 64 nodes on, with the divisor of the number of nodes that is nearest to its square root.
         switch_nodes: Nodes of one switch group of the network; `automatic` prefers one of its divisors.
         clusters: Parts of the world that slow links join; tier ``cluster``. Nodes and groups are divided among them evenly.
-        order: How ranks are numbered, slowest first. Tiers that are left out stay with those that they divide: ``hive``
+        order: Numbering of the ranks, slowest tier first. A tier that is left out stays with the tier that it divides: ``hive``
             with ``gpu``, ``group`` and ``cluster`` with ``node``.
     """
 
@@ -433,7 +431,7 @@ class TopologySource(Frozen):
 
     Attributes:
         source: ``discover``, a preset, or a file.
-        nodes_per_group: As in `TopologyConfig`. Written, it overrides the source.
+        nodes_per_group: As in `TopologyConfig`. It overrides the source.
     """
 
     source: str = "discover"
@@ -512,49 +510,50 @@ class HZeroConfig(Block):
     """The block with its preset applied.
 
     Attributes:
-        preset: Values that the other keys start from. Written keys override them leaf by leaf.
+        preset: Defaults of the other keys. Keys that you write override single values.
         shard: Shard degrees.
         codecs: Codecs per role and tier.
         block_size: Elements that share a scale; a codec may have its own.
-        resident: Form of weights over the device: `decoded`, the default, once a step, in the bytes of the weights' type; or
-            as `payload`, in the codec's bytes, which forward and backward decode at every use. Weights over a wider scope
-            are always kept as payload. Forward reads decoded weights where they are kept, so no module may write to its
-            weights in forward, as ``torch.nn.Embedding`` with ``max_norm`` does.
-        unit: Parameters that one gather of forward or backward brings: those of a `layer`, or of each `module` of it, such as a
-            linear, as in stock DeepSpeed. Layers are the classes in the model's `_no_split_modules`; without these, modules of
-            one class in a `ModuleList` or `Sequential`. DeepSpeed's hooks and leaf modules stay. All parameters of a layer are
-            gathered even if a forward uses few of them: set `module` for layers with many experts of which few are used.
-        unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It counts
-            for a device's memory. DeepSpeed's `stage3_max_live_parameters` is a limit too.
-        error_feedback: Tiers whose gradient encoding keeps its loss (float32) and adds it in the next step. Starts at
-            zero after a resume, but for `save_residuals`.
-        save_residuals: Whether checkpoints hold what error feedback keeps: many times the rest. Other ranks or plans start at 0.
-        accumulators: Type in which sums of gradients wait for the next micro-step. `bf16` takes half the memory; sums are made
+        resident: Form of weights over the device. `decoded`, the default, decodes once a step into the weights' type; `payload`
+            keeps the codec's bytes, which forward and backward decode at every use. Weights over a wider scope are always
+            kept as payload. Forward reads decoded weights in place, so no module may write to its weights in forward, as
+            ``torch.nn.Embedding`` with ``max_norm`` does.
+        unit: Parameters in one gather of forward or backward: all of a `layer`, or of each `module` in it, such as a linear, as
+            in stock DeepSpeed. Layers are the classes in the model's `_no_split_modules`; without these, modules of one class
+            in a `ModuleList` or `Sequential`. DeepSpeed's hooks and leaf modules stay. Set `module` for layers with many
+            experts of which a forward uses few.
+        unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It limits
+            the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a limit too.
+        error_feedback: Tiers whose gradient encoding keeps its error (float32) and adds it in the next step. It starts at zero
+            after a resume without `save_residuals`.
+        save_residuals: Whether checkpoints contain the errors that error feedback keeps, many times the size of the rest. On
+            other ranks or plans they start at zero.
+        accumulators: Type of the gradient sums that wait for the next micro-step. `bf16` needs half the memory; sums are made
             in float32 and rounded stochastically.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
-            `stage3_prefetch_bucket_size` elements, 130 kB per rank on 384 ranks in int8, where latency counts.
-            `hzero links` prints the size from which latency takes less than a tenth of a hop.
-        refresh_differences: Whether a refresh sends the difference between the new weights and the copy that the receivers
-            hold, and not the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, and the copy
-            is nearer to the weights. An error of one step is part of the next difference, so none adds up. The copy is kept
-            in the weights' own type. Needs weights over less than the world.
-        full_refresh_every: With `refresh_differences`: steps from one refresh of whole weights, without codec, to the next. The
-            first one, and those after a load or an edit inside `GatheredParameters`, are always whole. With `checkpoint`, the
-            one after a save is whole too, so that a resumed run repeats the bits of one that went on; without it, it does not.
-            A master that a script sets (`safe_set_full_fp32_param`) comes as a difference, and is exact after a few steps.
+            `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints the size
+            from which latency is less than a tenth of a hop.
+        refresh_differences: Whether a refresh sends the difference between the new weights and the receivers' copy instead of
+            the weights. With codec `int4` on the refreshed tiers it is half the bytes of `int8`, and the copy is nearer to the
+            weights. The next difference contains the error of the last, so errors do not add up. The copy has the weights'
+            type. The scope of the weights must be smaller than the world.
+        full_refresh_every: With `refresh_differences`: steps between two refreshes of whole weights, without codec. The first
+            refresh, and one after a load or an edit inside `GatheredParameters`, is always whole. With `checkpoint`, the
+            refresh after a save is whole too, so that a resumed run repeats the bits of an uninterrupted one. A master that
+            a script sets (`safe_set_full_fp32_param`) arrives as a difference, and is exact after a few steps.
         node_all_gather: Algorithm of the all-gathers on tier ``node``.
-        exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints
-            store. A logged evaluation, and the best checkpoint that it chooses, are then those of the saved weights,
-            otherwise those of the decoded ones. The gathers of an evaluation are then DeepSpeed's own, flat over the
-            world and not in the wire log. All ranks must change the mode alike.
+        exact_evaluation: Whether a forward in evaluation mode (`model.eval()`) reads the exact weights that checkpoints store.
+            Logged evaluations, and the choice of the best checkpoint, then use the saved weights; otherwise they use the
+            decoded weights. Gathers of an evaluation are then DeepSpeed's own, flat over the world and not in the wire log.
+            All ranks must change the mode together.
         checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
             on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
-        transport: What carries the messages: `torch`, the process group's backend; or `mpi`, through mpi4py (`hzero[mpi]`),
-            for ranks that mpiexec or srun has started as ranks of MPI. torch.distributed has to be initialised still.
+        transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (`hzero[mpi]`), for ranks that
+            mpiexec or srun has started as ranks of MPI. torch.distributed must be initialised in both cases.
         canary: A known pattern that is sent from time to time, on by default.
-        guard: What ends a training that diverges, or whose resident weights are wrong.
-        checkpoint: What happens to checkpoints that DeepSpeed saves and loads; null leaves them to DeepSpeed.
-        topology: Where the ranks sit: `discover`, the default, finds out; a preset's name or a file names a machine; a block
+        guard: Checks that end a training that diverges, or whose resident weights are wrong.
+        checkpoint: Safe saves and loads of DeepSpeed's checkpoints; null leaves them to DeepSpeed.
+        topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block
             declares one.
         preset_shard: Whether the weights' degree is the preset's, not written by the user.
         preset_gradients: The same for the gradients' degree.
