@@ -18,18 +18,12 @@ from hzero.validation import ConfigError, one_of, printable, report
 COMMANDS = {
     "train": (
         "hzero.commands.train:run_train",
-        "train a language model by Hugging Face's Trainer with the stage (a Hydra application)",
+        "train a language model with Hugging Face's Trainer (a Hydra application)",
     ),
     "run": ("hzero.run:run_script", "run a script whose DeepSpeed configuration has the block, without a change of it"),
     "plan": ("hzero.plan.command:run_plan", "compute memory, bytes and a predicted step of a model on a machine"),
-    "doctor": (
-        "hzero.commands.doctor:run_doctor",
-        "check this machine, its ranks, and a DeepSpeed configuration (JSON)",
-    ),
-    "topology": (
-        "hzero.commands.topology:run_topology",
-        "show the packages, links and NICs of a node (auto|FILE|PRESET)",
-    ),
+    "doctor": ("hzero.commands.doctor:run_doctor", "check this machine, its ranks, and a DeepSpeed configuration"),
+    "topology": ("hzero.commands.topology:run_topology", "show the packages, links and NICs of a node"),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
 }
 #: Packages that only the extras bring.
@@ -53,13 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status; input that cannot be used is one line on stderr and status 2."""
     keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    commands = "\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hzero",
         description="A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.",
-        epilog="commands:\n"
-        + "".join(f"  {name:12}{text}\n" for name, (_, text) in COMMANDS.items())
-        + "\n"
-        + _EXAMPLES,
+        epilog=f"commands:\n{commands}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")

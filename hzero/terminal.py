@@ -101,13 +101,6 @@ def size_text(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def table_of(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table; columns whose name begins with * are aligned to the right. Cells cannot command the terminal."""
     from rich.table import Table

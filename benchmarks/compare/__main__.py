@@ -7,13 +7,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 from benchmarks.cluster.network import check_tools
 from benchmarks.compare.measurement import Measurement
 from benchmarks.compare.store import Store
 from benchmarks.compare.suite import CONF, read
 from benchmarks.compare.take import take_measurement
-from hzero.terminal import clock
 from hzero.validation import ConfigError
 
 INTERRUPTED = 130
@@ -69,12 +69,12 @@ def take(wanted: Sequence[Measurement], store: Store, *, again: bool) -> int:
         check_tools()
     guesses = [item.estimated_s() for item in waiting]
     there = f"; {store.path} has the other {len(wanted) - len(waiting)}" if len(waiting) < len(wanted) else ""
-    print(f"{len(waiting)} measurements to take, about {clock(sum(guesses))}{there}", flush=True)
+    print(f"{len(waiting)} measurements to take, about {timedelta(seconds=round(sum(guesses)))}{there}", flush=True)
     failed = []
     factor, took, guessed = 1.0, 0.0, 0.0
     for index, item in enumerate(waiting):
         after = sum(guesses[index + 1 :]) * factor
-        left = clock(guesses[index] * factor + after)
+        left = timedelta(seconds=round(guesses[index] * factor + after))
         print(f"[{index + 1}/{len(waiting)}] {item.title}; about {left} of all left", flush=True)
         began = time.monotonic()
         if take_measurement(item, store, after):

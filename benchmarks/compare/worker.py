@@ -10,6 +10,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from benchmarks.compare.scheme import Job, Scheme
 from benchmarks.training import batch, layer_numel, learning_rate, start_rank
 from hzero.config import Tier
 from hzero.files import replacing
-from hzero.terminal import clock
 from hzero.topology import Grid
 
 
@@ -106,8 +106,10 @@ class _Turns:
                 self._timed_step(name)
             done = time.monotonic() - begun
             left = done / (index + 1) * (rounds - index - 1)
-            after = f", about {clock(left + self._work.after_s)} of all" if self._work.after_s else ""
-            self._say(f"round {index + 1}/{rounds}, {clock(left)} left{after}")
+            after = (
+                f", about {timedelta(seconds=round(left + self._work.after_s))} of all" if self._work.after_s else ""
+            )
+            self._say(f"round {index + 1}/{rounds}, {timedelta(seconds=round(left))} left{after}")
 
     def _timed_step(self, name: str) -> None:
         before = sent()
