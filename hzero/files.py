@@ -81,9 +81,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(
-            f"{os.fspath(path)}: found no home for {Path(path).parts[0]!r}; expected a user of this machine"
-        ) from None
+        raise ConfigError(f"{os.fspath(path)}: found no home for {Path(path).parts[0]!r}; expected a user") from None
 
 
 def read_whole(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:

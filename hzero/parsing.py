@@ -113,9 +113,7 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
         )
     if any(not pattern.strip() for pattern in parsed.codecs.exceptions):
-        raise ConfigError(
-            f"{path}.codecs.except: found an empty pattern, which matches no parameter; expected one such as *norm*"
-        )
+        raise ConfigError(f"{path}.codecs.except: found an empty pattern; expected one such as *norm*")
     summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
     summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
     for key, codec in summed.items():

@@ -236,7 +236,7 @@ def seconds_of(duration: str | float) -> float:
             seconds = float(duration)
     if not 0 < seconds < math.inf or isinstance(duration, bool):
         raise ValueError(
-            f"found {reprlib.repr(duration)}, possible: a duration such as 2h, 1h30m, 1:30:00 or 45s, or seconds"
+            f"found {reprlib.repr(duration)}, expected seconds, or a duration such as 2h, 1h30m or 1:30:00"
         )
     return seconds
 

@@ -107,9 +107,7 @@ class Exchange:
                 answer = self._through_store(report, combine)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0][:200]
-                raise ConfigError(
-                    f"topology: rank {self.rank}: the store of the exchange has failed: {reason}"
-                ) from None
+                raise ConfigError(f"topology: rank {self.rank}: the store has failed: {reason}") from None
         if "error" in answer:
             raise ConfigError(answer["error"], elsewhere=self.rank > 0 and "error" not in report)
         return answer["value"]

@@ -202,7 +202,5 @@ def merge_links(source: str, seen: Iterable[Link]) -> tuple[Link, ...]:
         ordered = replace(link, a=pair[0], b=pair[1])
         other = merged.setdefault(pair, ordered)
         if other != ordered:
-            raise ConfigError(
-                f"{source}: the ends of link {pair[0]}-{pair[1]} contradict each other: {other} and {ordered}"
-            )
+            raise ConfigError(f"{source}: the ends of link {pair[0]}-{pair[1]} contradict: {other} and {ordered}")
     return tuple(merged.values())

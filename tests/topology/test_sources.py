@@ -106,7 +106,7 @@ def test_nics_of_the_fabric(tmp_path: Path) -> None:
     ("file", "old", "new", "message"),
     [
         ("5/io_links/1/properties", "node_to 4", "node_to 77", "77, which is not there"),
-        ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 100000", "contradict each other"),
+        ("5/io_links/1/properties", "max_bandwidth 200000", "max_bandwidth 100000", "the ends of link 0-1 contradict"),
         ("5/properties", "domain 0", "simd_count 440", "expected a name, once, and a number"),
         ("5/properties", "location_id 50688", "location_id 49408", "0000:c1:00.0 occurs twice"),
     ],
@@ -267,7 +267,7 @@ def test_a_matrix(tmp_path: Path) -> None:
     [
         (PAIR, 'target="0000:c6:00.0"', 'target="0000:aa:00.0"', "link of gpu 4 leads to 0000:aa:00.0, which is no gpu"),
         (PAIR, 'count="4"', 'count="2"', "the ends of link 4-5"),
-        (PAIR, 'count="4"', 'count="-4"', "xgmi: found count='-4', expected an integer from 1 to 64"),
+        (PAIR, 'count="4"', 'count="-4"', "xgmi: found count='-4', expected 1 to 64"),
         (PAIR, 'dev="5"', 'dev="4"', "device 4 is linked to itself"),
         (PAIR, 'busid="0000:c1:00.0"', 'busid="../../etc"', r"found '../../etc', expected a PCI bus id"),
         (PAIR, "</system>", "", "is not valid XML: .* line 20"),
