@@ -230,6 +230,8 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
                 report(error)
             else:
                 _say(f"hzero: rank {os.environ['RANK']}: {_failure(error)[-1]}")
+        if watchdog := sys.modules.get("hzero.collectives.watchdog"):  # for those that wait for this rank
+            watchdog.tell(error)
 
     status = _work(work, tell)
     distributed = sys.modules.get("torch.distributed")

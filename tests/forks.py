@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -51,6 +52,7 @@ def join(process: BaseProcess, timeout: float) -> None:
 def _enter(
     target: Callable[..., Any], arguments: Sequence[Any], folder: Path, env: dict[str, str], out: Path, err: Path
 ) -> None:
+    gc.freeze()  # DeepSpeed collects garbage four times for every engine: imported objects need not be searched
     os.setsid()
     die_with_parent()
     for path, number in ((out, 1), (err, 2)):

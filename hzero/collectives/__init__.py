@@ -9,17 +9,15 @@ from hzero.collectives.canary import Canary
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.ddp import DdpState, ddp_hook
 from hzero.collectives.dimensions import for_dimension, in_use
-from hzero.collectives.errors import HopError
-from hzero.collectives.failures import most_failures
+from hzero.collectives.errors import HopError, blaming
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, lasting, shared_pipeline
 from hzero.collectives.process_groups import limit_waits
-from hzero.collectives.recorder import Recorder, blaming, shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
 from hzero.collectives.tiered import TieredCollectives
-from hzero.collectives.trace import Trace
-from hzero.collectives.transport import Transport
+from hzero.collectives.transport import Transport, most_failures
+from hzero.collectives.watchdog import shared_watchdog
 from hzero.collectives.wirelog import WireEntry, WireLog
 
 __all__ = [
@@ -33,10 +31,8 @@ __all__ = [
     "HopError",
     "Payload",
     "Pipeline",
-    "Recorder",
     "Streams",
     "TieredCollectives",
-    "Trace",
     "Transport",
     "WireEntry",
     "WireLog",
@@ -50,5 +46,5 @@ __all__ = [
     "limit_waits",
     "most_failures",
     "shared_pipeline",
-    "shared_recorder",
+    "shared_watchdog",
 ]

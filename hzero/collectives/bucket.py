@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from hzero.collectives.record import Lane
+from hzero.collectives.wires import Lane
 from hzero.config import Tier
 
 T = TypeVar("T")

@@ -14,17 +14,16 @@ import torch.distributed as dist
 from hzero.codecs import Codec
 from hzero.collectives import arguments
 from hzero.collectives.bucket import Bucket
-from hzero.collectives.failures import most_failures
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain
 from hzero.collectives.point_to_point import PointToPoint
-from hzero.collectives.recorder import group_timeout
+from hzero.collectives.process_groups import group_timeout
 from hzero.collectives.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
 from hzero.collectives.streams import pipeline_of
-from hzero.collectives.transport import Transport, wires_of
+from hzero.collectives.transport import Transport, most_failures, wires_of
 from hzero.collectives.wirelog import WireLog
 from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.pipeline import Chain
-from hzero.collectives.recorder import shared_recorder
 from hzero.collectives.settings import CommunicatorConfig
 
 
@@ -88,8 +87,6 @@ def ddp_hook(state: DdpState, bucket: dist.GradBucket) -> torch.futures.Future[t
         raise TypeError(f"ddp_hook: state: found {type(state).__name__}, expected an hzero.collectives.DdpState")
     communicator, buffer = state.communicator, bucket.buffer()
     chain = communicator.average_into(buffer, state.key(bucket))
-    if bucket.is_last():  # DDP waits now
-        shared_recorder().awaited = lambda: not chain.done
     return _future(chain, communicator, buffer.device)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hzero.block import find, load
 from hzero.collectives.communicator import Communicator
-from hzero.collectives.recorder import world_timeout
+from hzero.collectives.process_groups import world_timeout
 from hzero.collectives.settings import USES, CommunicatorConfig, Use
 from hzero.config import DIMENSIONS, UNCODED, Dimension, HZeroConfig
 from hzero.parsing import parse_config

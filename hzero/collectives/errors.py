@@ -1,9 +1,15 @@
-"""Errors of hops."""
+"""Errors of hops and of other collectives."""
 
 from __future__ import annotations
 
-from hzero.collectives.record import Lane
-from hzero.collectives.recorder import shared_recorder
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from hzero.collectives.watchdog import shared_watchdog
+from hzero.collectives.wires import LaneHops
 from hzero.validation import PeerError, PlainError
 
 
@@ -19,19 +25,39 @@ class DisagreementError(RuntimeError):
 
 
 class MissingPeerError(HopError, PeerError):
-    """A hop failed or timed out since peers are gone or late. The message also says who did not come."""
+    """A collective failed or timed out since peers are gone or late. The message also says who did not come."""
 
     @classmethod
     def of(
-        cls, what: str, error: Exception | None = None, lane: Lane | None = None, number: int = 0
+        cls, what: str, error: Exception | None = None, lane: LaneHops | None = None, number: int = 0
     ) -> MissingPeerError:
         """The error of a collective that has failed.
 
         Args:
             what: The collective, how it ended, and a colon, before who is missing.
             error: What the library says of it.
-            lane: As for `Recorder.missing`.
-            number: As for `Recorder.missing`.
+            lane: As for `Watchdog.missing`.
+            number: As for `Watchdog.missing`.
         """
-        missing = shared_recorder().missing(lane, number)
-        return cls(f"{what}{missing.text}" + (f" ({error})" if error is not None else ""), missing.ranks)
+        ranks, text = shared_watchdog().missing(lane, number)
+        said = f" ({str(error).partition(chr(10))[0]})" if error is not None else ""
+        return cls(f"{what}{text}{said}", ranks)
+
+
+@contextlib.contextmanager
+def blaming() -> Iterator[None]:
+    """Turns an error of a collective outside hops, such as DeepSpeed's all-reduce of the norm, into one that names who.
+
+    Raises:
+        MissingPeerError: A collective failed or timed out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        of_group = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+        if isinstance(error, PeerError) or not of_group or dist.group.WORLD is None:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "/torch/" not in frame.filename and "/deepspeed/" not in frame.filename]
+        place = f"{own[-1].filename}:{own[-1].lineno} {own[-1].name}"
+        raise MissingPeerError.of(f"hzero: rank {dist.get_rank()}, a collective at {place}: ", error) from error

@@ -7,25 +7,21 @@ calls that could wait without end is made where a rank could not give up.
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from hzero.collectives.errors import DisagreementError, MissingPeerError
-from hzero.collectives.pause import Pause
-from hzero.collectives.record import Lane
+from hzero.collectives.wires import Lane, NoAnswer, Pause, in_time
 from hzero.mpi import abort_at_exit, gpu_aware, import_mpi
 from hzero.validation import ConfigError, some
 
-T = TypeVar("T")
 #: Starts one message, and the bytes that have to arrive; None where it is sent.
 _Post: TypeAlias = tuple[Callable[[], Any], int | None]
 #: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
@@ -260,9 +256,18 @@ class Communicators:
             name = f"{lane[0]} {lane[1]}"
             group = world.Get_group().Incl(list(ranks))
             make = partial(world.Create_group, group, zlib.crc32(repr(key[:2]).encode()) % _TAGS)
-            self._made[key] = MpiWires(
-                import_mpi(), _in_time(make, timeout.total_seconds(), name), timeout.total_seconds()
+            what, within_s = (
+                f"hzero: rank {dist.get_rank()} makes the MPI communicator of {name}",
+                timeout.total_seconds(),
             )
+            try:
+                made = in_time(make, within_s)
+            except NoAnswer:
+                abort_at_exit()
+                raise MissingPeerError.of(f"{what}: no end within {within_s:g} s: ") from None
+            except RuntimeError as error:
+                raise MissingPeerError(f"{what}: {error}") from error
+            self._made[key] = MpiWires(import_mpi(), made, within_s)
         return self._made[key]
 
 
@@ -310,25 +315,3 @@ def world_ranks(comm: Any) -> list[int]:
 def library(mpi: Any) -> str:
     """Name and version of the MPI library."""
     return " ".join(mpi.Get_library_version().split("\n")[0].split())
-
-
-def _in_time(make: Callable[[], T], timeout_s: float, name: str) -> T:
-    """The result of a call of MPI that waits for other ranks, in a thread, which alone may wait for ever."""
-    done: queue.Queue[T | BaseException] = queue.Queue()
-
-    def run() -> None:
-        try:
-            done.put(make())
-        except BaseException as error:
-            done.put(error)
-
-    threading.Thread(target=run, name="hzero communicator", daemon=True).start()
-    what = f"hzero: rank {dist.get_rank()} makes the MPI communicator of {name}"
-    try:
-        made = done.get(timeout=timeout_s)
-    except queue.Empty:
-        abort_at_exit()
-        raise MissingPeerError.of(f"{what}: no end within {timeout_s:g} s: ") from None
-    if isinstance(made, BaseException):
-        raise MissingPeerError(f"{what}: {made}", ()) from made
-    return made

@@ -17,9 +17,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.profiler import record_function
 
-from hzero.collectives.pause import Pause
-from hzero.collectives.transport import Lane, Pending
+from hzero.collectives.transport import Pending
+from hzero.collectives.wires import Lane, Pause
 from hzero.validation import ConfigError
 
 T = TypeVar("T")
@@ -151,8 +152,6 @@ class Pipeline:
     Attributes:
         streams: As above.
         failures: Chains that have failed.
-        waiting: Makes what is entered while this rank waits: on a device around the wait of the current stream, on
-            processors around that of the host.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class Pipeline:
     ) -> None:
         self.streams = streams
         self._around = around
-        self.waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self._queues: defaultdict[Hashable, deque[Chain[Any]]] = defaultdict(deque)
         self._running: list[Chain[Any]] = []
         self._lock = threading.RLock()  # of everything that chains do
@@ -173,11 +171,6 @@ class Pipeline:
         self._broken: dict[Hashable, BaseException] = {}
         self.failures = 0
         self._steps = 0  # that have ended
-
-    @property
-    def traced(self) -> bool:
-        """Whether `waiting` records waits."""
-        return self.waiting is not contextlib.nullcontext
 
     @property
     def waited_s(self) -> float:
@@ -329,8 +322,7 @@ class Pipeline:
 
     def _wait(self, chain: Chain[T]) -> T:
         if self.streams is not None:
-            with self.waiting():
-                self.streams.wait(chain._finished)
+            self.streams.wait(chain._finished)
             for tensor in _tensors(chain._result):
                 self.streams.used(tensor)
         try:
@@ -344,7 +336,7 @@ class Pipeline:
                 if pending is not None:
                     # Never on one hop alone: its peers may wait for another chain, which only this rank can move on.
                     self._waiting_since = time.perf_counter()
-                    with self.waiting():
+                    with record_function("hzero: wait"):
                         self._arrival.wait(_LOOK_S) if pending.announced else self._poll()
                     self._waited_s += time.perf_counter() - self._waiting_since
                     self._waiting_since = 0.0

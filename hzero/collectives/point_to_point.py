@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from hzero.codecs import Codec, mpc
 from hzero.collectives.bucket import Bucket
@@ -18,10 +19,9 @@ from hzero.collectives.errors import MissingPeerError
 from hzero.collectives.hop import marked, repeats
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.pipeline import Chain, Hops
-from hzero.collectives.record import Lane
-from hzero.collectives.recorder import shared_recorder
 from hzero.collectives.transport import NOTHING_SENT, Ends, Pending
-from hzero.collectives.wires import Wires
+from hzero.collectives.watchdog import shared_watchdog
+from hzero.collectives.wires import Lane, Wires
 from hzero.config import PLAIN
 from hzero.sharding.plan import Hop
 
@@ -183,11 +183,12 @@ class PointToPoint:
         own, peer = self._ranks[self._tiered.plan.rank], self._ranks[other]
         what = partial(self._describe, bucket, codec, other, sends, message.nbytes)
         try:
-            work = self._wires.message(message, other, sends=sends)
+            with record_function(f"hzero: {'send' if sends else 'recv'}: {bucket.label} in codec {codec.name}"):
+                work = self._wires.message(message, other, sends=sends)
         except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
             raise MissingPeerError.of(f"{what()} cannot start: ", error) from error
-        count = shared_recorder().hops(lane, self._timeout.total_seconds(), lambda rank: sorted((own, peer)))
-        return Pending(work, message, what, ends, lane=(lane, count))
+        hops = shared_watchdog().lane(lane, sorted((own, peer)), self._timeout.total_seconds())
+        return Pending(work, message, what, ends, lane=hops)
 
 
 def _sums(message: torch.Tensor, number: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from hzero.collectives.record import Lane
-from hzero.collectives.recorder import group_timeout, world_timeout
+from hzero.collectives.wires import Lane
 
 
 class ProcessGroups:
@@ -51,6 +51,31 @@ class ProcessGroups:
                     **in_order,
                 )
         return self._made[key]
+
+
+def world_timeout() -> timedelta:
+    """Timeout of the world's process group; groups made later do not inherit it."""
+    assert dist.group.WORLD is not None, "torch.distributed is not initialised"
+    return group_timeout(dist.group.WORLD)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of a process group."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)  # not every torch exposes them
+    return options._timeout if options is not None else default_pg_timeout
+
+
+def connection_to_store() -> Callable[[], Any]:
+    """Makes connections to the world's store that no other thread uses."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return lambda: store
+    host, port = store.host, store.port  # a clone of the store would keep the server of rank 0 alive
+    # Worlds that torchrun starts again share its agent's store.
+    prefix = f"hzero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return lambda: dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
 
 
 def limit_waits() -> None:

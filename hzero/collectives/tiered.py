@@ -18,9 +18,9 @@ from hzero.codecs import Codec
 from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison
 from hzero.collectives.cut import exchanges
+from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
 from hzero.collectives.hop import Payload, cross, repeats
-from hzero.collectives.lost import Lost
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
 from hzero.collectives.reduction import crossed, in_memory
 from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
@@ -78,7 +78,7 @@ class TieredCollectives:
         self.pipeline = pipeline or Pipeline()
         self._transport = transport
         self._unread: list[tuple[Any, Comparison]] = []
-        self._lost: list[tuple[Any, Lost]] = []
+        self._lost: list[tuple[Any, torch.Tensor, str]] = []
         self._messages = 1 + plan.checksum  # of a hop: the payload's, and that of the checksums
         self._row_orders: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -171,10 +171,13 @@ class TieredCollectives:
         self._unread, self._lost = [], []
         if streams is None:
             return
-        for event, found in lost:
+        for event, blocks, what in lost:  # the same on all ranks that have the message
             streams.wait(event)
-            self.used(found.blocks)
-            found.check()
+            if count := int(self.used(blocks)):
+                raise HopError(
+                    f"hzero: {what}: {count} blocks of 32,768 numbers have more than 512 exponents outside of the windows of "
+                    "their lines, which codec exp cannot hold; possible on this tier: codec none, bf16 or int8"
+                )
         if not unread:
             return
         for event, comparison in unread:
@@ -210,7 +213,7 @@ class TieredCollectives:
     def keep_lost(self, blocks: torch.Tensor, what: str) -> None:
         """Keeps a number of lost blocks for `verify`: on an asynchronous device, where a look would make the host wait."""
         assert self.pipeline.streams is not None
-        self._lost.append((self.pipeline.streams.event(), Lost(blocks, what)))
+        self._lost.append((self.pipeline.streams.event(), blocks, what))
         if len(self._lost) >= _UNREAD:
             self.verify()
 
@@ -493,7 +496,6 @@ class TieredCollectives:
                 wire_bytes=round(payload * peers),
                 raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers),
                 timer=timer,
-                label=bucket.label,
             )
 
         return Ends(done, arrived, timer.ready)

@@ -10,16 +10,18 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.profiler import record_function
 
 from hzero.collectives.checksum import Comparison, addressed, checksums
 from hzero.collectives.errors import DisagreementError, HopError, MissingPeerError
 from hzero.collectives.mpi_wires import shared_communicators
-from hzero.collectives.process_groups import shared_groups
-from hzero.collectives.record import HopCount, Lane
-from hzero.collectives.recorder import shared_recorder, world_timeout
-from hzero.collectives.wires import TorchWires, Wires, Work
+from hzero.collectives.process_groups import shared_groups, world_timeout
+from hzero.collectives.watchdog import shared_watchdog
+from hzero.collectives.wires import Lane, LaneHops, TorchWires, Wires, Work
 from hzero.config import ROLES, TIERS, Algorithm, Tier, TransportName
 from hzero.sharding.plan import ShardPlan
+from hzero.validation import some
 
 Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange", "broadcast"]
 
@@ -50,7 +52,7 @@ class Pending:
         what: Describes it, for errors.
         ends: What it calls.
         then: Makes what `wait` returns of ``output``.
-        lane: Its lane, and the count of that lane's hops.
+        lane: The hops of its lane.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class Pending:
         what: Callable[[], str],
         ends: Ends = _NOTHING,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        lane: tuple[Lane, HopCount] | None = None,
+        lane: LaneHops | None = None,
     ) -> None:
         self._lane = lane
-        self._number = lane[1].start(what, ends.passed) if lane is not None else 0
+        self._number = lane.start(what, output.nbytes, ends.passed) if lane is not None else 0
         self._work = work
         self._output = output
         self._what = what
@@ -117,14 +119,11 @@ class Pending:
             except DisagreementError as error:
                 raise HopError(f"{self._what()} failed: {error}") from error
             except RuntimeError as error:
-                waited = time.monotonic() - self._started
-                lane = self._lane[0] if self._lane else None
-                raise MissingPeerError.of(
-                    f"{self._what()} failed after {waited:.1f} s: ", error, lane, self._number
-                ) from error
+                failed = f"{self._what()} failed after {time.monotonic() - self._started:.1f} s: "
+                raise MissingPeerError.of(failed, error, self._lane, self._number) from error
             self._work = None
             if self._lane is not None:
-                self._lane[1].ended += 1
+                self._lane.ended += 1
             self._ends.done()
             if self._then is not None:
                 self._output = self._then(self._output)
@@ -164,15 +163,6 @@ def rounds(algorithm: Algorithm, ranks: int) -> int:
     return (ranks - 1).bit_length() if algorithm == "doubling" else 1
 
 
-def _peers(plan: ShardPlan, everyone: Sequence[int], tier: Tier, rank: int) -> Sequence[int]:
-    """Ranks of the world in the tier group of one of them; of a rank outside the plan, such as a tensor peer, itself alone."""
-    if isinstance(everyone, range):
-        return plan.grid.tier_group(rank, tier)
-    if rank not in everyone:
-        return [rank]
-    return [everyone[peer] for peer in plan.grid.tier_group(everyone.index(rank), tier)]
-
-
 def wires_of(
     transport: TransportName, lane: Lane, ranks: list[int], timeout: timedelta, backend: str | None = None
 ) -> Wires:
@@ -194,6 +184,43 @@ def wires_of(
     return TorchWires(shared_groups.get(lane, ranks, timeout, backend), timeout)
 
 
+def most_failures(
+    own: int, transport: TransportName, group: dist.ProcessGroup | None, ranks: Sequence[int], timeout: timedelta
+) -> int:
+    """The largest number of failed chains of a rank, by which new lanes are named: none is used again after a failure.
+
+    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
+    Collective over the ranks.
+
+    Args:
+        own: That of this rank.
+        transport: ``torch`` asks on the group, ``mpi`` on a communicator of its own.
+        group: Of the ranks.
+        ranks: Of the world.
+        timeout: Longest wait for all ranks over MPI; a group has its own.
+
+    Raises:
+        ConfigError: MPI cannot make new communicators.
+        HopError: A rank does not answer.
+    """
+    try:
+        if transport == "mpi":
+            wires = shared_communicators.get(("failures", "node"), ranks, timeout)
+            told = torch.empty(8 * len(ranks), dtype=torch.uint8)
+            wires.all_gather(told, torch.tensor([own]).view(torch.uint8)).wait()
+            return int(told.view(torch.int64).max())
+        every = [own] * len(ranks)
+        dist.all_gather_object(every, own, group=group)
+        return max(every)
+    except HopError:
+        raise
+    except RuntimeError as error:
+        peers = some([str(rank) for rank in ranks], 8)
+        raise MissingPeerError.of(
+            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: ", error
+        ) from error
+
+
 class Transport:
     """Tier groups over torch.distributed or MPI, and collectives on them.
 
@@ -206,7 +233,7 @@ class Transport:
         channels: Names of what has communicators of its own.
         ranks: Rank in the world of each rank of the plan; None where they are the same.
         backend: Of process groups; None takes the world's.
-        failures: Number of failed chains, see `hzero.collectives.failures.most_failures`; the same on all ranks.
+        failures: Number of failed chains, see `most_failures`; the same on all ranks.
         sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
             they are made here, in float32 and in peer order, and rounded once.
     """
@@ -225,7 +252,7 @@ class Transport:
         timeout = timeout or world_timeout()
         self._wires: dict[Lane, Wires] = {}
         self._ranks: dict[Tier, list[int]] = {}
-        self._hops: dict[Lane, tuple[Lane, HopCount]] = {}
+        self._hops: dict[Lane, LaneHops] = {}
         everyone = ranks if ranks is not None else range(plan.grid.world_size)
         self._rank = everyone[plan.rank]
         self._checksum = plan.checksum
@@ -239,8 +266,7 @@ class Transport:
                 lane = channel, tier
                 named = (f"{channel} #{failures}" if failures else channel), tier
                 self._wires[lane] = wires_of(plan.transport, named, self._ranks[tier], timeout, backend)
-                peers = partial(_peers, plan, everyone, tier)
-                self._hops[lane] = named, shared_recorder().hops(named, timeout.total_seconds(), peers)
+                self._hops[lane] = shared_watchdog().lane(named, self._ranks[tier], timeout.total_seconds())
 
     @property
     def lanes(self) -> list[Lane]:
@@ -250,14 +276,14 @@ class Transport:
     def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
         output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
-        work = self._wires[lane].all_gather(output, message)
-        return self._pending(work, output, "all_gather", lane, what, output.nbytes, ends)
+        start = partial(self._wires[lane].all_gather, output, message)
+        return self._start(start, output, "all_gather", lane, what, output.nbytes, ends)
 
     def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
         output = torch.empty_like(message)
-        work = self._wires[lane].all_to_all(output, message)
-        return self._pending(work, output, "all_to_all", lane, what, output.nbytes, ends)
+        start = partial(self._wires[lane].all_to_all, output, message)
+        return self._start(start, output, "all_to_all", lane, what, output.nbytes, ends)
 
     def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
@@ -267,12 +293,12 @@ class Transport:
         wires, size = self._wires[lane], elements.numel() // len(self._ranks[lane[1]])
         if not wires.own_sums:
             parts = torch.empty_like(elements)
-            work = wires.all_to_all(parts.view(torch.uint8), elements.view(torch.uint8))
+            start = partial(wires.all_to_all, parts.view(torch.uint8), elements.view(torch.uint8))
             then = lambda arrived: sum_of(arrived.view(-1, size))  # noqa: E731
-            return self._pending(work, parts, "reduce_scatter", lane, what, elements.nbytes, ends, then)
+            return self._start(start, parts, "reduce_scatter", lane, what, elements.nbytes, ends, then)
         output = elements.new_empty(size)
-        work = wires.reduce_scatter(output, elements)
-        return self._pending(work, output, "reduce_scatter", lane, what, elements.nbytes, ends)
+        start = partial(wires.reduce_scatter, output, elements)
+        return self._start(start, output, "reduce_scatter", lane, what, elements.nbytes, ends)
 
     def exchange(self, lane: Lane, held: torch.Tensor, distance: int, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a round of the algorithm ``doubling``.
@@ -285,13 +311,13 @@ class Transport:
         own, rows = self._ranks[lane[1]].index(self._rank), min(distance, ranks - distance)
         sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
         source, target = (own + distance) % ranks, (own - distance) % ranks
-        work = self._wires[lane].exchange(received, sent, source, target)
-        return self._pending(work, held, "exchange", lane, what, sent.nbytes, ends)
+        start = partial(self._wires[lane].exchange, received, sent, source, target)
+        return self._start(start, held, "exchange", lane, what, sent.nbytes, ends)
 
     def broadcast(self, lane: Lane, message: torch.Tensor, root: int, what: str, ends: Ends = _NOTHING) -> Pending:
         """Starts a broadcast of uint8 ``[b]`` from the rank at coordinate ``root`` of the tier group, into all others'."""
-        work = self._wires[lane].broadcast(message, root)
-        return self._pending(work, message, "broadcast", lane, what, message.nbytes, ends)
+        start = partial(self._wires[lane].broadcast, message, root)
+        return self._start(start, message, "broadcast", lane, what, message.nbytes, ends)
 
     def gather(
         self,
@@ -460,9 +486,9 @@ class Transport:
         self._messages[lane] += 1
         return self._messages[lane]
 
-    def _pending(
+    def _start(
         self,
-        work: Work | None,
+        start: Callable[[], Work],
         output: torch.Tensor,
         kind: Collective,
         lane: Lane,
@@ -472,6 +498,8 @@ class Transport:
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Pending:
         described = partial(self._describe, kind, lane, what, size)
+        with record_function(f"hzero: {kind} {lane[1]}: {what}"):
+            work = start()
         return Pending(work, output, described, ends, then, self._hops[lane])
 
     def _describe(self, kind: Collective, lane: Lane, what: str, size: int) -> str:

@@ -84,23 +84,16 @@ class HopTimer:
             self._elapsed = self._events[0].elapsed_time(self._events[1]) / 1e3
         return self._elapsed
 
-    def since(self, origin: HopTimer) -> tuple[float, float]:
-        """Start and end in seconds after the start of ``origin``. Waits for the device where the hop has not ended."""
-        seconds, start = self.seconds(), self._started - origin._started
-        if self._events is not None and origin._events is not None:
-            start = origin._events[0].elapsed_time(self._events[0]) / 1e3
-        return start, start + seconds
-
 
 class WireLog:
     """Counts every hop of one stage. Only reading the totals may synchronise the device, counting never does.
 
     Attributes:
-        on_hop: Functions called with role, tier, codec, wire bytes, label and timer of every hop that has ended.
+        on_hop: Functions called with role, tier, codec, wire bytes and timer of every hop that has ended.
     """
 
     def __init__(self) -> None:
-        self.on_hop: list[Callable[[str, Tier, CodecName, int, str, HopTimer], None]] = []
+        self.on_hop: list[Callable[[str, Tier, CodecName, int, HopTimer], None]] = []
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
         self._lock = threading.RLock()  # hops may end on another thread than the reader's
@@ -116,11 +109,10 @@ class WireLog:
         wire_bytes: int,
         raw_bytes: int,
         timer: HopTimer,
-        label: str = "",
     ) -> None:
-        """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped, ``label`` names the bucket."""
-        for on_hop in tuple(self.on_hop):  # a trace may end meanwhile, on another thread
-            on_hop(role, tier, codec, wire_bytes, label, timer)
+        """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped."""
+        for on_hop in self.on_hop:
+            on_hop(role, tier, codec, wire_bytes, timer)
         with self._lock:
             entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
             entry.hops += 1

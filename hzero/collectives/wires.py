@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hzero.config import Tier
+
+T = TypeVar("T")
+#: What waits in vain raise.
+NoAnswer = TimeoutError
+#: A communicator: the group of one tier, for one role of the stage, or for one use of a `Communicator`.
+Lane: TypeAlias = tuple[str, Tier]
+#: Looks at which the processor is only offered to others; then the first and the longest sleep, in seconds.
+_YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
 #: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
 _ALL_GATHER, _REDUCE_SCATTER = (
     new if hasattr(dist, new) else old
@@ -19,6 +33,84 @@ _ALL_GATHER, _REDUCE_SCATTER = (
     )
 )
 _STOCK = getattr(dist, _REDUCE_SCATTER)
+
+
+@dataclass
+class LaneHops:
+    """Hops of this rank on one lane, counted where they start and where they have been waited for.
+
+    Attributes:
+        name: Of the lane and its ranks, the same on all of them.
+        ranks: Of the world.
+        timeout_s: Longest wait for one hop.
+        started: Hops that this rank has started; the same on all ranks once all have come.
+        ended: Those that it has waited for. On a device a wait does not block, so this says little there.
+        since: When the last one started.
+        size: Its bytes.
+        what: Describes it.
+        passed: Whether the device is past it.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    timeout_s: float
+    started: int = 0
+    ended: int = 0
+    since: float = 0.0
+    size: int = 0
+    what: Callable[[], str] = str
+    passed: Callable[[], bool] = bool
+
+    def start(self, what: Callable[[], str], size: int, passed: Callable[[], bool]) -> int:
+        """Counts a hop. Returns its number, from 1."""
+        self.what, self.size, self.passed, self.since = what, size, passed, time.monotonic()
+        self.started += 1
+        return self.started
+
+    def waited_s(self) -> float:
+        """Seconds since the start of the last hop, or 0 if it has ended."""
+        waited_s, waits = time.monotonic() - self.since, self.started > self.ended
+        if not waits and self.started and waited_s > self.timeout_s / 2:  # asked earlier, a device may capture a graph
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                waits = not self.passed()
+        return waited_s if waits else 0.0
+
+
+class Pause:
+    """The pauses of one wait.
+
+    At first it yields the processor: a short message arrives within microseconds, and a sleep takes fifty at least. Then it
+    sleeps, longer and longer: where ranks share cores, one that looks all the time takes them from those it waits for.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def __call__(self) -> None:
+        """Lets some time pass."""
+        self._looks += 1
+        if self._looks <= _YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_FIRST_S * (self._looks - _YIELDS), _LONGEST_S))
+
+
+def in_time(call: Callable[[], T], within_s: float) -> T:
+    """The result of a call of a library that may never return, made in a thread of its own.
+
+    Raises:
+        NoAnswer: It has not returned in time.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="hzero call", daemon=True).start()
+    return answer.result(within_s)
 
 
 class Work(Protocol):

@@ -34,7 +34,7 @@ class LoggedHops:
         logger = comm.comms_logger
         return bool(logger.enabled and (logger.prof_all or "hzero" in logger.prof_ops))
 
-    def _add(self, role: str, tier: Tier, codec: CodecName, wire_bytes: int, label: str, timer: HopTimer) -> None:
+    def _add(self, role: str, tier: Tier, codec: CodecName, wire_bytes: int, timer: HopTimer) -> None:
         if wire_bytes and self.wanted():
             with self._lock:
                 self._running.append(((f"hzero {role}, {tier}, {codec}", wire_bytes), timer))

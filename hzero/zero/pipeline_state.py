@@ -17,7 +17,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from hzero.block import KEY
 from hzero.codecs import backends
 from hzero.collectives import Communicator, CommunicatorConfig, WireLog, for_dimension
-from hzero.collectives.recorder import world_timeout
+from hzero.collectives.process_groups import world_timeout
 from hzero.config import LOSSLESS, HZeroConfig
 from hzero.sharding.plan import lossy_crossings
 from hzero.validation import ConfigError

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY, find
-from hzero.collectives import blaming, shared_recorder
+from hzero.collectives import blaming, shared_watchdog
 from hzero.validation import on_all_ranks
 from hzero.zero import versions
 from hzero.zero.guard import DivergenceError
@@ -82,15 +82,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Nothing: `Gradients.micro` has taken the gradients, and shards reach stock by `_deliver`."""
 
     def backward_prologue(self) -> None:
-        """Stock; also where a trace begins the backward, and a micro-step counts."""
-        shared_recorder().micro += 1
-        self.hzero.begin("backward")
+        """Stock; a micro-step counts."""
+        shared_watchdog().micro += 1
         super().backward_prologue()
-
-    def backward_epilogue(self) -> None:
-        """Stock; also where a trace ends the backward."""
-        super().backward_epilogue()
-        self.hzero.end("backward")
 
     def independent_gradient_partition_epilogue(self) -> None:
         """After a backward: stock, then at the boundary the outer hops.
@@ -110,7 +104,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def step(self, closure: Any = None) -> None:
         """Stock step, after gradients that still wait have crossed."""
-        self.hzero.begin("optimizer")
         if self.hzero.gradients.waiting:
             self._cross_boundary()
         self.hzero.weights.before_change()
@@ -138,11 +131,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.weights.gather_kept_whole()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
-        recorder = shared_recorder()
-        recorder.step, recorder.micro = recorder.step + 1, 0
-        self.hzero.end("optimizer")
-        self.hzero.end("step")
-        self.hzero.begin("step")
+        watchdog = shared_watchdog()
+        watchdog.step, watchdog.micro = watchdog.step + 1, 0
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""

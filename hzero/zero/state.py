@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -22,14 +20,13 @@ from hzero.collectives import (
     Communicator,
     ErrorFeedback,
     TieredCollectives,
-    Trace,
     Transport,
     WireLog,
     in_use,
     limit_waits,
     most_failures,
 )
-from hzero.collectives.recorder import world_timeout
+from hzero.collectives.process_groups import world_timeout
 from hzero.config import ROLES, Dimension, HZeroConfig, Tier
 from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.sharding.plan import ShardPlan
@@ -87,7 +84,6 @@ class StageState:
         _check_parameters(module, group)
         self.config = config
         self._module = module
-        self._trace: Trace | None = None  # while one is recorded
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes = Routes(module, self.plan)
         self._autotp = autotp.take_over(module, config, self.partition.world)
@@ -267,52 +263,6 @@ class StageState:
         if every and (self._audit_due or self._steps % every == 0):
             self._audit.run(self._steps, params, gradient_of)
             self._audit_due = False
-
-    @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[Trace]:
-        """Records hops, waits, forward, backward and steps of this rank, and writes them to ``path`` at the end.
-
-        https://ui.perfetto.dev and chrome://tracing open the file. Each rank that enters writes a file of its own; others
-        need not enter. Hops that are under way at the end are left out; call `settle`, on all ranks, to have them.
-
-        Args:
-            path: The file, a JSON; compressed where it ends in ``.gz``. Nothing is written after an exception.
-
-        Yields:
-            The trace; its `shares` say for each step how much of a tier's time was hidden.
-
-        Raises:
-            RuntimeError: A trace is being recorded already.
-            OSError: The file cannot be written.
-        """
-        if self._pipeline.traced:  # by this engine or another one of the process
-            raise RuntimeError("hzero: a trace is being recorded already")
-        self._trace = trace = Trace(torch.device(get_accelerator().current_device_name()))
-        self.wire_log.on_hop.append(trace.hop)
-        self._pipeline.waiting = trace.waiting
-        hooks = (
-            self._module.register_forward_pre_hook(lambda *_: trace.begin("forward")),
-            self._module.register_forward_hook(lambda *_: trace.end("forward")),
-        )
-        trace.begin("step")
-        try:
-            yield trace
-        finally:
-            self._trace, self._pipeline.waiting = None, contextlib.nullcontext
-            self.wire_log.on_hop.remove(trace.hop)
-            for hook in hooks:
-                hook.remove()
-        trace.write(path, dist.get_rank())
-
-    def begin(self, part: str) -> None:
-        """Begins a part of a step in the trace, if one is being recorded; see `Trace.begin`."""
-        if self._trace is not None:
-            self._trace.begin(part)
-
-    def end(self, part: str) -> None:
-        """Ends it."""
-        if self._trace is not None:
-            self._trace.end(part)
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
         """Measured bytes of each state on this rank, without transient buffers.

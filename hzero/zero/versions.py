@@ -67,7 +67,6 @@ STAGE3: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     ),
     (DeepSpeedZeroOptimizer_Stage3, "partition_grads", ("self", "params_to_release", "grad_partitions")),
     (DeepSpeedZeroOptimizer_Stage3, "backward_prologue", ("self",)),
-    (DeepSpeedZeroOptimizer_Stage3, "backward_epilogue", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "exit_backward", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "independent_gradient_partition_epilogue", ("self",)),
     (DeepSpeedZeroOptimizer_Stage3, "zero_grad", ("self", "set_to_none")),

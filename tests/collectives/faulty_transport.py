@@ -98,7 +98,8 @@ class FaultyTransport(Transport):
         if fault == "drop":
             self.done.append(Done(fault, lane, what))
             described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
-            return Pending(_Dropped(self._timeout_s), message, lambda: described, ends)  # type: ignore[arg-type]
+            work, lost = _Dropped(self._timeout_s), self._hops[lane]
+            return Pending(work, message, lambda: described, ends, lane=lost)  # type: ignore[arg-type]
         pending = start(lane, message, what, ends)
         wait, told = pending._work.wait, []
 

@@ -6,6 +6,7 @@ runs one trial only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -46,7 +47,7 @@ def engine_of(
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if preset != "stock":
-        topology = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}
+        topology = {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}
         zero["hzero"] = {"preset": preset, "topology": topology, **(block or {})}
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -95,7 +96,7 @@ def whole(param: torch.Tensor) -> torch.Tensor:
 def trial_freeze(preset: str) -> dict[str, Any]:
     """How far a layer moves by weight decay and momentum while it is frozen; then it trains again."""
     result = {}
-    for accumulation, offload in ((1, False), (1, True), (3, False), (3, True)):
+    for accumulation, offload in itertools.product((1, 3), (False, True) if preset != "stock" else (False,)):
         engine = engine_of(preset, accumulation=accumulation, offload=offload)
         layer = engine.module[0]
         train(engine, 0, 2 * accumulation)
@@ -189,29 +190,21 @@ def trial_cut_short(preset: str) -> dict[str, Any]:
 
 
 def trial_inference_mode(preset: str) -> dict[str, Any]:
-    """Losses with evaluations under inference mode between steps, and without any."""
+    """Losses with evaluations under inference mode between steps and inside them; of stock without any."""
     result: dict[str, Any] = {}
-    for kept, exact in ((0, False), (10**6, False), (0, True)) if preset != "stock" else ((0, False),):
-        modes = [(True, False), (True, True)] + ([(False, True)] if kept == 0 and not exact else [])
-        for training, evaluates in modes if preset != "stock" else modes[:1]:
-            engine = engine_of(preset, accumulation=2, kept=kept, block={"exact_evaluation": exact})
-            losses, read = [], []
-            for step in range(3):
-                if evaluates:
-                    engine.train(training)
-                    with torch.inference_mode():
-                        x = torch.ones(1, 8)
-                        for _ in range(3):
-                            x = engine(x)
-                        read.append(float(x.sum()))
-                    engine.train()
-                losses += train(engine, 2 * step, 1)
-                if evaluates:
-                    with torch.inference_mode():
-                        engine(torch.ones(1, 8))
-                losses += train(engine, 2 * step + 1, 1)
-            result[f"{kept} {exact} {training} {evaluates}"] = losses
-            engine.destroy()
+    cases = [(0, False, True), (0, False, False), (10**6, False, True), (0, True, True)]
+    for kept, exact, training in cases if preset != "stock" else cases[:1]:
+        engine = engine_of(preset, accumulation=2, kept=kept, block={"exact_evaluation": exact})
+        losses = []
+        for micro in range(6):
+            if preset != "stock":
+                engine.train(training)
+                with torch.inference_mode():
+                    engine(engine(torch.ones(1, 8)))
+                engine.train()
+            losses += train(engine, micro, 1)
+        result[f"{kept} {exact} {training}"] = losses
+        engine.destroy()
     return result
 
 

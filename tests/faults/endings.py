@@ -1,25 +1,41 @@
-"""Ends inside an accumulation window, in the way that the first argument names; the second one is a preset."""
+"""Ends ranks inside an accumulation window in several ways, and prints the exit statuses of each as a JSON line.
+
+A way has two ranks, forked from this process, which has imported everything. They run to the end of the interpreter.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
+import os
 import sys
 from typing import Any
 
+os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group  # before hzero can replace it
 
-torch.set_num_threads(1)
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.init_distributed("gloo")
+from hzero.collectives import watchdog
+from hzero.launch import free_port
+
+#: Ways to end, and a preset.
+WAYS = {
+    "destroy": "lossless",
+    "bound": "lossless",
+    "engines": "lossless",
+    "nothing": "topo",
+    "all raise": "lossless",
+    "rank 0 raises": "lossless",
+    "rank 1 raises": "lossless",
+}
 
 
 def engine_of(preset: str) -> Any:
-    topology = {"nodes": dist.get_world_size() // 2, "gpus_per_node": 1, "gcds_per_gpu": 2}
-    block = {"preset": preset, "topology": topology}
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.GELU(), torch.nn.Linear(500, 8))
+    block = {"preset": preset, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}}
     return deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -32,22 +48,42 @@ def engine_of(preset: str) -> Any:
     )[0]
 
 
-way, preset = sys.argv[1:]
-engines = [engine_of(preset) for _ in range(2 if way == "engines" else 1)]
-for number in range(5):
-    for engine in engines:
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
-        if number == 4 and way == "one-raises" and dist.get_rank() == 1:
-            raise ValueError("on rank 1")
-        engine.backward((engine(x) - x.roll(1, 1)).square().mean())
-        engine.step()
-if dist.get_rank() == 0:
-    print("trained", flush=True)
-if way == "all-raise":
-    raise ValueError("on all ranks")
-if way == "bound":
-    destroy_process_group()
-elif way in ("destroy", "engines"):
-    if way == "engines":
-        engines[0].destroy()
-    dist.destroy_process_group()
+def train(way: str, preset: str) -> None:
+    deepspeed.init_distributed("gloo")
+    engines = [engine_of(preset) for _ in range(2 if way == "engines" else 1)]
+    for number in range(5):
+        for engine in engines:
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+            if number == 3 and way == f"rank {dist.get_rank()} raises":
+                raise ValueError(f"on rank {dist.get_rank()}\nalone")
+            engine.backward((engine(x) - x.roll(1, 1)).square().mean())
+            engine.step()
+    if way == "all raise":
+        raise ValueError("on all ranks")
+    if way == "bound":
+        destroy_process_group()
+    elif way in ("destroy", "engines"):
+        if way == "engines":
+            engines[0].destroy()
+        dist.destroy_process_group()
+
+
+watchdog.PERIOD_S = 0.2
+torch.set_num_threads(1)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+gc.freeze()
+for way, preset in WAYS.items():
+    os.environ["MASTER_PORT"] = str(free_port())
+    ranks = {}
+    for rank in range(2):
+        pid = os.fork()
+        if not pid:
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            train(way, preset)
+            sys.exit()
+        ranks[pid] = rank
+    statuses = [0, 0]
+    for _ in ranks:
+        pid, status = os.wait()
+        statuses[ranks[pid]] = os.waitstatus_to_exitcode(status)
+    print(json.dumps([way, statuses]), flush=True)

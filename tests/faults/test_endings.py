@@ -1,33 +1,44 @@
-"""A script may end anywhere: its exit status and its own error are what a user sees."""
+"""A script may end anywhere: its exit status, and the error of whoever caused it, are what a user sees."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import run
-
-#: Ways to end that reach the end of the interpreter, where a thread of gloo aborted the process. Two ranks, since each
-#: imports everything.
-REAL = ("destroy", "nothing", "one-raises")
+from tests.ranks import environment
 
 
-def _end(way: str, preset: str, folder: Path, status: int = 0) -> str:
-    real = way in REAL
-    return run(
-        "endings.py", way, preset, folder=folder, status=status, timeout=120, forked=not real, ranks=2 if real else 4
-    )
+@pytest.fixture(scope="module")
+def ended() -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).with_name("endings.py")
+    return subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("way", ["destroy", "bound", "engines", "nothing"])
-def test_an_open_window_is_no_error(way: str, tmp_path: Path) -> None:
-    preset = "topo" if way == "nothing" else "lossless"
-    assert "trained" in _end(way, preset, tmp_path)
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("destroy", 0),
+        ("bound", 0),
+        ("engines", 0),
+        ("nothing", 0),
+        ("all raise", 1),
+        ("rank 0 raises", 1),
+        ("rank 1 raises", 1),
+    ],
+)
+def test_an_open_window_changes_no_status(ended: subprocess.CompletedProcess[str], way: str, status: int) -> None:
+    statuses = dict(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("["))
+    assert statuses[way] == [status] * 2, ended
 
 
-@pytest.mark.parametrize("way", ["all-raise", "one-raises"])
-def test_an_exception_inside_a_window_keeps_its_status(way: str, tmp_path: Path) -> None:
-    text = _end(way, "lossless", tmp_path, status=1)
-    assert "ValueError: on " in text
-    assert "SIGABRT" not in text and "terminate called" not in text, text
+def test_errors_are_those_of_the_script(ended: subprocess.CompletedProcess[str]) -> None:
+    """A rank that waits for one that has ended names it, and its error, also if that one has served the store."""
+    assert ended.stderr.count("ValueError: on all ranks") == 2, ended.stderr
+    for rank in range(2):
+        (line,) = [line for line in ended.stderr.splitlines() if f"waited for rank {rank} (host " in line]
+        assert f"after step 1, micro-step 1), which has ended with ValueError: on rank {rank} (" in line, line
+    assert "frozen or gone" not in ended.stderr and "terminate called" not in ended.stderr, ended.stderr

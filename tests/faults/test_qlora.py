@@ -17,17 +17,17 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_losses_are_those_of_stock(tmp_path: Path) -> None:
-    """With both storages of the codes, in Trainer and in TRL."""
-    lines = run("qlora.py", str(tmp_path / "run"), folder=tmp_path).splitlines()
+    """In Trainer with codes in bytes, and in TRL with codes in bfloat16."""
+    lines = run("qlora.py", str(tmp_path / "run"), folder=tmp_path, ranks=2).splitlines()
     found = {
         tuple(key): (losses, codecs)
         for *key, losses, codecs in map(json.loads, filter(lambda x: x.startswith('["'), lines))
     }
-    assert len(found) == 9
+    assert len(found) == 6
     for (client, storage, preset), (losses, codecs) in found.items():
         stock, _ = found[client, storage, "stock"]
         print(client, storage, preset, losses)
-        assert len(losses) == 6 and losses[-1] < losses[0] - 0.02
+        assert len(losses) == 4 and losses[-1] < losses[0] - 0.02
         rounding = 1e-6 if client == "Trainer" else 2e-4  # of sums in float32 and bfloat16
         assert losses == pytest.approx(stock, rel=0.01 if preset == "topo" else rounding)
         assert codecs == {"stock": [], "lossless": ["none"], "topo": ["int8", "none"]}[preset]

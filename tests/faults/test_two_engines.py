@@ -11,7 +11,7 @@ from tests.faults.launch import run
 
 
 def test_lists_of_parameters_of_two_engines(tmp_path: Path) -> None:
-    lines = [line for line in run("two_engines.py", folder=tmp_path).splitlines() if line.startswith("{")]
+    lines = [line for line in run("two_engines.py", folder=tmp_path, ranks=2).splitlines() if line.startswith("{")]
     found = [json.loads(line) for line in lines]
     stock, *others = found
     assert stock["pair"] == ["stock", "stock"] and len(others) == 4

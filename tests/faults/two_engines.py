@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node=4 two_engines.py
+"""torchrun --nproc-per-node=2 two_engines.py
 
 Contexts, forwards and steps over the parameters of two engines, stock or hzero, made in either order. One JSON line each.
 """
@@ -26,7 +26,7 @@ def engine(preset: str, model: nn.Module, whole: bool = False, trains: bool = Tr
     """An engine; ``whole`` keeps all parameters whole between uses, as Trainer's "auto" keeps norms and biases."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 10**6 if whole else 0}
     if preset != "stock":
-        zero["hzero"] = {"preset": preset, "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 1}}
+        zero["hzero"] = {"preset": preset, "topology": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 1}}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     trained = [param for param in model.parameters() if param.requires_grad]
     if trains and trained:

@@ -22,7 +22,7 @@ import hzero
 from benchmarks.hybrid.model import ColumnParallel, RowParallel
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, for_dimension
-from hzero.collectives.recorder import group_timeout, world_timeout
+from hzero.collectives.process_groups import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
 from hzero.manifest import Manifest
 from hzero.topology import resolve_grid
