@@ -21,8 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from hzero.collectives import Communicator
 from hzero.collectives.activations import copy_to, reduce_from
-from hzero.collectives.process_groups import shared_groups
-from hzero.collectives.process_groups import world_timeout
+from hzero.collectives.process_groups import shared_groups, world_timeout
 
 
 @dataclass(frozen=True)
