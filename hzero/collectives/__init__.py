@@ -4,14 +4,13 @@
 """
 
 from hzero.collectives import activations
-from hzero.collectives.bucket import Bucket, in_buckets
 from hzero.collectives.canary import Canary
 from hzero.collectives.communicator import Communicator
 from hzero.collectives.ddp import DdpState, ddp_hook
 from hzero.collectives.dimensions import for_dimension, in_use
 from hzero.collectives.errors import HopError, blaming
 from hzero.collectives.feedback import ErrorFeedback
-from hzero.collectives.hop import Payload
+from hzero.collectives.hop import Bucket, Payload, in_buckets
 from hzero.collectives.pipeline import Chain, Pipeline, Streams, lasting, shared_pipeline
 from hzero.collectives.process_groups import limit_waits
 from hzero.collectives.settings import CommunicatorConfig

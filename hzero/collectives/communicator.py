@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from hzero.codecs import Codec
-from hzero.collectives import arguments
-from hzero.collectives.bucket import Bucket
+from hzero.codecs.ops import FLOATS
 from hzero.collectives.feedback import ErrorFeedback
-from hzero.collectives.hop import Payload
+from hzero.collectives.hop import Bucket, Payload
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.mpi_wires import world_ranks
 from hzero.collectives.pipeline import Chain
@@ -29,7 +29,7 @@ from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
 from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, one_of
 
 
 class Communicator:
@@ -193,7 +193,7 @@ class Communicator:
             A tensor like ``tensor``; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("all_reduce", tensor)
-        arguments.check_sum("all_reduce", op, key, self.config.error_feedback)
+        _check_sum("all_reduce", op, key, self.config.error_feedback)
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
         shape = tensor.shape
         result = lambda whole: whole[: math.prod(shape)].view(shape)  # noqa: E731
@@ -269,8 +269,8 @@ class Communicator:
             Part r of the first dimension on rank r; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("reduce_scatter", tensor)
-        arguments.check_sum("reduce_scatter", op, key, self.config.error_feedback)
-        shape = arguments.part("reduce_scatter", tensor, self.plan.grid.world_size)
+        _check_sum("reduce_scatter", op, key, self.config.error_feedback)
+        shape = _part("reduce_scatter", tensor, self.plan.grid.world_size)
         chunk = math.prod(shape)
         if not self.plan.reduce_hops() or not chunk:
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
@@ -359,7 +359,7 @@ class Communicator:
             A tensor like ``tensor``, whose part i is of rank i; with ``async_op`` a `Chain` of it.
         """
         flat, shape = self._flat("all_to_all", tensor), tensor.shape
-        chunk = math.prod(arguments.part("all_to_all", tensor, self.plan.grid.world_size))
+        chunk = math.prod(_part("all_to_all", tensor, self.plan.grid.world_size))
         if not self.plan.gather_hops() or not chunk:
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("all_to_all", tensor, chunk, self._sums)
@@ -379,7 +379,7 @@ class Communicator:
             The tensor, on ``src`` too as the others decode it; with ``async_op`` a `Chain` of it.
         """
         flat, shape = self._flat("broadcast", tensor), tensor.shape
-        arguments.check_rank("broadcast: src", src, self.plan.grid.world_size)
+        _check_rank("broadcast: src", src, self.plan.grid.world_size)
         if not self.plan.gather_hops() or not flat.numel():
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("broadcast", tensor, flat.numel(), self._copies)
@@ -473,7 +473,7 @@ class Communicator:
 
     def _messages(self, argument: str, rank: int) -> PointToPoint:
         """What carries messages to or from another rank."""
-        arguments.check_rank(argument, rank, self.plan.grid.world_size)
+        _check_rank(argument, rank, self.plan.grid.world_size)
         if rank == self.plan.rank:
             raise ValueError(f"{argument}: found {rank}, this rank itself; possible: another rank of the group")
         if self._points is None:
@@ -481,4 +481,59 @@ class Communicator:
         return self._points
 
     def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        return arguments.flat(operation, tensor, self._device, self._exp)
+        return _flat(operation, tensor, self._device, self._exp)
+
+
+def _flat(operation: str, tensor: torch.Tensor, device: str, exp: bool) -> torch.Tensor:
+    """The tensor as one contiguous row, without gradient.
+
+    Args:
+        operation: Begins messages.
+        tensor: Dense, float32, bfloat16 or float16; with ``exp`` bfloat16.
+        device: Kind of device that it has to be on.
+        exp: Whether a hop has codec ``exp``.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is on another device.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATS or tensor.layout != torch.strided:
+        found = type(tensor).__name__
+        if isinstance(tensor, torch.Tensor):
+            found = f"{tensor.dtype} in layout {tensor.layout}"
+        raise TypeError(f"{operation}: tensor: found {found}, possible: dense float32, bfloat16, float16")
+    if exp and tensor.dtype != torch.bfloat16:
+        raise TypeError(f"{operation}: tensor: found {tensor.dtype}, possible with codec exp: bfloat16")
+    if tensor.device.type != device:
+        raise ValueError(
+            f"{operation}: tensor: found on {tensor.device}, possible with the backend of this group: {device}"
+        )
+    return tensor.detach().reshape(-1).contiguous()  # of an expanded tensor reshape makes a view
+
+
+def _part(operation: str, tensor: torch.Tensor, ranks: int) -> tuple[int, ...]:
+    """The shape of one rank's part. Raises ValueError where the first dimension is no multiple of the ranks."""
+    rows, *rest = tensor.shape or (0,)
+    if tensor.dim() == 0 or rows % ranks:
+        raise ValueError(
+            f"{operation}: tensor: found shape {list(tensor.shape)}, expected a first dimension that is a multiple of the "
+            f"group's {ranks} ranks"
+        )
+    return (rows // ranks, *rest)
+
+
+def _check_sum(operation: str, op: str, key: int | None, error_feedback: Sequence[str]) -> None:
+    """Raises ValueError for an unknown sum, or one without a key where tiers have error feedback."""
+    if op not in ("sum", "mean"):
+        raise one_of(f"{operation}: op", op, ("sum", "mean"))
+    if key is None and error_feedback:
+        raise ValueError(
+            f"{operation}: key: found None, expected a number that names the tensor from call to call, since "
+            f"error_feedback is on ({', '.join(error_feedback)})"
+        )
+
+
+def _check_rank(argument: str, rank: int, ranks: int) -> None:
+    """Raises ValueError for what is no rank of a group of so many."""
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
+        raise ValueError(f"{argument}: found {rank!r}, possible: 0..{ranks - 1}")

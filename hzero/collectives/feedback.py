@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hzero.collectives.bucket import Bucket
+from hzero.collectives.hop import Bucket
 from hzero.config import Tier
 
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from hzero.codecs import Codec
-from hzero.collectives.bucket import Bucket
-from hzero.collectives.hop import cross
+from hzero.collectives.hop import Bucket, cross
 from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.tiered import TieredCollectives
 from hzero.config import TIERS

@@ -12,11 +12,9 @@ import torch
 from torch.profiler import record_function
 
 from hzero.codecs import Codec, mpc
-from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison, addressed, checksums
-from hzero.collectives.cut import checked, exchanges
 from hzero.collectives.errors import MissingPeerError
-from hzero.collectives.hop import marked, repeats
+from hzero.collectives.hop import Bucket, checked, exchanges, marked, repeats
 from hzero.collectives.moves import TieredMoves
 from hzero.collectives.pipeline import Chain, Hops
 from hzero.collectives.transport import NOTHING_SENT, Ends, Pending

@@ -15,14 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from hzero.codecs import Codec
-from hzero.collectives.bucket import Bucket
 from hzero.collectives.checksum import Comparison
-from hzero.collectives.cut import exchanges
 from hzero.collectives.errors import HopError
 from hzero.collectives.feedback import ErrorFeedback
-from hzero.collectives.hop import Payload, cross, repeats
+from hzero.collectives.hop import Bucket, Payload, cross, crossed, exchanges, in_memory, repeats
 from hzero.collectives.pipeline import Chain, Hops, Pipeline
-from hzero.collectives.reduction import crossed, in_memory
 from hzero.collectives.transport import Ends, Lane, Pending, Transport, rounds
 from hzero.collectives.wirelog import HopTimer, WireLog
 from hzero.config import NET_TIERS, PLAIN, Algorithm, CodecConfig
