@@ -61,10 +61,9 @@ class Watchdog:
 
     def __init__(self, rank: int, world_size: int, connect: Callable[[], Any]) -> None:
         self.step, self.micro, self.pid = 0, 0, os.getpid()
-        self._lanes: dict[str, LaneHops] = {}
         self.period_s = max(PERIOD_S, world_size / WRITES_PER_S)
         self._rank, self._world_size, self._world = rank, world_size, dist.group.WORLD
-        self._store = functools.cache(connect)
+        self._store, self._lanes = functools.cache(connect), dict[str, LaneHops]()
         self._error: Missing | None = None  # the first rank that has ended with an error
         self._missing: tuple[int, Missing] = -1, ((), "")  # hops that had ended when a wait failed, and who was missing
         self._answered, self._warned = time.monotonic(), (-1, -1)
@@ -202,9 +201,7 @@ def _judged(records: dict[int, Any], silent: set[int], lane: LaneHops | None, nu
         elif rank in silent:
             gone[rank] = f"{who}, no sign of life for {time.time() - record['time']:.0f} s: frozen or gone{hop}"
         elif started < number and (last or not record["waits"]):
-            behind[rank] = (
-                f"{who}, {'in no collective' if lane is None else f'at hop {started} instead of {number}'}{hop}"
-            )
+            behind[rank] = f"{who}, at hop {started} instead of {number}{hop}" if lane else f"{who}, in no collective"
     found = unequal or gone or blamed or behind
     return sorted(found), some(list(dict.fromkeys(found.values())), 8, "; ")
 
