@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hzero import __version__
 from hzero.terminal import keep_streams, lost_output
-from hzero.validation import ConfigError, one_of, printable, report
+from hzero.validation import ConfigError, Parser, one_of, printable, report
 
 #: What runs each command, imported only then (a plan needs no torch, help not even Hydra), and its help.
 COMMANDS = {
@@ -48,16 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_streams()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     commands = "\n".join(f"  {name:12}{text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="hzero",
-        description="A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine.",
-        epilog=f"commands:\n{commands}\n\n{_EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "A ZeRO stage for DeepSpeed that shards each kind of state over its own level of the machine."
+    parser = Parser("hzero", about, f"commands:\n{commands}\n\n{_EXAMPLES}")
     parser.add_argument("--version", action="version", version=f"hzero {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=" | ".join(COMMANDS))
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
-    parsed = parser.parse_args(argv)
+    try:
+        parsed = parser.parse_args(argv)
+    except ConfigError as error:
+        report(error)
+        return 2
     if parsed.command is None:
         parser.print_help()
         return 2

@@ -45,7 +45,13 @@ def run_topology(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(machine), indent=1))
     else:
         show_machine(machine, out := console())
-        show_tiers(machine, out)
+        # One line for each tier of several devices, or with a bandwidth.
+        tiers = [tier for tier in tiers_of(machine) if tier.size > 1 or tier.gb_s is not None]
+        groups = [" ".join(str(list(group)) for group in tier.groups) if tier.size > 1 else "" for tier in tiers]
+        rows = [(tier.name, tier.size, tier.gb_s, text[:100]) for tier, text in zip(tiers, groups)]
+        show_table(out, ("tier", "size", "GB/s each way", "groups"), rows)
+        if not rows:
+            out.print("no tiers: no two devices")
     return 0
 
 
@@ -79,16 +85,6 @@ def show_machine(machine: Machine, out: Console) -> None:
     show_table(out, ("NIC", "kind", "GB/s"), [(nic.name, nic.kind, nic.gb_s) for nic in machine.nics])
     for remark in machine.remarks:
         out.print(f"remark: {remark}", soft_wrap=True)
-
-
-def show_tiers(machine: Machine, out: Console) -> None:
-    """Prints one line for each tier of several devices, or with a bandwidth. Raises `AmbiguousTopologyError`."""
-    tiers = [tier for tier in tiers_of(machine) if tier.size > 1 or tier.gb_s is not None]
-    groups = [" ".join(str(list(group)) for group in tier.groups) if tier.size > 1 else "" for tier in tiers]
-    rows = [(tier.name, tier.size, tier.gb_s, text[:100]) for tier, text in zip(tiers, groups)]
-    show_table(out, ("tier", "size", "GB/s each way", "groups"), rows)
-    if not rows:
-        out.print("no tiers: no two devices")
 
 
 def _show_links(machine: Machine, order: Sequence[int], out: Console) -> None:
