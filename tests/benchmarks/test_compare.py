@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -17,8 +16,8 @@ from benchmarks.cluster.shape import Cluster, Rates
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.store import Store
 from benchmarks.compare.traffic import step_bytes
-from benchmarks.rows import RESULTS, parse_row, read_rows
-from tests.benchmarks.rows import steps
+from benchmarks.rows import RESULTS, line_of, read_rows
+from tests.benchmarks.test_report import MAIN, changed
 from tests.ranks import LONG, ROOT
 
 CATALOG: dict[str, Any] = yaml.safe_load((ROOT / "benchmarks" / "conf" / "catalog.yaml").read_text())
@@ -112,18 +111,17 @@ def test_bytes_of_hzero_are_the_plans() -> None:
 
 
 def test_store_keeps_whole_measurements(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    rows = [parse_row(steps(scheme, id="first"), "here") for scheme in ("ddp", "topo")]
+    store, rows = Store(tmp_path), MAIN[:2]
     store.add(rows)
-    second = json.dumps(steps("ddp", id="second"))
+    second = line_of(changed(MAIN[:1], id="second")[0])
     with open(store.path, "a") as file:
-        file.write(f"{second}\n{second[:40]}")
+        file.write(f"{second}{second[:40]}")
     again = Store(tmp_path)
-    assert again.has("first", 2) and not again.has("second", 2) and not again.has("third", 1)
-    again.add([parse_row(steps("topo", id="third"), "here")])
+    assert again.has(rows[0].id, 2) and not again.has("second", 2) and not again.has("third", 1)
+    again.add(changed(MAIN[1:2], id="third"))
     assert Store(tmp_path).has("third", 1)
     found, torn = read_rows(store.path)
-    assert [row.id for row in found] == ["first", "first", "second", "third"] and found[:2] == rows and torn == [4]
+    assert [row.id for row in found] == [rows[0].id] * 2 + ["second", "third"] and found[:2] == rows and torn == [4]
 
 
 # --- from end to end ---
