@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rows import read_rows
+from benchmarks.rows import line_of, read_rows
 from hzero import block
 from hzero.commands.ds_config import examine_config, read_config
 from hzero.commands.experiment import Experiment, compose
@@ -28,7 +28,7 @@ from hzero.plan.links_file import read_links
 from hzero.topology.machine import Machine
 from hzero.topology.resolve import resolve_grid
 from hzero.validation import ConfigError
-from tests.benchmarks.rows import steps
+from tests.benchmarks.test_report import MAIN
 from tests.commands.test_links_file import links
 from tests.topology.hostile import mutated
 
@@ -167,9 +167,9 @@ def test_links_files(content: bytes, tmp_path: Path) -> None:
 
 
 @quick
-@given(content=st.one_of(damaged(steps("topo")), damaged(steps("lossless"))))
+@given(content=damaged(json.loads(line_of(MAIN[0]))))
 def test_rows_of_benchmarks(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    path.write_bytes(json.dumps(steps("zero3")).encode() + b"\n" + content)
+    path.write_bytes(line_of(MAIN[1]).encode() + content)
     if _ours(lambda: read_rows(path), str(path)):
         assert len(read_rows(path)[0]) >= 1
