@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import functools
 import json
+import operator
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,16 +59,13 @@ def changed(draw: st.DrawFn, good: Any) -> Any:
         leaf = copy.deepcopy(draw(_LEAVES))
         if not path:
             return leaf
-        inner = made
-        for key in path[:-1]:
-            inner = inner[key]
-        how = draw(st.sampled_from(["value", "value", "value", "gone", "key"]))
-        if how == "value":
+        inner = functools.reduce(operator.getitem, path[:-1], made)
+        if draw(st.integers(0, 3)):
             inner[path[-1]] = leaf
-        else:
-            value = inner.pop(path[-1])
-            if how == "key" and isinstance(inner, dict):
-                inner[draw(st.text(max_size=9))] = value
+            continue
+        value = inner.pop(path[-1])
+        if isinstance(inner, dict) and draw(st.booleans()):
+            inner[draw(st.text(max_size=9))] = value
     return made
 
 

@@ -401,23 +401,18 @@ def test_any_file_gives_a_machine_or_an_error(tmp_path: Path, content: bytes) ->
 
 # Presets
 
-SIZES = {
-    "frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8), "dgx_h200": (1, 1, 8),
-    "laptop": (1, 1, 1),
-}  # fmt: skip
+SIZES = {"frontier": (2, 1, 4), "lumi": (2, 1, 4), "el_capitan": (1, 1, 4), "mi300x": (1, 1, 8), "dgx_h200": (1, 1, 8)}
 
 
 def test_presets() -> None:
     folder = importlib.resources.files("hzero.topology") / "presets"
-    files = {Path(entry.name).stem: entry.read_text(encoding="utf-8") for entry in folder.iterdir()}
-    assert set(files) == set(PRESETS) == set(SIZES)
-    for name, text in files.items():
-        assert yaml.safe_load(text)["name"] == name  # plain YAML for others, too
-        assert name == "laptop" or "Source" in text
+    assert {Path(entry.name).stem for entry in folder.iterdir()} == set(PRESETS) == {*SIZES, "laptop"}
+    for name, sizes in SIZES.items():
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        assert yaml.safe_load(text)["name"] == name and "Source" in text  # plain YAML for others, too
         machine = preset(name)
-        assert machine.source == f"preset {name}"
         tiers = {tier.name: tier for tier in tiers_of(machine)}
-        assert tuple(tiers[tier].size for tier in ("gcd", "hive", "gpu")) == SIZES[name]
+        assert (machine.source, *(tiers[tier].size for tier in ("gcd", "hive", "gpu"))) == (f"preset {name}", *sizes)
         # What is declared by tier is what follows from links and NICs.
         for tier in tiers_of(replace(machine, tier_gb_s={})):
             assert tier.gb_s == machine.tier_gb_s.get(tier.name, tier.gb_s)
