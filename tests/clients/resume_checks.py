@@ -1,6 +1,6 @@
 """Trainings that go on with other ranks: 4, then 2, then 6. Run by test_resume.py once on each world.
 
-The four ranks also train without an interruption. What all show is compared with that.
+The four ranks also train to the end. What all show is compared with that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ from tests.clients.trainer_checks import trainer_of
 from tests.zero.checkpoint_checks import small_disk
 from tests.zero.training import assert_losses
 
-#: Samples in a step on every world, with micro-batches of one; steps before each change of the world, and in all.
-BATCH, ENDS = 12, {4: 2, 2: 4, 6: 6}
-STEPS = max(ENDS.values())
+#: Samples in a step on every world, with micro-batches of one; steps in all, and the first and last of each world.
+BATCH, STEPS, PARTS = 12, 6, {4: (0, 2), 2: (2, 4), 6: (4, 6)}
 #: None of them loses anything, so that losses are equal.
 PRESETS = {4: "lossless", 2: "zero3", 6: "zero1"}
 #: Of losses, relative: sums have another order on other ranks.
@@ -181,19 +179,18 @@ def check_accelerate_goes_on() -> None:
             _config(PRESETS[world], accumulation), functools.partial(llama, seed=0 if world == 4 else 1), **sizes
         )
 
-    if world == 4:
-        whole = loop_of(3)
-        _compare("Accelerate", trained(whole, 0, STEPS), 0, STEPS)
-        whole.end()
-    first = {4: 0, 2: 2, 6: 4}[world]
+    first, last = PARTS[world]
     loop = loop_of(3 if world == 4 else 1)
     if first:
         newest = hzero.newest_checkpoint(folder)
         assert newest == str(folder / f"step_{first}")
         loop.accelerator.load_state(newest)
         assert loop.accelerator.gradient_accumulation_steps == BATCH // world
-    _compare("Accelerate", trained(loop, first, ENDS[world]), first, ENDS[world])
-    loop.accelerator.save_state(str(folder / f"step_{ENDS[world]}"))
+    losses = trained(loop, first, last)
+    loop.accelerator.save_state(str(folder / f"step_{last}"))
+    if world == 4:
+        losses += trained(loop, last, STEPS)
+    _compare("Accelerate", losses, first, first + len(losses))
     if world == 4:
         _keeps_one_by_numbers(loop.accelerator)
     loop.end()
@@ -246,16 +243,11 @@ def check_plain_script_goes_on() -> None:
             losses.append(loss)
         return losses
 
-    if world == 4:
-        whole = engine_of(PRESETS[4])
-        _compare("a plain script", trained(whole, STEPS), 0, STEPS)
-        whole.destroy()
-    engine = engine_of(PRESETS[world])
-    if world != 4:
-        assert engine.load_checkpoint(str(folder))[0] is not None
-    first = engine.global_steps
-    assert first == {4: 0, 2: 2, 6: 4}[world]
-    _compare("a plain script", trained(engine, ENDS[world]), first, ENDS[world])
+    engine, (first, last) = engine_of(PRESETS[world]), PARTS[world]
+    assert (engine.load_checkpoint(str(folder))[0] is None) == (world == 4)
+    assert engine.global_steps == first
+    losses = trained(engine, last)
     engine.save_checkpoint(str(folder))
+    losses += trained(engine, STEPS) if world == 4 else []
+    _compare("a plain script", losses, first, first + len(losses))
     engine.destroy()
-    print(f"{world} ranks: steps {first} to {ENDS[world]}", file=sys.stderr)
