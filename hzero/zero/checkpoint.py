@@ -342,11 +342,11 @@ def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
         if changed is None:
             _compared.add(key)
             return note
-        problems.append(f"{str(note.folder)!r} is incomplete: {changed}")
+        problems.append(f"checkpoint: {str(note.folder)!r} is incomplete: {changed}")
         if rank == 0 and note is not candidates[-1]:
             logger.warning("hzero: %s; skipped", problems[-1])
     tried = [note.folder for note in candidates]
-    raise IncompleteError(f"checkpoint: {problems[0]}{from_rank_0(lambda: _beside(tried[0].parent, *tried))}")
+    raise IncompleteError(problems[0] + from_rank_0(lambda: _beside(tried[0].parent, *tried)))
 
 
 def _beside(folder: Path, *tried: Path) -> str:
