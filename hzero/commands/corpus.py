@@ -91,7 +91,7 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
             remove_columns=texts.column_names,
             new_fingerprint=_hash("blocks", texts._fingerprint, tokenizer.backend_tokenizer.to_str(), length),
         )
-    batch = experiment["train"]["micro_batch"] * experiment.world_size
+    batch = experiment["train"]["micro_batch"] * experiment.world_size // experiment.tensor
     kept = min(int(len(blocks) * data["eval_share"]), experiment["train"]["eval_batches"] * batch)
     if len(blocks) - kept < batch or not kept:
         raise ConfigError(

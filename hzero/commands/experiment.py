@@ -159,9 +159,16 @@ class ZeroOptimization(BaseModel, extra="allow"):
     offload_optimizer: dict[str, Any] | None = None
 
 
+class TensorParallel(BaseModel, extra="allow"):
+    """Ranks of a tensor group of AutoTP."""
+
+    autotp_size: Positive = 1
+
+
 class DeepSpeedGroup(BaseModel, extra="allow"):
     """Keys of DeepSpeed on top of `OF_DEEPSPEED`."""
 
+    tensor_parallel: TensorParallel = TensorParallel()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     data_types: dict[str, Any] = {}
 
@@ -260,6 +267,7 @@ class Experiment:
         config: The configuration as plain dictionaries; ``experiment["train"]`` is a group.
         world_size: Ranks of the run.
         grid: Where the ranks sit.
+        tensor: Ranks of a tensor group, which train on the same sequences.
         block: The ``"hzero"`` block for DeepSpeed; None for stock ZeRO-3.
         plan: The shard plan of rank 0; None for stock ZeRO-3.
 
@@ -283,11 +291,21 @@ class Experiment:
         else:
             self.grid = resolve_grid(declared, self.world_size, where="topology")
         self.block = self._block(declared)
+        self.tensor = self._deepspeed.tensor_parallel.autotp_size
+        if self.world_size % self.tensor:
+            raise ConfigError(
+                f"deepspeed.tensor_parallel.autotp_size: found {self.tensor}; expected a divisor of the {self.world_size} ranks"
+            )
         parsed = parse_config(self.block, "zero") if self.block else None
-        self.plan = ShardPlan.from_config(parsed, self.grid, 0) if parsed is not None else None
+        self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
 
     def __getitem__(self, group: str) -> Any:
         return self.config[group]
+
+    @property
+    def data_parallel(self) -> Grid:
+        """The grid of the ranks that shard a weight: of every tensor group, one."""
+        return self.grid.of_ranks(range(0, self.world_size, self.tensor)) if self.tensor > 1 else self.grid
 
     @property
     def preset(self) -> str:

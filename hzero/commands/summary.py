@@ -14,6 +14,7 @@ from transformers import TrainerState
 from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
 from hzero.files import replacing
+from hzero.sharding.plan import ShardPlan
 from hzero.sharding.traffic import zero3_traffic
 from hzero.terminal import size_text
 
@@ -27,6 +28,7 @@ def summary_of(
     *,
     stopped: bool,
     accumulation: int,
+    numels: Sequence[int],
     step_seconds: Sequence[float],
     ranks: Sequence[tuple[Sequence[dict[str, Any]], dict[str, int]]],
     eval_loss: float | None,
@@ -38,6 +40,7 @@ def summary_of(
         state: Trainer's state, which has the losses of all steps, also of those before a resume.
         stopped: Whether the run has stopped before its last step.
         accumulation: Micro-steps per step, which a resume on other ranks adapts.
+        numels: Elements of every parameter on a rank; a tensor group divides some.
         step_seconds: Seconds of each step since the start or the resume; bytes are of these steps too.
         ranks: Wire log, and bytes of every state, of every rank.
         eval_loss: Loss of the evaluation at the end, with exact weights.
@@ -45,12 +48,12 @@ def summary_of(
     train, here, world = experiment["train"], len(step_seconds), experiment.world_size
     losses = [row["loss"] for row in state.log_history if "loss" in row]
     traffic = _per_step([log for log, _ in ranks], max(here, 1))
-    fetches = _fetches(experiment, traffic, accumulation)
-    plain = zero3_traffic(
-        experiment.grid, experiment.numels, itemsize=experiment.itemsize, accumulation=accumulation, fetches=fetches
-    )
+    whole = sum(numels) * experiment.itemsize * world
+    fetches = _fetches(experiment.plan, whole, traffic, accumulation)
+    grid, itemsize = experiment.data_parallel, experiment.itemsize
+    plain = zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
     window = max(min(WINDOW, len(losses) // 2), 1)
-    tokens = train["micro_batch"] * accumulation * world * experiment["model"]["seq_length"]
+    tokens = train["micro_batch"] * accumulation * world // experiment.tensor * experiment["model"]["seq_length"]
     return {
         "status": "stopped" if stopped else "finished",
         "model": experiment["model"]["name"],
@@ -90,13 +93,12 @@ def _per_step(logs: Iterable[Sequence[dict[str, Any]]], steps: int) -> list[dict
     ]
 
 
-def _fetches(experiment: Experiment, traffic: Sequence[dict[str, Any]], accumulation: int) -> float:
+def _fetches(plan: ShardPlan | None, whole: int, traffic: Sequence[dict[str, Any]], accumulation: int) -> float:
     """How often a micro-step gathered the whole model, by the innermost tier's log; 2 (forward, backward) without a log.
 
     DeepSpeed keeps parameters that are used again soon (``stage3_max_reuse_distance``), so a small model is gathered once.
     Plain ZeRO-3 would gather as often.
     """
-    plan = experiment.plan
     if plan is None:
         return 2.0
     hops = plan.fetch_hops() if plan.resident else plan.gather_hops()
@@ -104,8 +106,7 @@ def _fetches(experiment: Experiment, traffic: Sequence[dict[str, Any]], accumula
     seen = sum(row["without_codec"] for row in traffic if (row["role"], row["tier"]) == ("weights", inner))
     if inner is None or not seen:
         return 2.0
-    once = sum(experiment.numels) * experiment.itemsize * (1 - 1 / plan.grid.size(inner)) * experiment.world_size
-    return float(seen / once / accumulation)
+    return float(seen / (whole * (1 - 1 / plan.grid.size(inner))) / accumulation)
 
 
 def closing_line(summary: dict[str, Any]) -> str:

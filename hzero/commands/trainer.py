@@ -98,6 +98,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
             trainer.state,
             stopped=bool(status),
             accumulation=trainer.args.gradient_accumulation_steps,
+            numels=[param.ds_numel for param in trainer.model.parameters()],
             step_seconds=meter.seconds,
             ranks=everyones,
             eval_loss=eval_loss,

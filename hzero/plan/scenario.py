@@ -117,6 +117,8 @@ def read_scenario(overrides: Sequence[str], links: Path | None = None) -> Scenar
     kept = tuple("".join(parts) for parts in split if parts[0] not in own)
     experiment = compose(list(kept))
     grid = experiment.grid
+    if experiment.tensor > 1:
+        raise ConfigError(f"deepspeed.tensor_parallel.autotp_size: found {experiment.tensor}; a plan expects 1")
     quality: Any = own.get("codecs", "all")
     if quality not in get_args(Quality):
         raise one_of("codecs", quality, get_args(Quality))
