@@ -63,8 +63,13 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     if not dist.is_initialized():
         join(experiment["train"]["timeout_s"])
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
+    partition = experiment["model"]["zero_init"]
+    if (
+        partition == "auto"
+    ):  # once Trainer has its arguments, transformers would also partition the model that is counted
+        partition = sum(experiment.numels) >= ZERO_INIT_FROM
     arguments = _arguments(experiment, folder)
-    model = build_model(experiment, arguments, corpus.tokenizer)
+    model = build_model(experiment, arguments, corpus.tokenizer, partition)
     trainer = ShardTrainer(
         model,
         arguments,
@@ -138,16 +143,13 @@ def _batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer: Any) -> Any:
+def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer: Any, partition: bool) -> Any:
     """The model: random weights that depend on the seed, or those of ``model.path``. No code of its folder runs.
 
     Raises:
         ConfigError: Weights and architecture differ, and ``model.allow_other_weights`` is false.
     """
     model, config = experiment["model"], transformers_config(experiment["model"])
-    partition = model["zero_init"]
-    if partition == "auto":
-        partition = sum(experiment.numels) >= ZERO_INIT_FROM
     if config.eos_token_id is None:  # without it, generation never ends
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     transformers.set_seed(experiment["train"]["seed"])
