@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,22 +22,6 @@ from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
-
-
-@pytest.mark.parametrize("shape", ["2x2x2", "1x1x2", "4x1x3", "3x3x1", "1x2x3"])
-def test_every_destination_has_one_class_of_the_right_tier(shape: str) -> None:
-    cluster = Cluster.from_text(shape, "200,none,50")
-    lines = layout.shaping(cluster)
-    for rank in range(cluster.world_size):
-        of_rank = lines[cluster.namespace(rank)]
-        classes = [line.split()[line.split().index("classid") + 1] for line in of_rank if line.startswith("class add")]
-        assert classes == [layout.CLASSES[tier][0] for tier in cluster.tiers]
-        assert sum(" bfifo " in line for line in of_rank) == len(classes)
-        found = [re.search(r"match ip dst (\S+)/32 flowid (\S+)$", line) for line in of_rank if "filter" in line]
-        flows = [(match[1], match[2]) for match in found if match]
-        others = [other for other in range(cluster.world_size) if other != rank]
-        expected = [(cluster.address(o), layout.CLASSES[cluster.tier_between(rank, o)][0]) for o in others]
-        assert sorted(flows) == sorted(expected)
 
 
 def test_what_a_rank_finds_in_its_environment() -> None:

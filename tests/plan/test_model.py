@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from hzero.plan.memory import activations
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
 from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, simulated, speeds
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import PLAIN, Crossing, Scheme
+from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
@@ -75,29 +74,6 @@ def test_tasks_wait_for_others_and_for_their_lane() -> None:
     with pytest.raises(ValueError, match="nothing can start"):
         late = Task("wire", "late", [Phase(1.0)])
         simulate([Task("wire", "early", [Phase(1.0)], [late]), late])
-
-
-def test_a_flat_ring_waits_for_milliseconds_where_tiers_do_not() -> None:
-    """384 ranks: 383 steps of a flat ring, 47 between nodes; three tiers have 47 + 3 + 1 steps."""
-    machine = _machine(48)
-    flat = machine.transfer(Crossing("weights", "all_gather", ("gcd", "gpu", "node"), 384, PLAIN, 1), 1 << 30)
-    tiers = [
-        machine.transfer(Crossing("weights", "all_gather", (tier,), machine.grid.size(tier), PLAIN, 1), 1 << 30)
-        for tier in ("node", "gpu", "gcd")
-    ]
-    assert flat.latency_s > 1.5e-3 > sum(phase.latency_s for phase in tiers)
-    doubled = Crossing("weights", "all_gather", ("node",), 48, PLAIN, 1)
-    short = [machine.transfer(doubled, 1 << 20, name).latency_s for name in ("library", "doubling")]
-    assert short[1] < short[0] / 3
-
-
-def test_messages_to_all_peers_pay_for_links_between_switch_groups() -> None:
-    pairs = Crossing("gradients", "all_to_all", ("node",), 256, PLAIN, 256)
-    assert "uplink" not in _machine(128).transfer(pairs, 1 << 30).work
-    far = _machine(256).transfer(pairs, 1 << 30)
-    assert far.work["uplink"] == pytest.approx(far.work["node"] * 0.5 * 1.75)
-    ring = _machine(256).transfer(Crossing("weights", "all_gather", ("node",), 256, PLAIN, 1), 1e9)
-    assert ring.work["uplink"] < 0.02 * ring.work["node"], "a ring leaves a group once"
 
 
 def test_published_rows_that_were_not_fit() -> None:
@@ -202,15 +178,6 @@ def test_the_whole_machine_takes_less_than_a_second() -> None:
     start = time.process_time()
     assert _predicted("topo", 9408, **keys).step_s > few.step_s
     assert time.process_time() - start < 1
-
-
-def test_ddp_waits_for_its_buckets_when_backward_has_ended() -> None:
-    tasks = simulated(Scheme("ddp"), _model("gpt_neox_1b"), _machine(16, _with(net_tree_gb_s=1.0))).tasks
-    backward = [task for task in tasks if task.name.startswith("backward")]
-    reductions = [task for task in tasks if task.name.startswith("reduce")]
-    assert len(backward) == len(reductions) > 8
-    assert all(after.start == before.end for before, after in itertools.pairwise(backward))
-    assert reductions[1].end > backward[-1].end, "the second is under way when backward ends"
 
 
 @pytest.mark.parametrize("preset", ["hpz", "lossless"])
