@@ -6,19 +6,19 @@ Examples:
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 zero.error_feedback=[node] --json
   hzero plan model=gpt_neox_20b topology=frontier nodes=48 --links links.json    rates measured by `hzero links`
   hzero plan --tune model=gpt_neox_20b topology=frontier nodes=48 memory=64GB global_batch=3072 codecs=weights
-  hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    what fits, by preset
+  hzero plan --fit model=gpt_neox_20b topology=frontier nodes=48 memory=64GB    largest micro-batch by preset
   hzero plan --sweep nodes=1..9408 model=gpt_neox_20b topology=frontier train.micro_batch=2 --out scaling.png
 
 keys of a plan only: memory=64GB is the size of a device (default: the profile's). profile=NAME or a .yaml is the machine
 that predictions simulate (default: the topology's). --tune and --fit also take global_batch=SEQUENCES of all devices
-(default: train.micro_batch x train.grad_accumulation of each), --tune also codecs=lossless|weights|all, what codecs may
-lose (default: all).
+(default: train.micro_batch x train.grad_accumulation of each). --tune also takes codecs=lossless|weights|all, which
+limits lossy codecs (default: all).
 
 predictions simulate a step with the constants of a profile; docs/model.md states their errors.
 
 link times are the bytes that a device receives over a tier, divided by the device's share of the tier's bandwidth. A link
-that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are those of flat rings,
-an average over the devices. The time of a tier is a lower bound if its links carry no more than the given rate; for the
+that devices share counts once. Latency, computation and overlap are left out. ZeRO-3's bytes are an average over the
+devices, for flat rings. The time of a tier is a lower bound if its links carry no more than the given rate; for the
 gpu tier of topology=frontier, 50 GB/s is the rate of one link, and a GCD has two or three of them.
 """
 
@@ -64,7 +64,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     parser = Parser("hzero plan", about, f"{more}\nshort names of keys:\n{short}")
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the trainer's configuration, and those below")
-    add("--links", metavar="FILE", type=Path, help="rates of `hzero links`, for those of topology and profile")
+    add("--links", metavar="FILE", type=Path, help="use the rates that `hzero links` measured")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--tune", action="store_true", help="search the settings with the shortest predicted step")
     modes.add_argument("--fit", action="store_true", help="find the largest micro-batch that fits, by preset")
