@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hzero.config import CODECS, DIMENSIONS, TIERS, CodecConfig
+from hzero.config import DIMENSIONS, TIERS, CodecConfig
 from hzero.parsing import parse_config, parse_topology
 from hzero.sharding.plan import ShardPlan
 from hzero.topology.grid import Grid
@@ -121,30 +118,21 @@ BAD: list[tuple[Any, str]] = [
     ({"shard": {"weight": "node"}}, "shard: unknown key 'weight'; did you mean 'weights'"),
     ({"shard": {"weights": "nod"}}, "shard.weights: unknown value 'nod'; did you mean 'node'"),
     ({"shard": {"weights": "world", "gradients": "node"}}, "weights may be device, package, hive, node"),
-    ({"shard": "node"}, "shard: found 'node'"),
     (codec("int8", tier="gpuu"), "codecs.weights: unknown key 'gpuu'; did you mean 'gpu'"),
     (codec("int9"), "codecs.weights.gpu.codec: unknown value 'int9'"),
     ({"codecs": {"tensors": "int8"}}, "codecs: unknown key 'tensors'; did you mean 'tensor'"),
-    ({"codecs": {"tensor": 8}}, "codecs.tensor: found 8"),
-    (codec({"codec": "int8", "rounding": "up"}), "codecs.weights.gpu.rounding"),
     (codec({"codec": "int8", "block_size": 8}), "codecs.weights.gpu.block_size: found 8"),
     (int4(block_size=64, rotation=128), "found rotation 128 with codec int4 and block_size 64; possible with int8 and int4"),
     (int4(block_size=512, scale="int8"), "found scale 'int8' with codec int4 and block_size 512; possible with int8 and int4 "
                                          "and a block_size of 32, 64, 128, 256"),
-    (int4(rotation=32), "codecs.gradients.gpu.rotation: unknown value 32. Possible: 0, 64, 128"),
-    ({"block_size": "128"}, "block_size: found '128'"),
     ({"error_feedback": ["nodes"]}, "did you mean 'node'"),
     ({"node_all_gather": "doubling"}, "node_all_gather: found 'doubling', expected a block with keys algorithm"),
-    ({"node_all_gather": {"algorithm": "doubled", "below_bytes": 1}}, "node_all_gather.algorithm: unknown value 'doubled'"),
-    ({"node_all_gather": {"algorithm": "pairs", "below_bytes": -1}}, "node_all_gather.below_bytes: found -1"),
     ({"node_all_gather": {"algorithm": "pairs"}}, "node_all_gather: found algorithm 'pairs' without below_bytes"),
-    ({"exact_evaluation": "yes"}, "exact_evaluation: found 'yes'"),
     (codec("exp", "gradients"), "gradients.gpu: found 'exp', which holds bfloat16 numbers, and sums are float32; possible: none"),
     (codec("mpc", "gradients", "node"), f"codecs.gradients.node: {NO_FIXED_SIZE} those of a stage have; possible: none"),
     (codec("mpc"), f"codecs.weights.gpu: {NO_FIXED_SIZE} resident weights have; possible: none"),
     ({"codecs": {"except": {"*": "mpc"}}}, "codecs.except.*: found 'mpc', whose messages have no fixed size"),
     (codec("zfp"), "codecs.weights.gpu: found codec zfp without rate, the bits of a value"),
-    (codec({"codec": "zfp", "rate": 25}), "codecs.weights.gpu.rate: found 25"),
     (codec({"codec": "int8", "rate": 8}), "codecs.weights.gpu: found rate 8 with codec int8; possible with zfp"),
     (codec({"codec": "bf16", "dimension": 1}), "codecs.weights.gpu: found dimension 1 with codec bf16; possible with mpc"),
     ({**codec("exp", tier="node"), "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with "
@@ -152,23 +140,15 @@ BAD: list[tuple[Any, str]] = [
     ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: no copy is kept of weights over the world"),
     ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with codec "
      "none, where a difference has no fewer bytes and is rounded; possible with int4, int8, bf16, zfp in hzero.codecs.weights"),
-    ({"codecs": {"except": {"*": {"codec": "int8", "size": 8}}}}, "codecs.except.*: unknown key 'size'; did you mean"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"codecs": {"except": {"*": "exp"}}}, "codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32"),
     ({"accumulators": "fp16"}, "accumulators: unknown value 'fp16'; did you mean 'bf16'"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
-    ({"resident": "whole"}, "resident: unknown value 'whole'. Possible: decoded, payload"),
-    ({"checksum": 1}, "checksum: found 1"),
     ({"canary": 100}, "canary: found 100, expected a block with keys every_steps"),
-    ({"canary": {"bytes": 8}}, "canary.bytes: found 8"),
     ({"guard": 5.5}, "guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
-    ({"guard": -1}, "guard.discarded_steps: found -1"),
     ({"checkpoint": True}, "checkpoint: found True, expected a block with keys same_batch, verify, trust"),
-    ({"checkpoint": {"verif": True}}, "checkpoint: unknown key 'verif'; did you mean 'verify'"),
-    ({"topology": 8}, "topology: found 8"),
     ({"topology": {"nodes": 2}}, "topology.gpus_per_node: missing"),
-    ({"topology": {"nodes": "2", "gpus_per_node": 2}}, "topology.nodes: found '2'"),
     ({"topology": {"gpus_per_node": 2, "order": ["node", "gpu"]}}, "topology.order"),
 ]  # fmt: skip
 
@@ -181,30 +161,6 @@ def test_bad_blocks_are_named(block: Any, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-KEYS = re.findall(
-    r"\w+",
-    "preset shard codecs weights gcd block_size error_feedback node_all_gather algorithm below_bytes exact_evaluation checksum "
-    "canary every_steps topology nodes gpus_per_node order",
-)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(CODECS),
-        lambda inner: (
-            st.lists(inner, max_size=2)
-            | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3)
-        ),
-        max_leaves=8,
-    )
-)
-def test_any_block_is_read_or_refused_with_one_line(block: Any) -> None:
-    try:
-        parse_config(block)
-    except ConfigError as error:
-        assert str(error).startswith("hzero")
-
-
 def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
     file.write_text("topology: {gpus_per_node: 4, gcds_per_gpu: 2, bandwidth_gb_s: {node: 12.5}}\n")
@@ -215,16 +171,6 @@ def test_topology_from_a_file_and_its_complaints(tmp_path: Path) -> None:
         resolve_grid(str(file), 12)
     with pytest.raises(ConfigError, match="no single factor"):
         resolve_grid(str(file), 7)
-    for content, message in (
-        ("a: [", "neither YAML nor JSON"),
-        ("gpus: 2", "unknown key 'gpus'"),
-        ("3", "of no known kind"),
-    ):
-        file.write_text(content)
-        with pytest.raises(ConfigError, match=message):
-            resolve_grid(str(file), 8)
-    with pytest.raises(ConfigError, match="no such file"):
-        resolve_grid(str(tmp_path / "none.yaml"), 8)
 
 
 def test_a_dump_is_discovered_from_whatever_its_name(tmp_path: Path) -> None:

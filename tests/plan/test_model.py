@@ -226,8 +226,6 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(broken))
     with pytest.raises(ConfigError, match=r"mine\.yaml: constants\.net_rails_gb_s: missing"):
         load_profile(str(tmp_path / "mine.yaml"))
-    with pytest.raises(ConfigError, match="did you mean 'frontier-2026'"):
-        load_profile("frontier-2027")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,6 @@ def test_every_constant_names_its_source(tmp_path: Path) -> None:
         (b"name: \xff", "byte 6 is not UTF-8"),
         (b"[" * 5000, "is not YAML"),
         (b"extends: frontier-2027", "did you mean 'frontier-2026'"),
-        (b"extends: lumi\nconstants: [1]", r"constants: found \[1\]"),
         (b"extends: lumi\nconstants: {gcd_gb_s: {value: 1, source: hearsay}}", r"gcd_gb_s\.source: found 'hearsay', possible: "),
         (b"extends: lumi\nconstants: {gcd_gb_s: {value: 0, source: olcf}}", r"gcd_gb_s\.value: found 0, expected more"),
         (b"extends: lumi\nconstants: {gcd_gbs: {value: 1, source: olcf}}", "did you mean 'gcd_gb_s'"),
@@ -250,10 +247,3 @@ def test_profiles_that_cannot_be_used_are_one_line(content: bytes, says: str, tm
     with pytest.raises(ConfigError, match=says) as error:
         load_profile(str(tmp_path / "a.yaml"))
     assert "\n" not in str(error.value)
-
-
-def test_machines_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="nodes: found 9,409; frontier-2026 has 9,408"):
-        _machine(9409)
-    with pytest.raises(ConfigError, match="found nodes of 2 x 2 devices, expected 4 x 2"):
-        Machine(Grid(2, 2, 2), FRONTIER)

@@ -80,12 +80,8 @@ def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
     job = read_scenario(["model=gpt_neox_4m"]).job
     assert (job.bucket_numel, job.reuse_numel, job.ahead) == (50_000_000, 10**9, 1), "DeepSpeed's defaults"
     assert job.itemsize == 4, "with dtype auto a run on CPU sends float32"
-    keys = {
-        "stage3_prefetch_bucket_size": 800_000,
-        "stage3_max_live_parameters": 900_000,
-        "stage3_max_reuse_distance": 7,
-    }
-    told = [f"deepspeed.zero_optimization.{key}={value}" for key, value in keys.items()]
+    keys = ("prefetch_bucket_size=800000", "max_live_parameters=900000", "max_reuse_distance=7")
+    told = [f"deepspeed.zero_optimization.stage3_{key}" for key in keys]
     job = read_scenario(["model=gpt_neox_4m", "train.dtype=bf16", *told]).job
     assert (job.bucket_numel, job.reuse_numel, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
 
@@ -250,18 +246,14 @@ def test_topo_keeps_its_rate_on_many_nodes(
         (["--tune", *FRONTIER, "nodes=1", "memory=20GB"], "memory: found 20.00 GB, and the smallest setting"),
         (["--fit", *FRONTIER, "nodes=8", "memory=16GB"], "at backward: optimizer"),
         (["--tune", *FRONTIER, "nodes=48", "global_batch=100"], "expected a multiple of the 384 devices, such as 384"),
-        (["--fit", *FRONTIER, "nodes=48", f"global_batch={'9' * 5000}"], "expected a multiple of the 384 devices"),
         (["--tune", *FRONTIER, "nodes=48", "codecs=lossles"], "did you mean 'lossless'"),
         ([*FRONTIER, "nodes=48", "profile=dgx_h200"], "profile dgx_h200: found nodes of 4 x 2 devices, expected 8 x 1"),
         (["--tune", "topology=mi300x", "nodes=2"], "profile: none is known for topology=mi300x"),
-        (["--tune", "topology=frontier", "nodes=2", "profile=none.yaml"], "none.yaml: cannot be read"),
         (["--sweep", "nodes=9..2", *FRONTIER], "--sweep: found 'nodes=9..2', expected nodes=1..9408"),
         (["--sweep", "nodes=2,9409", *FRONTIER], "nodes: found 9,409; frontier-2026 has 9,408"),
         (["--sweep", "nodes=2,4", *FRONTIER, "nodes=3"], "topology.nodes: found with --sweep, which sets it itself"),
-        (["--sweep", "nodes=2,4", *FRONTIER, "codecs=all"], "codecs: found with --sweep, which does not read it; expected"),
         (["--sweep", "nodes=2,4", *FRONTIER, "--out", "no/where.png"], "--out: cannot write 'no/where.png'"),
         (["--tune", "deepspeed.zero_optimization.reduce_bucket_size=auto"], "size: found 'auto'; input should be a valid number"),
-        (["--tune", *FRONTIER, "nodes=2", "zero=topo"], "zero: found with --tune, which sets it itself"),
         (["--tune", *FRONTIER, "nodes=2", "global_batch=16", "train.micro_batch=1"], "train.micro_batch: found with --tune"),
         ([*FRONTIER, "nodes=2", "codecs=all"], "codecs: found with a plain plan, which does not read it; expected --tune"),
         ([*FRONTIER, "nodes=2", "--out", "x"], "--out: found without --sweep"),
