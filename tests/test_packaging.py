@@ -32,13 +32,21 @@ CODEC = (
 )
 
 
+def _stated() -> dict[str, str]:
+    """Packages that the installation and its extras ask for, with the lower bounds where they are first named."""
+    text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("[project.scripts]")[0]
+    stated: dict[str, str] = {}
+    for name, version in re.findall(r'"([\w-]+)(?:[>=]=([\d.]+))?[^"]*"', text):
+        stated.setdefault(name.lower(), version)  # clients need newer ones than train
+    return stated
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packages of a machine with a ROCm torch: stand-ins for torch and what is not installed here."""
     folder = tmp_path_factory.mktemp("site")
     names = {"torch": TORCH}
-    wanted = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("[project.scripts]")[0]
-    for name, version in re.findall(r'"([\w-]+)(?:[>=]=([\d.]+))?[^"]*"', wanted):
+    for name, version in _stated().items():
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -74,10 +82,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hipcc(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a compiler for AMD GPUs: a stand-in, since tests/kernels has the real one compile the same files."""
-    compiler = tmp_path_factory.mktemp("bin") / "hipcc"
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho "stand-in" > "$2"\n')
-    compiler.chmod(0o755)
-    return str(compiler.parent)
+    text = 'while [ "$1" != -o ]; do shift; done\necho "stand-in" > "$2"'
+    return str(_program(tmp_path_factory.mktemp("bin") / "hipcc", text).parent)
+
+
+def _program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def _first(*folders: str) -> str:
@@ -90,10 +102,7 @@ def cxx(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The compiler without optimisation, which takes most of its time: what make setup built is the optimised library."""
     if not COMPILER:
         return "/nowhere/c++"
-    compiler = tmp_path_factory.mktemp("cxx") / "c++"
-    compiler.write_text(f'#!/bin/bash\nexec "{COMPILER}" "${{@/#-O3/-O0}}"\n')
-    compiler.chmod(0o755)
-    return str(compiler)
+    return str(_program(tmp_path_factory.mktemp("cxx") / "c++", f'exec "{COMPILER}" "${{@/#-O3/-O0}}"'))
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +225,8 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_
 
 def _quick(python: Path, name: Path) -> Path:
     """A Python that makes virtual environments without a copy of pip, for which they take the site's."""
-    name.write_text(
-        "#!/bin/sh\n"
-        f'case "$1 $2" in "-m venv") shift 2; exec "{python}" -m venv --without-pip "$@";; esac\n'
-        f'exec "{python}" "$@"\n'
-    )
-    name.chmod(0o755)
-    return name
+    make = f'case "$1 $2" in "-m venv") shift 2; exec "{python}" -m venv --without-pip "$@";; esac'
+    return _program(name, f'{make}\nexec "{python}" "$@"')
 
 
 def _own_packages(venv: Path) -> Path:
@@ -239,14 +243,8 @@ def test_setup_compiles_and_keeps_the_torch_of_the_site(
     _run([sys.executable, "-m", "venv", "--without-pip", str(outer)], tmp_path, {})
     (_own_packages(outer) / "site.pth").write_text(f"{site}\n")
     python = _quick(outer / "bin/python", outer / "bin/quick")
-    env = {
-        **OFFLINE,
-        "PATH": compiled["PATH"],
-        "CXX": compiled["CXX"],
-        "PYTHON": str(python),
-        "MAKEFLAGS": "",
-        "MAKELEVEL": "",
-    }
+    env = {**OFFLINE, "PYTHON": str(python), "MAKEFLAGS": "", "MAKELEVEL": ""}
+    env |= {name: compiled[name] for name in ("PATH", "CXX")}
     setup = ["make", "setup", f"VENV={venv}"]
     library = source / "hzero/native/libhzero_host.so"
 
@@ -301,9 +299,7 @@ def test_the_way_written_down_for_an_accelerator_keeps_its_torch(site: Path, hip
     programs = tmp_path / "bin"
     programs.mkdir()
     _quick(Path(sys.executable), programs / "python")
-    pip = programs / "pip"
-    pip.write_text('#!/bin/sh\nexec python -m pip "$@"\n')
-    pip.chmod(0o755)
+    _program(programs / "pip", 'exec python -m pip "$@"')
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for path in (path for path in ROOT.iterdir() if path.name != "env"):
@@ -325,10 +321,7 @@ def test_the_way_written_down_for_an_accelerator_keeps_its_torch(site: Path, hip
 
 def test_the_versions_tested_are_those_that_are_stated() -> None:
     """The oldest are the lower bounds, and every package that is asked for is pinned once for the tests."""
-    text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("[project.scripts]")[0]
-    stated: dict[str, str] = {}
-    for name, version in re.findall(r'"([\w-]+)(?:[>=]=([\d.]+))?[^"]*"', text):
-        stated.setdefault(name.lower(), version)  # clients need newer ones than train
+    stated = _stated()
     optional = {"hzero", "cupy-rocm-7-0", "cupy-cuda13x"}
     oldest, tested = (
         dict(
