@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group  # before hzero can replace it
 
+import hzero.zero  # noqa: F401  # or each rank would import it
 from hzero.collectives import watchdog
 from hzero.launch import free_port
 
