@@ -157,7 +157,7 @@ class Watchdog:
             found = in_time(lambda: self._compare(lane, number), 2 * _SILENT * self.period_s + _ANSWER_S)
         except (NoAnswer, RuntimeError):
             silent_s = time.monotonic() - self._answered
-            found = (0,), f"rank 0: the store that it serves has not answered for {silent_s:.0f} s: frozen or gone"
+            found = (0,), f"rank 0 or torchrun's agent: its store has not answered for {silent_s:.0f} s: frozen or gone"
         ranks, text = self._error or found
         return ranks, f"waited for {text}" if ranks else "no rank that it asked is missing; others may name one"
 
