@@ -105,6 +105,8 @@ def test_bytes_of_hzero_are_the_plans() -> None:
     assert found["lossless", "gloo"]["gcd"] == 8 * m / 2 * (4 + 2)
     fewer = step_bytes(CATALOG["lossless"], cluster, numels, reduce_scatter="ring", fetches=1.5, **keywords)
     assert fewer["gcd"] == 8 * m / 2 * (3 + 2) and fewer["node"] == found["lossless", "ring"]["node"]
+    # A hook of DDP has no plan, not even one with an empty configuration.
+    assert step_bytes(CATALOG["ddp-none"], cluster, numels, reduce_scatter="ring", **keywords) == {}
 
 
 # --- store ---
