@@ -1,9 +1,9 @@
 """Runs checks on several ranks: one launch for all checks of a world, since starting ranks takes most of the time.
 
 A module of checks has functions ``check_*()``, which all ranks run alike, in the order in which they are written. A check
-that cannot run here calls ``pytest.skip``, on all ranks alike. `collect` gives the names to pytest without importing the
-module, `selected` those that pytest has selected (``-k``), `launch` runs them, and `conclude` ends a test as its check
-has ended.
+that cannot run here calls ``pytest.skip``, on all ranks alike. `on_ranks` makes a test of each. Where a launch needs
+fixtures: `collect` gives the names to pytest without importing the module, `selected` those that pytest has selected (``-k``),
+`launch` runs them, and `conclude` ends a test as its check has ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,11 +43,13 @@ class Outcome:
         why: The reason: of a failure the traceback of the first rank that failed, or the end of the log. Of a check that
             passed the text that it returned, if any.
         seconds: Time that the check took on the ranks.
+        cpu_seconds: CPU time of all ranks together.
     """
 
     status: str
     why: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 def collect(*modules: str) -> list[str]:
@@ -75,9 +78,31 @@ def selected(request: pytest.FixtureRequest) -> list[str]:
     return names
 
 
+def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[..., None]:
+    """A test for each check of modules of checks: assign it to a name that pytest collects.
+
+    Args:
+        modules: Modules by the ranks that they need. The selected checks of a world are one launch.
+        options: Of `launch`.
+    """
+    launched: dict[int, dict[str, Outcome]] = {}
+    cases = [(ranks, check) for ranks, of_world in modules.items() for check in collect(*of_world)]
+
+    @pytest.mark.parametrize(("ranks", "check"), cases)
+    def test(request: pytest.FixtureRequest, ranks: int, check: str) -> None:
+        if ranks not in launched:
+            others = [item for item in request.session.items if getattr(item, "function", None) is request.function]
+            checks = [other.callspec.params for other in others]  # type: ignore[attr-defined]
+            names = [one["check"] for one in checks if one["ranks"] == ranks]
+            launched[ranks] = launch(modules[ranks], ranks, names, **options)
+        conclude(launched[ranks][check])
+
+    return test
+
+
 def conclude(outcome: Outcome) -> None:
     """Ends the test of a check as the check has ended."""
-    print(f"{outcome.seconds:.1f} s on the ranks")
+    print(f"{outcome.seconds:.1f} s on the ranks, {outcome.cpu_seconds:.1f} s of CPU")
     if outcome.status == "skipped":
         pytest.skip(outcome.why)
     assert outcome.status == "passed", outcome.why
@@ -133,6 +158,7 @@ def mpiexec() -> str:
 def _by_mpiexec(checks: Sequence[str], world_size: int, env: dict[str, str], log: Path, timeout: float) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "MPI_"))}
     command = [mpiexec(), "-n", str(world_size), sys.executable, "-m", "tests.rank_main", *checks]
+    kept["TORCHDYNAMO_DISABLE"] = "1"  # or each rank imports torch's compiler
     with open(log, "w") as file, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, cwd=ROOT, env={**kept, **env}, stdout=file, stderr=file, timeout=timeout, check=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -150,14 +149,3 @@ def check_a_compiled_model_has_the_bits_of_an_eager_one() -> None:
         found.append((result.detach(), tokens.grad))
     for one, other in zip(*found):
         assert _bits_equal(one, other)
-
-
-def check_the_wire_log_has_the_role_of_a_communicator() -> None:
-    group = Communicator({"codecs": {"gpu": "int8"}}, role="tensor", grid=SOME[0])
-    tokens = torch.ones(WORLD, 9, requires_grad=True)
-    activations.copy_to(tokens, group).sum().backward()
-    entries = group.wire_log.entries()
-    assert {entry.role for entry in entries} == {"tensor"}
-    assert {entry.tier for entry in entries} == {hop.tier for hop in group.plan.gather_hops()}
-    assert {entry.codec for entry in entries if entry.tier == "gpu"} <= {"int8"}
-    assert float(tokens.grad[0, 0]) == pytest.approx(WORLD, rel=0.05)

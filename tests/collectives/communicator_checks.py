@@ -29,6 +29,7 @@ MIXES = [
     {"codecs": {"node": "int4", "gpu": "int8"}, "gather": {"node": "int8", "gpu": "bf16"}},
     {"codecs": {"node": {"codec": "int8", "rounding": "stochastic"}, "gcd": "int8"}, "gather": "int4"},
     {"codecs": {"node": {"codec": "zfp", "rate": 9}, "gpu": {"codec": "zfp", "rate": 16}, "gcd": "int8"}},
+    {"codecs": "bf16", "gather": {"node": "none", "gpu": "int4", "gcd": {"codec": "int8", "block_size": 64}}},
 ]
 
 
@@ -242,14 +243,14 @@ def check_codecs_keep_their_bounds_and_all_ranks_the_same_bits() -> None:
 
 def check_error_feedback_of_both_halves_recovers_what_was_lost() -> None:
     everyone = _everyones((5, 129))
-    total, errors = torch.stack(everyone).sum(0), {}
-    for tiers in ((), TIERS):
-        group = _communicator(SOME[0], codecs="int4", error_feedback=list(tiers))
+    total, errors = torch.stack(everyone).sum(0), []
+    for codec, tiers in (("int4", ()), ({"codec": "int4", "rotation": 64}, TIERS), ("int4", TIERS)):
+        group = _communicator(SOME[0], codecs=dict.fromkeys(TIERS, codec), error_feedback=list(tiers))
         mean = sum(group.all_reduce(everyone[dist.get_rank()], key=3) for _ in range(30)) / 30
-        errors[tiers] = float((mean - total).square().sum())
+        errors.append(float((mean - total).square().sum()))
         _same_everywhere([mean])
-    assert errors[TIERS] < errors[()] / 10, errors
-    assert float((group.all_reduce(everyone[dist.get_rank()], key=4) - total).square().sum()) > errors[TIERS]
+    assert max(errors[1:]) < errors[0] / 10, errors
+    assert float((group.all_reduce(everyone[dist.get_rank()], key=4) - total).square().sum()) > errors[2]
     group.forget()
     assert group._feedback._pending == group._tiered.feedback._pending == {}
     with pytest.raises(ValueError, match="all_reduce: key: found None, expected a number"):
@@ -259,8 +260,8 @@ def check_error_feedback_of_both_halves_recovers_what_was_lost() -> None:
 def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
     """A rank that has failed alone lacks a hop: its next one would be paired with it, and a new communicator with old data."""
     rank, seconds = dist.get_rank(), timedelta(seconds=2)
-    if TRANSPORT == "mpi":
-        pytest.skip("MPI is refused after an error")
+    if TRANSPORT == "mpi" or WORLD == 6:
+        pytest.skip("MPI is refused after an error; the timeouts are those of 8 ranks")
     make = functools.partial(Communicator, {"topology": "discover"}, timeout=seconds, role="failing", grid=SOME[0])
     group, tensor = make(), torch.full((8,), float(rank))
     failing = mock.patch.object(Codec, "encode", side_effect=MemoryError("on this rank alone"))

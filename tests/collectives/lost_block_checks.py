@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.collectives import Communicator, HopError, Pipeline, communicator
+from hzero.topology.grid import Grid
 from tests.collectives.communicator_checks import SOME, _bits_equal, _communicator
 from tests.collectives.tiered_checks import WORLD
 from tests.rank_main import TRANSPORT
@@ -67,11 +68,12 @@ def check_blocks_that_codec_exp_cannot_hold_travel_without_a_codec() -> None:
         "all_reduce": lambda group: group.all_reduce(every[rank]),
         "broadcast": lambda group: group.broadcast(every[1], 1),
     }
-    for grid, checksum in ((SOME[0], False), (SOME[-1], True)):
+    doubling = {"algorithm": "doubling", "below_bytes": 1 << 20}
+    for grid, checksum, algorithm in ((SOME[0], False, {}), (Grid(WORLD, 1, 1), True, doubling)):
         for name, operation in operations.items():
             plain = operation(_communicator(grid))
             for codecs in ("exp", {"gpu": "exp", "node": "exp"}):
-                group = _communicator(grid, codecs=codecs, checksum=checksum)
+                group = _communicator(grid, codecs=codecs, checksum=checksum, node_all_gather=algorithm)
                 assert _bits_equal(operation(group), plain), (name, grid, codecs)
                 sent = {entry.codec for entry in group.wire_log.entries()}
                 assert sent <= {"exp", "none"} and (codecs != "exp" or len(sent) == 2), (name, grid, sent)

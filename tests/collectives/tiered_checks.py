@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import random
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -46,6 +45,7 @@ GRIDS = {
         Grid(2, 4, 1, order=("gpu", "node", "gcd"), gpus_per_hive=2, clusters=2),
     ],
     6: [Grid(3, 1, 2), Grid(1, 3, 2), Grid(3, 1, 2, ranks=(5, 0, 3, 1, 2, 4))],
+    4: [Grid(2, 1, 2), Grid(1, 2, 2, ranks=(3, 0, 2, 1))],
 }
 
 
@@ -124,7 +124,7 @@ def _add_gathered(collectives: TieredCollectives) -> None:
 
 
 def check_gather_codec_exp() -> None:
-    """Bit for bit, through tiers with and without it, though every other rank has blocks that it cannot hold."""
+    """Bit for bit, through tiers with and without it. lost_block_checks.py has blocks that it cannot hold."""
     exp: dict[str, str] = {"gpu": "exp", "node": "exp"}
     for grid, weights in itertools.product(GRIDS[WORLD], (exp, {**exp, "gcd": "exp"}, {"gcd": "exp", "node": "int8"})):
         whole = _everyones(torch.bfloat16)[0]
@@ -138,54 +138,6 @@ def check_gather_codec_exp() -> None:
             continue
         for tensor, want in zip(got, whole):
             assert torch.equal(tensor[: want.numel()].view(torch.int16), want.view(torch.int16))
-    bucket = Bucket((0, 1), (2000, 7), torch.bfloat16, "weights")
-    for grid, algorithm, checksum in itertools.product(GRIDS[WORLD], ("library", "doubling"), (False, True)):
-        setting = {"algorithm": algorithm, "below_bytes": 1 << 20}
-        for weights in (exp, {"gpu": "exp"}, {"gcd": "exp", "gpu": "exp", "node": "exp"}):
-            collectives = _collectives(grid, weights=weights, node_all_gather=setting, checksum=checksum)
-            words = torch.randint(0, 1 << 15, (WORLD, 2007), generator=torch.Generator().manual_seed(0)).to(torch.int16)
-            words[::2] = torch.ones(2007, dtype=torch.bfloat16).view(torch.int16)
-            mine = words[dist.get_rank()].view(torch.bfloat16).split([2000, 7])
-            hops = collectives.plan.gather_hops()
-            payload = partial(_encoded, collectives, bucket, Codec.from_config(hops[0].codec), mine)
-            chain = collectives.gather(hops, bucket, payload, partial(collectives.decode_gathered, bucket))
-            got = torch.cat([tensor.view(WORLD, -1) for tensor in chain.wait()], dim=1)
-            assert torch.equal(got.view(torch.int16), words)
-            tried = {entry.tier for entry in collectives.wire_log.entries() if entry.codec == "exp"}
-            again = {entry.tier for entry in collectives.wire_log.entries() if entry.codec == "none"}
-            assert tried == {hop.tier for hop in hops if hop.codec.codec == "exp"}
-            somebody = torch.tensor(float(bool(again & tried)))  # groups of even ranks alone have nothing to repeat
-            dist.all_reduce(somebody)
-            assert somebody > 0 or not tried
-
-
-def _encoded(
-    collectives: TieredCollectives, bucket: Bucket, codec: Codec, shards: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, Codec]:
-    return collectives.encoded(bucket, codec, lambda to: to.encode(shards, bucket.chunks))
-
-
-def check_gather_codecs_bit_identical_and_bounded() -> None:
-    mixes = [
-        {"node": "int8", "gpu": "int8", "gcd": "int8"},
-        {"node": "int4", "gpu": "int8", "gcd": "none"},
-        {"node": "none", "gpu": "int8", "gcd": "bf16"},
-        {
-            "node": {"codec": "int8", "rounding": "stochastic"},
-            "gpu": "int4",
-            "gcd": {"codec": "int8", "block_size": 64},
-        },
-    ]
-    for grid, mix in itertools.product(GRIDS[WORLD], mixes):
-        whole = _everyones(torch.float32)[0]
-        collectives = _collectives(grid, weights=mix)
-        got = _gather(collectives, whole, torch.float32)
-        _same_everywhere(got)
-        used = [Codec.from_config(hop.codec) for hop in collectives.plan.gather_hops()]
-        for tensor, want in zip(got, whole):
-            largest = float(want.abs().max())
-            allowed = sum(codec.error_bound(largest) for codec in used) * 1.2
-            assert float((tensor[: want.numel()] - want).abs().max()) <= allowed + 1e-7, (grid, mix)
 
 
 def check_pass_through_equals_one_encoding() -> None:
@@ -249,32 +201,6 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
             allowed = sum(Codec.from_config(hop.codec).error_bound(largest) for hop in plan.reduce_hops()) * 1.2
             error = float((whole[index][: want.numel()] - want).abs().max()) if want.numel() else 0.0
             assert error <= allowed + 1e-4, (grid, mix, error, allowed)
-
-
-def check_error_feedback_recovers_what_was_lost() -> None:
-    """The mean of many reductions of the same gradients tends to the exact sum only where residuals are kept."""
-    tiers, errors = ("gcd", "gpu", "node"), {}
-    for leaf, feedback in (("int4", ()), ("int4", tiers), ({"codec": "int4", "rotation": 64}, tiers)):
-        collectives = _collectives(GRIDS[WORLD][0], gradients=dict.fromkeys(tiers, leaf), feedback=feedback)
-        bucket, rank, rounds = _bucket("gradients", torch.float32), dist.get_rank(), 30
-        everyones = _everyones(torch.float32)
-        total = [torch.zeros(c) for c in bucket.chunks]
-        for _ in range(rounds):
-            shards = collectives.reduce(
-                collectives.plan.reduce_hops(),
-                bucket,
-                [t.clone() for t in everyones[rank]],
-                rows=WORLD,
-                shard_order=True,
-            ).wait()
-            total = [t + s / rounds for t, s in zip(total, shards)]
-        squares = 0.0
-        for index, chunk in enumerate(bucket.chunks):
-            want = torch.stack([ranks[index] for ranks in everyones]).sum(0)[rank * chunk : (rank + 1) * chunk]
-            squares += float((total[index][: want.numel()] - want).square().sum())
-        errors[str(leaf), feedback] = squares
-    without, *with_feedback = errors.values()
-    assert max(with_feedback) < without / 10, errors
 
 
 def check_overflow_survives() -> None:
@@ -353,7 +279,7 @@ def check_draining_waits_for_every_chain() -> None:
 def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
     """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
     rank, lane = dist.get_rank(), ("weights", "node")
-    for ranks in range(2, WORLD + 1) if WORLD == 8 else []:
+    for ranks in range(2, WORLD + 1) if WORLD != 6 else []:
         if rank >= ranks:  # torch names a group also after the number of groups that its ranks have made
             for _ in ROLES:
                 dist.new_group([rank], use_local_synchronization=True)

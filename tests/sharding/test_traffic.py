@@ -105,13 +105,6 @@ def test_lossless_crosses_nodes_with_twice_the_weights() -> None:
         assert into_node == 2 * 2 * (1 << 20) * 3 / 4
 
 
-def test_links_of_a_ring() -> None:
-    assert ring_links([2, 4, 2]) == [8, 6, 2]  # 4 packages on each of 2 nodes; it enters each node once
-    assert ring_links([2, 2, 1]) == [2, 2, 0]  # closes over the outermost tier of more than one unit
-    assert ring_links([3, 1, 1]) == [3, 0, 0]
-    assert ring_links([1, 1, 1]) == [0, 0, 0]
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 2), (48, 4, 2), (1, 4, 2), (3, 1, 4), (1, 1, 5), (2, 3, 1)])
 def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int, int, int]) -> None:
     grid = Grid(*shape)

@@ -57,9 +57,11 @@ def _stage_of(config: dict[str, Any] | str, model: Any = None) -> str:
 
 
 def places() -> None:
-    """What DeepSpeed builds for the block in each place, from a file too, and after ``zero.Init``."""
-    import deepspeed
+    """What torch's entry point imports; what DeepSpeed builds for the block in each place, a file, and after ``zero.Init``."""
     import torch
+
+    loaded = sorted(name for name in sys.modules if name.split(".")[0] in ("hzero", "deepspeed"))
+    import deepspeed
 
     found = {place: _stage_of(_config(place)) for place in ("", "inside", "top", "both")}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +76,7 @@ def places() -> None:
     misspelt = _config()
     misspelt["zero_optimization"]["h_zero"] = BLOCK
     found["misspelt"] = _stage_of(misspelt)
-    _say(**found)
+    _say(**found, loaded=loaded)
 
 
 def without_autoload() -> None:
@@ -88,16 +90,6 @@ def without_autoload() -> None:
         except ValueError as error:
             late.append(str(error))
     _say(inside=inside, top=top, loaded=loaded, late=late)
-
-
-def by_import() -> None:
-    """``import hzero`` after torch and before the engine, where nothing else loads it."""
-    import torch  # noqa: F401
-
-    before = "hzero" in sys.modules
-    import hzero  # noqa: F401
-
-    _say(before=before, inside=_stage_of(_config("inside")))
 
 
 def without_extras() -> None:
@@ -138,9 +130,9 @@ def without_extras() -> None:
 
 
 def untouched() -> None:
-    """What of DeepSpeed is another object after hzero has come and engines without a block have trained."""
+    """What of DeepSpeed is another object after hzero has come by an import, and engines without a block have trained."""
     _train(_config()).destroy()
-    before = _attributes()
+    before, alone = _attributes(), "hzero" not in sys.modules
     import hzero
 
     engine = _train(_config())
@@ -148,7 +140,13 @@ def untouched() -> None:
     changed = sorted(name for name in before if before[name] is not after.get(name))
     without = {"changed": changed, "new": sorted(set(after) - set(before)), "seen": len(before)}
     with_block = type(_train(_config("inside")).optimizer).__name__
-    _say(**without, stock=type(engine.optimizer).__name__, with_block=with_block, state=hzero.state(engine) is None)
+    _say(
+        **without,
+        alone=alone,
+        stock=type(engine.optimizer).__name__,
+        with_block=with_block,
+        state=hzero.state(engine) is None,
+    )
 
 
 def _attributes() -> dict[str, Any]:
@@ -179,16 +177,6 @@ def _enter(found: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(value, types.FunctionType):
         for part in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__globals__"):
             found[f"{name}.{part}"] = getattr(value, part)
-
-
-def modules() -> None:
-    """What torch's entry point imports of hzero, before DeepSpeed is there."""
-    import torch  # noqa: F401
-
-    _say(
-        loaded=sorted(name for name in sys.modules if name.split(".")[0] == "hzero"),
-        deepspeed="deepspeed" in sys.modules,
-    )
 
 
 def accelerate() -> None:

@@ -1,4 +1,4 @@
-"""The audit of resident weights and codecs. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+"""The audit of resident weights and codecs. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def check_ratios_are_those_of_what_forward_reads() -> None:
         exact = model.embed.weight.detach().clone()
     noise = (seen[0] - exact).double().square().sum()
     assert math.isclose(ratio, float(10 * torch.log10(exact.double().square().sum() / noise)), abs_tol=1e-6)
-    assert 40 < ratio < 60 and all(abs(tiers[f"weights/{tier}"] - ratio) < 6 for tier in ("gcd", "gpu", "node")), tiers
-    # Three tiers of int4, each with an error of its own.
+    assert 40 < ratio < 60 and all(abs(tiers[f"weights/{tier}"] - ratio) < 6 for tier in ("gcd", "node")), tiers
+    # Two tiers of int4, each with an error of its own.
     assert tiers["gradients/node"] - 9 < tiers["gradients"] < tiers["gradients/node"] + 3, tiers
     engine.destroy()
 
@@ -107,7 +107,7 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
         engine = engine_of(ds_config(block_of("topo", guard=AUDITED, **block), 1), model)
         train(engine, 1)
         engine.backward(engine(batch(1, 0)))
-        if dist.get_rank() == 6:
+        if dist.get_rank() == 2:
             own = Weights.of(model.down.weight)
             assert own is not None
             (kept,) = (kept for managed, kept in own.resident() if managed.param is model.down.weight)
@@ -149,9 +149,7 @@ def check_audits_beside_whatever_deepspeed_does() -> None:
         engine = engine_of(config, _Unused(empty="exact_evaluation" not in block))
         if "exact_evaluation" in block:
             engine.eval()
-        for step in range(5):
-            engine.backward(engine(batch(step, 0)))
-            engine.step()
+        train(engine, 3)
         assert hzero.state(engine).ratios or "exact_evaluation" in block
         engine.destroy()
 

@@ -19,9 +19,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hzero
 from hzero.zero import autotp
 from hzero.zero.guard import Guard
-from tests.zero.training import assert_losses, block_of, ds_config, engine_of, mean_over_ranks, shared_folder
+from tests.zero.training import (
+    VOCAB,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    same_on_all_ranks,
+    shared_folder,
+    train,
+)
 
-TENSOR, VOCAB, STEPS = 2, 61, 3
+TENSOR, STEPS = 2, 2
 
 
 @contextlib.contextmanager
@@ -40,26 +50,21 @@ def _train(block: dict[str, Any] | None, accumulation: int) -> tuple[list[float]
     torch.manual_seed(0)
     shape = {"hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **shape))
-    config = ds_config(block, accumulation, tensor_parallel={"autotp_size": TENSOR})
-    engine = engine_of(config, model)
-    return *_steps(engine, accumulation), engine
+    engine, norms = (
+        engine_of(ds_config(block, accumulation, tensor_parallel={"autotp_size": TENSOR}), model),
+        list[float](),
+    )
+    return train(engine, STEPS, accumulation, norms=norms, loss_of=_loss), norms, engine
 
 
-def _steps(engine: Any, accumulation: int, first: int = 0) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms."""
-    losses, norms = [], []
-    for step in range(first, first + STEPS):
-        total = 0.0
-        for micro in range(accumulation):
-            generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dist.get_rank() // TENSOR)
-            ids = torch.randint(0, VOCAB, (2, 9), generator=generator)
-            loss = engine(input_ids=ids, labels=ids).loss
-            total += mean_over_ranks(loss) / accumulation
-            engine.backward(loss)
-            engine.step()
-        losses.append(total)
-        norms.append(float(engine.get_global_grad_norm()))
-    return losses, norms
+def _loss(engine: Any, step: int, micro: int) -> torch.Tensor:
+    ids = batch(step, micro, dist.get_rank() // TENSOR)
+    return engine(input_ids=ids, labels=ids).loss
+
+
+def _same_norm_weight(engine: Any) -> bool:
+    """Whether all ranks have the same bits of a weight that is not divided."""
+    return same_on_all_ranks([deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight)])
 
 
 def check_autotp_gives_the_losses_of_stock() -> None:
@@ -79,10 +84,7 @@ def check_autotp_gives_the_losses_of_stock() -> None:
             else:
                 assert_losses(losses, stock, what=f"losses of {preset} and ZeRO-3 beside AutoTP")
                 assert norms == pytest.approx(stock_norms, rel=1e-5)
-            norm = deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight).clone()
-            everyones = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyones, norm)
-            assert all(torch.equal(one, norm) for one in everyones)
+            assert _same_norm_weight(engine)
             engine.destroy()
 
 
@@ -102,15 +104,12 @@ def check_codecs_of_autotp_reach_its_sums() -> None:
         assert losses != stock and losses == pytest.approx(stock, rel=0.02)
         layers = [layer for layer in engine.module.modules() if hasattr(layer, "hzero_group")]
         assert len(layers) == blocks * 7
-        weight = deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight).clone()
-        everyones = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, weight)
-        assert all(torch.equal(one, weight) for one in everyones)
+        assert _same_norm_weight(engine)
         folder = str(shared_folder())
         engine.save_checkpoint(folder, tag="here")
-        on = _steps(engine, accumulation=1, first=STEPS)
+        on = train(engine, STEPS, first=STEPS, loss_of=_loss)
         engine.load_checkpoint(folder, tag="here")
-        assert _steps(engine, accumulation=1, first=STEPS) == on, "a checkpoint goes on bit for bit"
+        assert train(engine, STEPS, first=STEPS, loss_of=_loss) == on, "a checkpoint goes on bit for bit"
         engine.destroy()
         assert not any("hzero_group" in vars(layer) or "forward" in vars(layer) for layer in layers)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import torch
+from tests.zero.training import TOPOLOGY, run
 
-from tests.zero.training import ds_config, engine_of, masters_of, train
-
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-TOPOLOGY = {"nodes": WORLD // 4, "gpus_per_node": 2, "gcds_per_gpu": 2}
 BLOCKS: list[dict[str, Any]] = [
     {"preset": "lossless"},
     {"preset": "topo", "error_feedback": ["node"], "checksum": True},
@@ -21,15 +16,7 @@ BLOCKS: list[dict[str, Any]] = [
 
 def check_losses_and_masters_are_those_of_gloo() -> None:
     for block in BLOCKS:
-        found = []
-        for transport in ("torch", "mpi"):
-            engine = engine_of(ds_config({**block, "transport": transport, "topology": TOPOLOGY}, 2))
-            losses = train(engine, 4, 2)
-            masters = masters_of(engine)
-            counts = [(e.role, e.tier, e.hops, e.wire_bytes) for e in engine.optimizer.hzero.wire_log.entries()]
-            found.append((losses, masters, counts))
-            engine.destroy()
-        assert found[0][0] == found[1][0] and found[0][0][-1] < found[0][0][0], (block, found[0][0], found[1][0])
-        for name, master in found[0][1].items():
-            assert torch.equal(master.view(torch.int32), found[1][1][name].view(torch.int32)), (block, name)
-        assert found[0][2] == found[1][2], block
+        gloo, mpi = (run({**block, "transport": one, "topology": TOPOLOGY}, 2, 3) for one in ("torch", "mpi"))
+        assert mpi.has_bits_of(gloo) and mpi.losses[-1] < mpi.losses[0], (block, gloo.losses, mpi.losses)
+        counts = [[(e.role, e.tier, e.hops, e.wire_bytes) for e in one.log] for one in (gloo, mpi)]
+        assert counts[0] == counts[1], block

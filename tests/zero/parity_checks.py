@@ -13,23 +13,20 @@ import hzero
 from hzero.validation import ConfigError
 from hzero.zero import versions
 from tests.zero.training import (
+    OFFLOAD,
+    TOPOLOGY,
     AwkwardNet,
     assert_losses,
     batch,
     ds_config,
     engine_of,
     masters_of,
+    run,
     shared_folder,
     train,
 )
 
-#: Four ranks stand for two nodes with one package of two devices.
-TOPOLOGY = {"gpus_per_node": 1, "gcds_per_gpu": 2}
 TOLERANCE = 1e-6
-OFFLOAD = {
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    "zero_force_ds_cpu_optimizer": False,
-}
 STEPS = 2  # before the checkpoint, and after it
 
 
@@ -43,7 +40,7 @@ def check_losses_norms_and_checkpoints_are_stocks() -> str:
         runs = {}
         for name, own in (("stock", None), ("hzero", block)):
             engine = engine_of(ds_config(own, accumulation, **changes), AwkwardNet())
-            assert (hzero.state(engine) is None) == (own is None)
+            assert (hzero.state(engine) is None) == (own is None) and engine.optimizer.offload_optimizer == offload
             norms: list[float] = []
             losses = train(engine, STEPS, accumulation, norms=norms)
             engine.save_checkpoint(str(folder), tag=f"{name} {cell}")
@@ -119,13 +116,9 @@ def check_unmanaged_accumulation_gives_stocks_norms() -> None:
 
 
 def check_topo_trains() -> None:
-    runs = []
-    for block in (None, {"preset": "topo", "topology": TOPOLOGY}):
-        engine = engine_of(ds_config(block, 3))
-        runs.append(train(engine, 4, 3))
-        engine.destroy()
-    assert_losses(runs[1], runs[0], 0.02)
-    assert runs[1][-1] < runs[1][0] and runs[1] != runs[0]
+    stock, topo = (run(block, 3, 4).losses for block in (None, {"preset": "topo", "topology": TOPOLOGY}))
+    assert_losses(topo, stock, 0.02)
+    assert topo[-1] < topo[0] and topo != stock
 
 
 def check_what_only_newer_versions_have_is_refused_by_name() -> None:

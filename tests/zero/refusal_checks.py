@@ -1,4 +1,4 @@
-"""What the stage refuses. Run by test_stage.py on 8 ranks."""
+"""What the stage refuses. Run by test_stage.py on 4 ranks."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ def _run(*command: str, **environment: str) -> tuple[dict[str, Any], str]:
     ours = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "HZERO_"))}
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env = {**ours, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env["TORCHDYNAMO_DISABLE"] = "1"  # or an engine imports torch's compiler
     env["PYTHONPATH"] = os.pathsep.join([environment.pop("site", ""), str(ROOT)]).strip(os.pathsep)
     done = subprocess.run(
         [sys.executable, *command], env={**env, **environment}, capture_output=True, text=True, timeout=120, check=False
@@ -47,6 +48,7 @@ def _run(*command: str, **environment: str) -> tuple[dict[str, Any], str]:
 
 def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
     found, errors = _run("-m", "tests.zero.adoption", "places", site=str(installed))
+    assert found["loaded"] == ["hzero", "hzero.autoload"], "torch's entry point loads one small module"
     assert found[""] == found["stock again"] == STOCK
     assert found["inside"] == found["top"] == found["file"] == found["zero.Init"] == STAGE
     assert found["both"].startswith("ConfigError: hzero: found at the top level and in zero_optimization")
@@ -68,11 +70,6 @@ def test_without_autoload_the_block_is_never_ignored_in_silence(installed: Path)
     assert found["top"] == STOCK  # what nobody could see
     assert len(found["late"]) == 2
     assert all("an engine with the block was built before hzero was there" in error for error in found["late"])
-
-
-def test_an_import_of_hzero_suffices(installed: Path) -> None:
-    found, _ = _run("-m", "tests.zero.adoption", "by_import", site=str(installed), HZERO_AUTOLOAD="0")
-    assert found == {"before": False, "inside": STAGE}
 
 
 def test_the_stage_needs_no_extra_and_commands_name_theirs(installed: Path) -> None:
@@ -113,13 +110,8 @@ def test_without_a_block_deepspeed_stays_as_it_is(installed: Path) -> None:
     watched = "DeepSpeedConfig._initialize_params"
     assert found["changed"] and [name for name in found["changed"] if watched not in name] == []
     assert found["new"] == [] and found["seen"] > 10_000
-    assert found["stock"] == STOCK and found["state"] and found["with_block"] == STAGE
+    assert found["alone"] and found["stock"] == STOCK and found["state"] and found["with_block"] == STAGE
     assert errors.count("hzero: topo on") == 1
-
-
-def test_torch_loads_one_small_module(installed: Path) -> None:
-    found, _ = _run("-m", "tests.zero.adoption", "modules", site=str(installed))
-    assert found == {"loaded": ["hzero", "hzero.autoload"], "deepspeed": False}
 
 
 def test_accelerate_without_deepspeed_is_refused(installed: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,17 @@ from torch.nn import functional as F  # noqa: N812
 import hzero
 from tests.rank_main import TRANSPORT
 
+#: The optimizer on the host.
+OFFLOAD: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
-TOPOLOGY = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+#: The machine of these ranks: nodes, packages of a node, devices of a package. 4 ranks have a boundary between nodes and packages
+#: of two devices, which most checks need; 8 have a tier between them too; 6 is not a power of two.
+LAYOUT = {4: (2, 1, 2), 6: (3, 1, 2), 8: (2, 2, 2)}.get(WORLD, (1, 1, 1))
+TOPOLOGY = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), LAYOUT))
 
 
 class AwkwardNet(torch.nn.Module):
@@ -65,9 +76,21 @@ def batch(step: int, micro: int, rank: int | None = None, size: int = 2, length:
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
     """The mean of a scalar over all ranks, in float64."""
-    value = loss.detach().double().clone()
-    dist.all_reduce(value)
-    return float(value) / dist.get_world_size()
+    return means_over_ranks([loss])[0]
+
+
+def means_over_ranks(losses: Sequence[torch.Tensor]) -> list[float]:
+    """The mean of each scalar over all ranks, in float64; one message for all of them."""
+    values = torch.stack([loss.detach().double() for loss in losses])
+    dist.all_reduce(values)
+    return (values / dist.get_world_size()).tolist()
+
+
+def mean_gradient_norm(model: torch.nn.Module) -> float:
+    """The norm of the mean over ranks of a plain model's gradients."""
+    flat = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+    dist.all_reduce(flat)
+    return float(torch.linalg.vector_norm(flat / dist.get_world_size()))
 
 
 def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **changes: Any) -> dict[str, Any]:
@@ -95,40 +118,81 @@ def engine_of(config: dict[str, Any] | Path, model: torch.nn.Module | None = Non
     """An engine; stock where the configuration has no block."""
     model = AwkwardNet() if model is None else model
     trainable = [p for p in model.parameters() if p.requires_grad]
-    with _quiet():
-        return hzero.initialize(
-            model=model,
-            model_parameters=trainable,
-            config=config if isinstance(config, dict) else str(config),
-            **kwargs,
-        )[0]
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    yield
+    config = config if isinstance(config, dict) else str(config)
+    return hzero.initialize(model=model, model_parameters=trainable, config=config, **kwargs)[0]
 
 
 def train(
-    engine: Any, steps: int, accumulation: int = 1, first: int = 0, norms: list[float] | None = None
+    engine: Any,
+    steps: int,
+    accumulation: int = 1,
+    first: int = 0,
+    norms: list[float] | None = None,
+    managed: bool = True,
+    loss_of: Callable[[Any, int, int], torch.Tensor] = lambda engine, step, micro: engine(batch(step, micro)),
 ) -> list[float]:
     """Losses of ``steps`` optimizer steps, each the mean over ranks and micro-steps.
 
-    ``norms`` takes the norm of every step's gradients: with clipping and AdamW losses do not show their scale.
+    ``norms`` takes the norm of every step's gradients: with clipping and AdamW losses do not show their scale. ``managed``:
+    ``step`` is called after every micro-step, and not only at the end of a window. ``loss_of`` gives the loss of an engine in a
+    step's micro-step.
     """
     losses = []
     for step in range(first, first + steps):
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for micro in range(accumulation):
-            loss = engine(batch(step, micro))
-            total += mean_over_ranks(loss) / accumulation
+            loss = loss_of(engine, step, micro)
+            total += loss.detach().double() / accumulation
             engine.backward(loss)
-            engine.step()
+            if managed or micro == accumulation - 1:
+                engine.step()
         losses.append(total)
         if norms is not None:
             norms.append(float(engine.get_global_grad_norm()))
-    return losses
+    return means_over_ranks(losses)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training leaves behind.
+
+    Attributes:
+        losses: Of every step.
+        norms: Of every step's gradients.
+        masters: Exact weights by name.
+        log: Entries of the wire log; none of stock.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    masters: dict[str, torch.Tensor]
+    log: list[Any]
+
+    def has_bits_of(self, other: Run) -> bool:
+        """Whether losses and masters are the same."""
+        pairs = [(master, other.masters[name]) for name, master in self.masters.items()]
+        return self.losses == other.losses and all(
+            torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs
+        )
+
+
+def run(
+    block: dict[str, Any] | None,
+    accumulation: int = 1,
+    steps: int = 2,
+    model: torch.nn.Module | None = None,
+    **changes: Any,
+) -> Run:
+    """Trains with a new engine; ``changes`` are those of `ds_config`."""
+    engine, norms = engine_of(ds_config(block, accumulation, **changes), model), list[float]()
+    losses = train(engine, steps, accumulation, norms=norms, managed=changes.get("managed_gradient_accumulation", True))
+    masters, own = masters_of(engine), hzero.state(engine)
+    if own is not None:
+        own.settle()
+    found = Run(losses, norms, masters, own.wire_log.entries() if own is not None else [])
+    engine.destroy()
+    return found
 
 
 def train_ddp(
@@ -141,11 +205,11 @@ def train_ddp(
     optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
     losses = []
     for step in range(steps):
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for micro in range(accumulation):
             with ddp.no_sync() if micro + 1 < accumulation else contextlib.nullcontext():
                 loss = ddp(batch(step, micro))
-                total += mean_over_ranks(loss) / accumulation
+                total += loss.detach().double() / accumulation
                 (loss / accumulation).backward()
         norm = torch.nn.utils.clip_grad_norm_(trainable, 0.5)
         if norms is not None:
@@ -153,7 +217,7 @@ def train_ddp(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses
+    return means_over_ranks(losses)
 
 
 def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5, what: str = "losses") -> None:
@@ -173,7 +237,7 @@ def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
 
 
 def block_of(preset: str, **changes: Any) -> dict[str, Any]:
-    """The block of a preset on 2 nodes x 2 GPUs x 2 GCDs. Audits have tests of their own, and would take time in all others."""
+    """The block of a preset on the machine of these ranks. Audits have tests of their own, and would take time in all others."""
     return {"preset": preset, "topology": TOPOLOGY, "guard": {"every": 0}, **changes}
 
 
