@@ -88,19 +88,11 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-i", "-f", str(self._conf))
         _until("slurmctld answers", lambda: "UP" in self.run("scontrol", "ping").stdout)
         for node in self.nodes:
-            self.start_node(node)
+            self._daemon(node, "-D", "-N", node, "-f", str(self._conf), program="slurmd")
         _until(
             "the nodes are idle",
             lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(len(self.nodes)),
         )
-
-    def start_node(self, node: str) -> None:
-        """Starts the daemon of a node, such as one that was killed."""
-        self._daemon(node, "-D", "-N", node, "-f", str(self._conf), program="slurmd")
-
-    def kill_node(self, node: str) -> None:
-        """Kills the daemon of a node, as a crash of the node would."""
-        self._daemons.pop(node).kill()
 
     def stop(self) -> None:
         """Ends all jobs and daemons."""
