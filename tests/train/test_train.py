@@ -221,6 +221,20 @@ def test_a_multirun_of_stock_and_stage(place: Path) -> None:
     assert not (place / "runs" / "sweep-0-stock" / "model").exists()
 
 
+def test_tensor_groups_of_autotp(place: Path) -> None:
+    """Losses are those of half as many ranks without them, and bytes those of ZeRO-3 between the groups' ranks."""
+    keys = ("zero=zero3", "topology=single_node", "train.steps=2", "checkpoint.every=0", "checkpoint.model=false")
+    split = ("topology.gcds_per_gpu=4", "deepspeed.tensor_parallel.autotp_size=2")
+    for name, ranks in (("whole", ("topology.gcds_per_gpu=2",)), ("split", split)):
+        done = train(place, *keys, *ranks, f"run.name={name}")
+        assert done.status == 0, done.out + done.err
+    whole, split_run = (summary(place / "runs" / name) for name in ("whole", "split"))
+    assert split_run["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert split_run["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+    received = [sum(row["received"] for row in split_run[key]) for key in ("bytes_per_step", "zero3_bytes_per_step")]
+    assert received[0] == pytest.approx(received[1], rel=1e-3)
+
+
 def test_a_stopped_run_goes_on(place: Path) -> None:
     """SIGUSR1, as a batch system sends it before the time is over."""
     given = ("run.name=stopped", "resume=auto", "checkpoint.every=0", *ONE)
