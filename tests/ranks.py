@@ -1,9 +1,8 @@
 """Runs checks on several ranks: one launch for all checks of a world, since starting ranks takes most of the time.
 
 A module of checks has functions ``check_*()``, which all ranks run alike, in the order in which they are written. A check
-that cannot run here calls ``pytest.skip``, on all ranks alike. `on_ranks` makes a test of each. Where a launch needs
-fixtures: `collect` gives the names to pytest without importing the module, `selected` those that pytest has selected (``-k``),
-`launch` runs them, and `conclude` ends a test as its check has ended.
+that cannot run here calls ``pytest.skip``, on all ranks alike. `on_ranks` makes a test of each; `collect` gives their names
+without importing the module.
 """
 
 from __future__ import annotations
@@ -65,19 +64,6 @@ def _checks(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield module, node.name
 
 
-def selected(request: pytest.FixtureRequest) -> list[str]:
-    """Checks to launch for a fixture of module scope: those of the selected tests that use it with this parameter."""
-    names = []
-    for item in request.session.items:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        here = item.getparent(pytest.Module) is request.node and request.fixturename in getattr(
-            item, "fixturenames", ()
-        )
-        if here and params.get(request.fixturename) == getattr(request, "param", None):
-            names.append(params["check"])
-    return names
-
-
 def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[..., None]:
     """A test for each check of modules of checks: assign it to a name that pytest collects.
 
@@ -95,18 +81,13 @@ def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[.
             checks = [other.callspec.params for other in others]  # type: ignore[attr-defined]
             names = [one["check"] for one in checks if one["ranks"] == ranks]
             launched[ranks] = launch(modules[ranks], ranks, names, **options)
-        conclude(launched[ranks][check])
+        outcome = launched[ranks][check]
+        print(f"{outcome.seconds:.1f} s on the ranks, {outcome.cpu_seconds:.1f} s of CPU\n{outcome.why}")
+        if outcome.status == "skipped":
+            pytest.skip(outcome.why)
+        assert outcome.status == "passed", outcome.why
 
     return test
-
-
-def conclude(outcome: Outcome) -> None:
-    """Ends the test of a check as the check has ended."""
-    print(f"{outcome.seconds:.1f} s on the ranks, {outcome.cpu_seconds:.1f} s of CPU")
-    if outcome.status == "skipped":
-        pytest.skip(outcome.why)
-    assert outcome.status == "passed", outcome.why
-    print(outcome.why)
 
 
 def launch(

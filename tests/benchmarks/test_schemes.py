@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-from tests.ranks import Outcome, collect, conclude, launch, selected
+from tests.ranks import on_ranks
 
-CHECKS = ("tests.benchmarks.scheme_checks",)
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
-    """One launch for all checks."""
-    pytest.importorskip("transformers", reason="the train extra is not installed")
-    return launch(CHECKS, 4, selected(request))
-
-
-@pytest.mark.parametrize("check", collect(*CHECKS))
-def test_on_ranks(outcomes: dict[str, Outcome], check: str) -> None:
-    conclude(outcomes[check])
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the train extra is not installed")
+test_on_ranks = needs_transformers(on_ranks({4: ("tests.benchmarks.scheme_checks",)}))

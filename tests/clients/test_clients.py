@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.ranks import ROOT, Outcome, collect, conclude, launch, selected
+from tests.ranks import ROOT, collect, on_ranks
 
 needs_clients = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "accelerate", "lightning", "trl", "peft", "datasets"))),
@@ -24,16 +24,7 @@ CHECKS = (
 )
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
-    """Outcomes of the selected checks."""
-    return launch(CHECKS, 4, selected(request))
-
-
-@needs_clients
-@pytest.mark.parametrize("check", collect(*CHECKS))
-def test_client(outcomes: dict[str, Outcome], check: str) -> None:
-    conclude(outcomes[check])
+test_client = needs_clients(on_ranks({4: CHECKS}))
 
 
 def test_the_table_names_every_check() -> None:

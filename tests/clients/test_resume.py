@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import tempfile
 
 from tests.clients.test_clients import needs_clients
-from tests.ranks import Outcome, collect, conclude, launch, selected
+from tests.ranks import on_ranks
 
 CHECKS = ("tests.clients.resume_checks",)
-WORLDS = (4, 2, 6)
+#: In which one world leaves what the next goes on with.
+FOLDER = tempfile.TemporaryDirectory()
 
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """Outcomes of the selected checks on each world, one after the other."""
-    folder = str(tmp_path_factory.mktemp("resume"))
-    return [launch(CHECKS, world, selected(request), HZERO_RESUME_FOLDER=folder) for world in WORLDS]
-
-
-@needs_clients
-@pytest.mark.parametrize("check", collect(*CHECKS))
-def test_resume(outcomes: list[dict[str, Outcome]], check: str) -> None:
-    for outcome in outcomes:
-        conclude(outcome[check])
+test_resume = needs_clients(on_ranks({4: CHECKS, 2: CHECKS, 6: CHECKS}, HZERO_RESUME_FOLDER=FOLDER.name))

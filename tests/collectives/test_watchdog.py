@@ -8,19 +8,9 @@ import pytest
 
 from hzero.collectives.watchdog import WRITES_PER_S, Watchdog, _judged
 from hzero.collectives.wires import LaneHops
-from tests.ranks import Outcome, collect, conclude, launch, selected
+from tests.ranks import on_ranks
 
-CHECKS = ("tests.collectives.watchdog_checks",)
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
-    return launch(CHECKS, 4, selected(request), timeout=120)
-
-
-@pytest.mark.parametrize("check", collect(*CHECKS))
-def test_on_ranks(outcomes: dict[str, Outcome], check: str) -> None:
-    conclude(outcomes[check])
+test_on_ranks = on_ranks({4: ("tests.collectives.watchdog_checks",)}, timeout=120)
 
 
 def _record(rank: int, started: int = 4, size: int = 32, **changes: Any) -> dict[str, Any]:
