@@ -15,7 +15,7 @@ import pytest
 
 from hzero import newest_checkpoint
 from tests.forks import Command
-from tests.ranks import ROOT
+from tests.ranks import LONG, ROOT
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
     steps = 1200 if FULL else 60
     keys = (*KEYS, f"train.steps={steps}", f"checkpoint.every={40 if FULL else 4}")
     limit = ("--time=2", "--signal=USR1@60") if FULL else ()
-    cut = jobs.send("cut", *keys, options=limit, HZERO_CHECK="1")
+    cut = jobs.send("cut", *keys, options=limit)
     jobs.until(lambda: jobs.losses("cut"), "cut", "the job trains")
     if not FULL:
         slurm.run("scancel", "--signal=USR1", cut)
@@ -104,10 +104,17 @@ def test_a_run_that_is_stopped_is_started_again_and_loses_nothing(slurm: Cluster
         status, _, errors = whole.finish(WAIT_S)
     assert status == 0, errors
     jobs.until(lambda: "finished" in jobs.log("cut", cut), "cut", "the job finishes")
-    assert "checking 2 nodes" in jobs.log("cut", cut)
     assert len(jobs.losses("whole")) == steps and jobs.losses("cut") == jobs.losses("whole")
     if FULL:
         print(jobs.log("cut", cut))
+
+
+@LONG
+def test_the_nodes_are_checked_before_training(jobs: _Jobs) -> None:
+    """The doctor finds nothing that keeps training from working; training then refuses the key."""
+    number = jobs.send("checked", "zero=tpo", HZERO_CHECK="1")
+    jobs.until(lambda: "failed with status 2" in jobs.log("checked", number), "checked", "the key is refused")
+    assert "checking 2 nodes" in jobs.log("checked", number)
 
 
 #: `python` without the time that Python takes. It says what it is asked, and ends with the status in the file ``go``, or upon a
