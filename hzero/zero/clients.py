@@ -89,7 +89,8 @@ def _candidates(output_dir: str, asked: Any) -> list[Manifest]:
 def _keep_batch(trainer: Any, note: Manifest) -> None:
     """Adapts Trainer's accumulation, as `CheckpointFiles` does that of other loops."""
     args, before = trainer.args, trainer.args.gradient_accumulation_steps
-    batch = trainer.get_total_train_batch_size(args)
+    # DeepSpeed, whose number the note has, counts every rank of AutoTP's tensor groups.
+    batch = trainer.get_total_train_batch_size(args) * getattr(trainer, "get_tp_size", lambda: 1)()
     if batch == note.batch:
         return
     accumulation = accumulation_for(note, before, batch, args.per_device_train_batch_size)
