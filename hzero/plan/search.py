@@ -90,7 +90,7 @@ class Setting:
         found = [f"zero={self.preset}", *(f"zero.{key}={value}" for key, value in self.changes.items())]
         found += [f"train.micro_batch={job.micro_batch}", f"train.grad_accumulation={job.accumulation}"]
         found += [f"train.activation_checkpointing={str(job.checkpointing).lower()}"]
-        for name, key in _BUCKETS.items():  # ++: whether the configuration has the key or not
+        for name, key in _BUCKETS.items():
             if (size := getattr(job.buffers, name)) != getattr(given, name):
                 found.append(f"deepspeed.zero_optimization.{key}={size}")
         return found
@@ -236,7 +236,7 @@ def tune(scenario: Scenario) -> Search:
     for one in dict.fromkeys([*found[:BEST], *_by_quality(found).values()]):
         best = one
         for bucket, doubling in ((None if given else _OTHER_BUCKET, {}), (None, _DOUBLING)):
-            job = _with_bucket(best.job, bucket) if bucket else best.job
+            job = _with_bucket(best.job, bucket, scenario) if bucket else best.job
             other = _setting(scenario, best.preset, {**best.changes, **doubling}, job)
             if (bucket or doubling) and other.memory.bytes <= there:
                 best = min(best, _predicted(other, scenario), key=_order)
@@ -268,7 +268,7 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
         preset = min(changed, key=lambda name: len(changed[name]))
         for size, again in itertools.product(batches, (False, True)):
             job = replace(scenario.job, micro_batch=size, accumulation=per_rank // size, checkpointing=again)
-            yield _setting(scenario, preset, changed[preset], _with_bucket(job, job.bucket_numel))
+            yield _setting(scenario, preset, changed[preset], _with_bucket(job, job.bucket_numel, scenario))
 
 
 def _changes(
@@ -285,8 +285,11 @@ def _changes(
     return found
 
 
-def _with_bucket(job: Job, numel: int) -> Job:
-    return replace(job, bucket_numel=numel, buffers=replace(job.buffers, prefetch=numel, reduce=numel))
+def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
+    """A job whose buckets have this size, except those whose size the user has given."""
+    given = scenario.experiment["deepspeed"].get("zero_optimization", {})
+    sizes: dict[str, Any] = {name: numel for name, key in _BUCKETS.items() if key not in given}
+    return replace(job, bucket_numel=sizes.get("prefetch", job.bucket_numel), buffers=replace(job.buffers, **sizes))
 
 
 def _compute_s(job: Job, machine: Machine) -> float:

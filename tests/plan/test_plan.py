@@ -175,6 +175,8 @@ def test_tune_prints_a_command_that_trains_what_it_chose(capsys: pytest.CaptureF
     train, zero = experiment["train"], experiment["deepspeed"]["zero_optimization"]
     assert (train["dtype"], train["steps"]) == ("bf16", 7)
     assert (zero[bucket], zero["reduce_bucket_size"]) == (7_900_000, 7_900_000), "the bucket is kept as it was given"
+    given = _json(capsys, "--tune", *keys, "deepspeed.zero_optimization.reduce_bucket_size=12345678")["command"]
+    assert "reduce_bucket_size=12345678" in given, "a bucket that is given is kept"
     # Three sequences of a rank at once: every divisor is tried. Equal settings appear once.
     assert (train["micro_batch"], train["grad_accumulation"]) == (3, 1)
     ranked = [one for name, one in result["settings"].items() if name.isdigit()]
