@@ -11,7 +11,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import hzero
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs would compile it; stage 3 does not use it
 if not torch.cuda.is_available():
     PartialState(cpu=True)  # else each rank would think that it is alone; cpu=True of Accelerator would train DDP
 accelerator = Accelerator(gradient_accumulation_steps=2)

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 GPU = torch.cuda.is_available()
 HERE = Path(__file__).parent
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs would compile it; stage 3 does not use it
 
 # A tokenizer of single bytes, with a chat template, stands for the one that comes with a model.
 alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

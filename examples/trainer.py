@@ -9,7 +9,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainingArg
 
 GPU = torch.cuda.is_available()
 HERE = Path(__file__).parent
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # processors would compile it; stage 3 does not use it
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # CPUs would compile it; stage 3 does not use it
 
 arguments = TrainingArguments(
     output_dir=tempfile.gettempdir(),

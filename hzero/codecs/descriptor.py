@@ -63,7 +63,7 @@ class Shape:
         dtype: Type of the elements; only its size and range matter.
         out: Format of a second payload, to write, or None.
         out_outer: Pieces of that payload.
-        wave: Lanes of the device's wave; 0 for a processor.
+        wave: Lanes of the device's wave; 0 for a CPU.
         encodes: Whether the payload is written. Codec ``exp`` encodes whole blocks and decodes single lines, codec ``mpc``
             encodes whole records and decodes single chunks.
     """

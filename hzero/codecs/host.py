@@ -1,4 +1,4 @@
-"""Host backend: the compiled library for tensors of a processor (hip_kernels/host)."""
+"""Host backend: the compiled library for tensors of a CPU (hip_kernels/host)."""
 
 from __future__ import annotations
 

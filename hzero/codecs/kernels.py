@@ -1,4 +1,4 @@
-"""Kernel backends: the operators by compiled kernels. On a processor and on a device only the launch differs.
+"""Kernel backends: the operators by compiled kernels. On a CPU and on a device only the launch differs.
 
 Formats without blocks (``none``, ``bf16``) are copies and casts, which torch does as fast as memory allows: they stay
 with the reference. So do the few buckets that the kernels' structure cannot describe (`Shape.fits`).
@@ -238,7 +238,7 @@ class KernelBackend:
         return Prepared([message], kernel, "decode_sum_encode", list(buckets), self.launcher, [payload])
 
     def _has(self, fmt: RecordFormat) -> bool:
-        """Whether kernels have the codec: ``zfp`` and ``mpc`` only those of a processor."""
+        """Whether kernels have the codec: ``zfp`` and ``mpc`` only those of a CPU."""
         return fmt.block_size > 0 and not (self._wave and fmt.codec in ("zfp", "mpc"))
 
     # A bucket comes back in every step: its shape is found once.

@@ -356,7 +356,7 @@ def flat(arguments: Sequence[Any]) -> list[Any]:
     return [part for value in arguments for part in (value if type(value) in _TUPLES else (value,))]
 
 
-# Tensors of a processor and of a GPU go to the backend that is in use for them, all others to the reference.
+# Tensors of a CPU and of a GPU go to the backend that is in use for them, all others to the reference.
 for _name in OPERATORS:
     _qualified = f"hzero::{_name}"
     torch.library.define(_qualified, _schema(_name))

@@ -22,7 +22,7 @@ import torch
 
 from hzero.collectives.errors import HopError
 
-#: Words that share a table of weights (16 KiB, which stays in the first-level cache), and blocks that a processor sums at once.
+#: Words that share a table of weights (16 KiB, which stays in the first-level cache), and blocks that a CPU sums at once.
 _BLOCK, _AT_ONCE = 2048, 64
 _LEVELS = 6  # 2048**6 words
 _MASK = 2**64 - 1
@@ -144,7 +144,7 @@ def _by_product(blocks: torch.Tensor, weights: torch.Tensor, shift: int) -> torc
 
 
 def _by_matrix(blocks: torch.Tensor, weights: torch.Tensor, shift: int) -> torch.Tensor:
-    """For processors: several times as fast there. Some blocks at a time, which stay in the cache."""
+    """For CPUs: several times as fast there. Some blocks at a time, which stay in the cache."""
     one_each = blocks.shape[1] == 1
     slabs = [blocks[:, 0]] if one_each else [slab for part in blocks for slab in part.split(_AT_ONCE)]
     sums = [torch.mv(slab >> shift if shift else slab, weights) for slab in slabs]

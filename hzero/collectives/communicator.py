@@ -58,7 +58,7 @@ class Communicator:
         timeout: Longest wait for one hop; None takes that of the group.
         role: What it carries, for the wire log and the names of its lanes; None: the wire log has each operation by its name.
         grid: Where the ranks of the group sit, in the group's own numbers; None takes the topology of ``config``.
-        comm: A communicator of mpi4py in place of a process group; its hops take the transport ``mpi``. Its ranks are those of
+        comm: A communicator of mpi4py instead of a process group; its hops take the transport ``mpi``. Its ranks are those of
             the operations. No message is sent on it. torch.distributed has to be initialised with the same numbers of ranks as
             MPI's world, and its timeout holds.
         uses: What has process groups: ``sums`` (`reduce_scatter`, `all_to_all`), ``copies`` (`all_gather`, `broadcast`), of
@@ -68,7 +68,7 @@ class Communicator:
         config: The settings.
         plan: Tiers and hops, in the group's own rank numbers: weights stand for what is copied, gradients for sums.
         role: What it carries; None if nobody has said.
-        streams: Streams of the lanes on a GPU; None on processors.
+        streams: Streams of the lanes on a GPU; None on CPUs.
         adopted: Whether an engine counts its hops in a wire log of its own.
 
     Raises:

@@ -136,17 +136,17 @@ class Pipeline:
     for; and the oldest chain can always go on, so no chain waits for ever. (A chain may submit another one when it ends,
     which depends on the wires, if nobody else submits to the lanes of that one meanwhile.)
 
-    On processors a lane has one hop in flight, since hops that share a wire all arrive late. Whoever waits moves all
+    On CPUs a lane has one hop in flight, since hops that share a wire all arrive late. Whoever waits moves all
     chains on. While nobody waits, a thread does, which sleeps until a hop arrives. A new chain starts its first hop
     before older ones are looked at, so that no wire idles.
 
     On a device all hops of a chain are enqueued when it is submitted. Each step runs on the stream of its lane, which
     waits for the hop that the step before it started. So a lane's next chain does not wait for the other hops of this one.
 
-    On a device whose hops MPI carries, chains move as on processors, since only the host starts and ends such hops.
+    On a device whose hops MPI carries, chains move as on CPUs, since only the host starts and ends such hops.
 
     Args:
-        streams: Streams of an asynchronous device; None on processors, and where the host starts and ends hops.
+        streams: Streams of an asynchronous device; None on CPUs, and where the host starts and ends hops.
         around: Made and entered around each step of a chain, where ``streams`` is None.
 
     Attributes:
@@ -372,7 +372,7 @@ class Pipeline:
             self._broken.pop(lane, None)
 
     def drain(self) -> None:
-        """Waits for all chains in flight. On processors all ranks must call it, since a hop needs its peers."""
+        """Waits for all chains in flight. On CPUs all ranks must call it, since a hop needs its peers."""
         while True:
             with self._lock:
                 first = self._running[0] if self._running else None

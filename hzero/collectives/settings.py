@@ -42,7 +42,7 @@ class CommunicatorConfig(Frozen):
 
     Attributes:
         codecs: Codec of each tier, by name or as a block with `codec` and its settings (those of a stage's `codecs`); a tier
-            that is not named has `none`. A name in place of the block is the codec of all tiers. `exp` takes bfloat16 tensors
+            that is not named has `none`. A name instead of the block is the codec of all tiers. `exp` takes bfloat16 tensors
             alone; with it and with `mpc` sums are bit for bit those of `none`.
         gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
             of an all-reduce, which spreads the sums. By default `codecs`.

@@ -27,7 +27,7 @@ class WireEntry:
         elements: Elements of this rank's messages; where one rank alone sends, its peers count what they receive.
         payload_bytes: Bytes of these messages, scales and record padding included.
         wire_bytes: Bytes that this rank received from its peers.
-        raw_bytes: ``wire_bytes`` with codec ``none`` in place of this one.
+        raw_bytes: ``wire_bytes`` with codec ``none`` instead of this one.
         seconds: Time between start and end of the hops. Hops may overlap, so the sum can exceed the wall time.
         hidden_seconds: Those of ``seconds`` in which this rank waited for no hop. 0 on a device, where streams wait and the
             host does not.

@@ -83,7 +83,7 @@ def plan_memory(
         numels: Elements of each trainable parameter.
         itemsize: Bytes of one weight.
         accumulation: Micro-steps per step; with one no accumulators are kept.
-        channels: Channels of a communicator; 0 on processors, whose communicators keep no such buffers.
+        channels: Channels of a communicator; 0 on CPUs, whose communicators keep no such buffers.
         buffers: Sizes of DeepSpeed's buffers.
     """
     world = plan.grid.world_size
@@ -207,7 +207,7 @@ def _sharded(shard: int, itemsize: int, buffers: Buffers) -> list[StateMemory]:
 def _gradient_buffer(total: int, itemsize: int, channels: int, buffers: Buffers) -> StateMemory:
     """DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``), made whole at the start.
 
-    On processors memory that no gradient is ever written to takes none.
+    On CPUs memory that no gradient is ever written to takes none.
     """
     numel = buffers.reduce if channels else min(buffers.reduce, total)
     if not buffers.contiguous:

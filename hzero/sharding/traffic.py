@@ -159,7 +159,7 @@ def schemes_node_bytes(
     With M the bytes of the weights, A the micro-steps and f = (nodes - 1) / nodes: ZeRO-3 gathers twice and reduces once
     per micro-step, 3 A M f. Its hpZ serves all gathers but the first of a step from the node, (1 + A) M f. ZeRO++
     (arXiv 2306.10209) sends 8 and 4 bits where these two send 16, (0.5 + 0.25 A) M f. Flat rings bring (ranks - 1) / ranks
-    in place of f (`zero3_traffic`).
+    instead of f (`zero3_traffic`).
     """
     m, f, a = sum(numels) * itemsize, (grid.nodes - 1) / grid.nodes, accumulation
     return {"ZeRO-3": 3 * a * m * f, "hpZ": (1 + a) * m * f, "ZeRO++": (0.5 + 0.25 * a) * m * f * 2 / itemsize}

@@ -29,7 +29,7 @@ class Managed:
         own: The stage's functions in their place.
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
         unfit: Whether it is in codec ``none``, since it does not fit codec ``exp``.
-        whole: Resident weights ``[world * chunk]``, decoded, in place of a payload; None likewise.
+        whole: Resident weights ``[world * chunk]``, decoded, instead of a payload; None likewise.
         chunk: Elements of each of its records; bytes of codes.
         refresh: The chain that builds the payload.
         decoded: Whether ``param.data``, while it is available, came through a codec.

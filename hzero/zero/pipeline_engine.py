@@ -27,7 +27,7 @@ class HZeroPipelineEngine(PipelineEngine):
     """DeepSpeed's engine of a ``PipelineModule``, whose messages go by tier and codec; without the block it is stock.
 
     DeepSpeed's schedule is a list of instructions for each stage, and `_INSTRUCTION_MAP` says which method runs one. With
-    the block those that send and receive run with `StageMessages` in place of DeepSpeed's ``p2p``. Gradients and updated
+    the block those that send and receive run with `StageMessages` instead of DeepSpeed's ``p2p``. Gradients and updated
     weights are those of `HZeroStage1`. Shapes, tied weights and losses are sent as in stock.
 
     Gradients of micro-batches are added up in float32, whatever the type of the weights. Stock has an optimizer of its own

@@ -107,7 +107,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if self.hzero.gradients.waiting:
             self._cross_boundary()
         self.hzero.weights.before_change()
-        self._settle_on_processors()
+        self._settle_on_cpus()
         try:
             self.hzero.before_step(itertools.chain.from_iterable(self.fp16_groups), self._gradient_of)
         except Exception:  # whoever catches it goes on with a new window
@@ -146,7 +146,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         shard: torch.Tensor = self._get_fp32_grad_state_partition(param, True)[0]
         return shard
 
-    def _settle_on_processors(self) -> None:
+    def _settle_on_cpus(self) -> None:
         if get_accelerator().is_synchronized_device():
             self.hzero.settle()
 
@@ -282,7 +282,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """The weights of a sub-group are new: on a device their refresh starts, behind the steps of other sub-groups.
 
-        On processors it starts with the next gather. A script may end after any step, and torch.distributed aborts if
+        On CPUs it starts with the next gather. A script may end after any step, and torch.distributed aborts if
         its groups are destroyed while gloo has a collective under way.
         """
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)

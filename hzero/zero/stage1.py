@@ -27,7 +27,7 @@ class HZeroStage1(DeepSpeedZeroOptimizer):
 
     Stock reduces whole gradients on all ranks, of which each then reads its partition. Here a bucket holds the same columns of
     all partitions, ``[data-parallel ranks, columns]``, whose reduce-scatter leaves each rank what it reads: half of the bytes,
-    and one lossy way in place of two. Sums are float32 in the order of ranks, tier by tier.
+    and one lossy way instead of two. Sums are float32 in the order of ranks, tier by tier.
 
     Attributes:
         hzero: Communicators and wire log; the engine sets it.

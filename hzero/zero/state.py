@@ -224,7 +224,7 @@ class StageState:
     def waited_s(self) -> float:
         """Seconds in which this rank has waited for other ranks' part of hops.
 
-        On a processor those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
+        On a CPU those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
         all lanes together and of those that have ended.
         """
         if self._pipeline.streams is None:

@@ -20,13 +20,13 @@ def stage_pipeline(transport: TransportName) -> Pipeline:
         ConfigError: As `shared_pipeline`; or the pipeline is there, and has no streams.
     """
     accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():  # runs everything in order, as processors do
+    if accelerator.is_synchronized_device():  # runs everything in order, as CPUs do
         return shared_pipeline(None)
     if transport == "torch":
         found = shared_pipeline(DeviceStreams(accelerator))
         if found.streams is None:
             raise ConfigError(
-                "hzero: found a Communicator of processors made before this engine of a GPU; make it without one"
+                "hzero: found a Communicator of CPUs made before this engine of a GPU; make it without one"
             )
         return found
     return shared_pipeline(None, partial(host_steps, torch.device(accelerator.current_device_name())))

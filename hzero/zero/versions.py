@@ -120,10 +120,6 @@ ON_PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: How many functions `differences` and `differences_of_pipelines` look at.
-COUNT = len(STAGE3) + len(ON_PARAMETERS) + len(PIPELINE) + len(NAMES)
-
-
 def differences() -> Iterator[str]:
     """Whatever stage 3 relies on and this DeepSpeed lacks or has otherwise, one line each."""
     yield from _changed(STAGE3)
