@@ -29,6 +29,10 @@ DUMPS = ROOT.parent / "shared" / "topologies"
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def text(name: str) -> str:
+    return (Path(__file__).parent / "texts" / name).read_text()
+
+
 def read(folder: Path, text: str, name: str = "node") -> Machine:
     path = folder / name
     path.write_text(text, encoding="utf-8")
@@ -135,47 +139,8 @@ def test_any_change_of_a_tree_gives_a_machine_or_an_error(data: st.DataObject) -
 
 # Dumps of RCCL and NCCL
 
-PAIR = """<system version="2">
-  <cpu numaid="3" arch="x86_64">
-    <pci busid="0000:c0:01.0" class="0x060400">
-      <pci busid="0000:c1:00.0" class="0x038000" device="0x740c">
-        <gpu dev="4" sm="110" gcn="910" rank="0" gdr="1">
-          <xgmi target="0000:c6:00.0" count="4" tclass="0x038000"/>
-        </gpu>
-      </pci>
-      <pci busid="0000:c4:00.0" class="0x020000" vendor="0x17db">
-        <nic><net name="cxi0" dev="0" speed="200000" port="1" guid="0x1" maxconn="64" gdr="1"/></nic>
-      </pci>
-    </pci>
-    <pci busid="0000:c6:00.0" class="0x038000" device="0x740c">
-      <gpu dev="5" sm="110" gcn="gfx90a:sramecc+:xnack-" rank="1" gdr="1">
-        <xgmi target="0000:c1:00.0" count="4" tclass="0x038000"/>
-      </gpu>
-    </pci>
-  </cpu>
-</system>
-"""
-SWITCHED = """<system version="1">
-  <cpu host_hash="0x16fe" numaid="0">
-    <pci busid="0000:18:00.0" class="0x030200" device="0x2335">
-      <gpu dev="0" sm="90" rank="0" gdr="1">
-        <nvlink target="0000:07:00.0" count="5" tclass="0x068000"/>
-        <nvlink target="0000:06:00.0" count="4" tclass="0x068000"/>
-      </gpu>
-    </pci>
-    <pci busid="0000:2a:00.0" class="0x030200" device="0x2335">
-      <gpu dev="1" sm="90" rank="1" gdr="1">
-        <nvlink target="fffffff:ffff:ff" count="9" tclass="0x068000"/>
-        <nvlink target="0000:00:00.0" count="2" tclass="0x068001"/>
-      </gpu>
-    </pci>
-    <nic><net name="eth0" dev="0" speed="10000" port="0" guid="0x0" maxconn="65536" gdr="0"/></nic>
-  </cpu>
-  <cpu host_hash="0x16fe" numaid="1">
-    <nic><net name="eth0" dev="0" speed="10000" port="0" guid="0x0" maxconn="65536" gdr="0"/></nic>
-  </cpu>
-</system>
-"""
+PAIR = text("pair.xml")
+SWITCHED = text("switched.xml")
 
 
 @pytest.mark.parametrize(
@@ -228,21 +193,8 @@ def test_many_gpus_on_many_switches_end_soon(tmp_path: Path) -> None:
 
 # nvidia-smi
 
-MATRIX = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tNV18\tPIX\tSYS\t0-55,112-167\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tNV18\tNODE\tNODE\t0-55,112-167\t0\t\tN/A\n"
-    "GPU2\tNV18\tNV18\t X \tSYS\tPXB\t56-111,168-223\t1\t\tN/A\n"
-    "NIC0\tPIX\tNODE\tSYS\t X \tSYS\t\t\t\t\n"
-    "NIC1\tSYS\tNODE\tPXB\tSYS\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n\n"
-    "NIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
-)
-DEVICES = (
-    "0, 00000000:1B:00.0, NVIDIA H200, GPU-0febe11b-b4ad-5301-abfb-86f6c3c11e7f\n"
-    "1, 00000000:43:00.0, NVIDIA H200, GPU-75d55e49-c25b-5f4a-82d9-bc3e4e4b2eca\n"
-    "2, 00000000:9D:00.0, NVIDIA H200, GPU-c2abb56f-520b-5212-b4c8-30187532ac5e\n"
-)
+MATRIX = text("nvidia-smi-matrix.txt")
+DEVICES = text("nvidia-smi-devices.csv")
 
 
 def test_a_matrix(tmp_path: Path) -> None:
@@ -309,22 +261,7 @@ def test_the_tool_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 # Declared machines
 
-NODE = """\
-name: my node
-kind: MI250X
-devices: 4
-packages: [[0, 1], [2, 3]]
-buses: ["c1:00.0", 00000000:C6:00.0, "c9:00.0", "01:00.0"]
-numa: [1, 1, 0, 0]
-links:
-  - {kind: xgmi, count: 4, gb_s: 200, pairs: [[0, 1], [3, 2]]}
-  - {kind: xgmi, pairs: [[0, 2]]}
-nics:
-  - {name: hsn0, kind: cxi, gb_s: 25}
-  - {name: hsn1}
-tier_gb_s: {gcd: 200, gpu: 50, node: null}
-switch_nodes: 12
-"""
+NODE = text("node.yaml")
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
