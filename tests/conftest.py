@@ -20,7 +20,6 @@ LONGEST = (
     "faults/test_qlora.py",
     "train/test_train.py",
     "kernels/test_kernels.py",
-    "faults/test_two_engines.py",
     "faults/test_stops.py",
     "test_readme.py",
 )

@@ -73,6 +73,9 @@ def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[.
     """
     launched: dict[int, dict[str, Outcome]] = {}
     cases = [(ranks, check) for ranks, of_world in modules.items() for check in collect(*of_world)]
+    assert len(cases) == len(set(cases)), (
+        "checks of one world with the same name, of which one would hide the other's end"
+    )
 
     @pytest.mark.parametrize(("ranks", "check"), cases)
     def test(request: pytest.FixtureRequest, ranks: int, check: str) -> None:

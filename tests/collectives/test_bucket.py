@@ -1,4 +1,4 @@
-"""Buckets of parameters, and the canary's patterns. No process group."""
+"""Buckets of parameters. No process group."""
 
 from __future__ import annotations
 

@@ -278,8 +278,10 @@ def check_draining_waits_for_every_chain() -> None:
 
 def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
     """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
+    if WORLD == 6:
+        pytest.skip("8 ranks try 2 to 8")
     rank, lane = dist.get_rank(), ("weights", "node")
-    for ranks in range(2, WORLD + 1) if WORLD != 6 else []:
+    for ranks in range(2, WORLD + 1):
         if rank >= ranks:  # torch names a group also after the number of groups that its ranks have made
             for _ in ROLES:
                 dist.new_group([rank], use_local_synchronization=True)

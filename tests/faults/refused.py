@@ -22,23 +22,11 @@ def configuration(block: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def caught() -> None:
-    """Every refusal that depends on the configuration only comes with ``zero.Init``, and can be caught."""
-    zero = {
-        "stage": 2,
-        "reduce_scatter": False,
-        "offload_param": {"device": "cpu"},
-        "zero_hpz_partition_size": 2,
-        "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
-        "stage3_allgather_sequential": True,
-    }
+    """A refusal that depends on the configuration only comes with ``zero.Init``, and can be caught."""
     cases: list[tuple[dict[str, Any], str]] = [
-        *((configuration({}, zero_optimization={key: value}), key) for key, value in zero.items()),
-        (configuration({}, torch_autocast={"enabled": True}), "torch_autocast.enabled"),
-        (configuration({}, optimizer={"type": "Muon", "params": {"lr": 1e-3}}), "optimizer.type"),
+        (configuration({}, zero_optimization={"stage": 2}), "stage"),
         (configuration({}, hybrid_engine={"enabled": True}), "hybrid_engine.enabled"),
         (configuration({"preset": "tpoo"}), "did you mean 'topo'?"),
-        (configuration({"codecs": {"weights": "int9"}}), "did you mean 'int8'?"),
         (configuration({"topology": "frontierr"}), "hzero.topology: no such file"),
         ({**configuration({}), "hzero": {}}, "found at the top level and in zero_optimization"),
     ]

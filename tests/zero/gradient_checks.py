@@ -34,10 +34,8 @@ from tests.zero.training import (
     engine_of,
     masters_of,
     mean_gradient_norm,
-    mean_over_ranks,
     run,
     train,
-    train_ddp,
 )
 
 
@@ -58,29 +56,6 @@ def check_accumulators_in_bf16() -> None:
         for name, master in found["bf16"][3].items():
             assert torch.equal(master, found["bf16 again"][3][name]), name
     assert run(block_of("lossless", accumulators="bf16")).has_bits_of(run(block_of("lossless", accumulators="fp32")))
-
-
-def check_coalesced_reduction_and_leaf_modules() -> None:
-    """One reduction for several backwards, and a module that is gathered as a whole."""
-    want_norms: list[float] = []
-    want = train_ddp(4, 3, norms=want_norms)
-    model = AwkwardNet()
-    deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.LayerNorm])
-    engine = engine_of(ds_config(block_of("lossless")), model)
-    got, norms = [], []
-    for step in range(4):
-        total = torch.zeros(())
-        with engine.coalesce_grad_reduction():
-            for micro in range(3):
-                loss = engine(batch(step, micro)) / 3
-                total += loss.detach()
-                engine.backward(loss)
-        engine.step()
-        got.append(mean_over_ranks(total))
-        norms.append(float(engine.get_global_grad_norm()))
-    assert_losses(got, want)
-    assert_losses(norms, want_norms, 1e-4, "gradient norms")
-    engine.destroy()
 
 
 class _Sometimes(torch.nn.Module):

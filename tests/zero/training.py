@@ -28,7 +28,7 @@ LR, VOCAB, WIDTH, INNER = 3e-3, 37, 13, 29
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 #: The machine of these ranks: nodes, packages of a node, devices of a package. 4 ranks have a boundary between nodes and packages
 #: of two devices, which most checks need; 8 have a tier between them too; 6 is not a power of two.
-LAYOUT = {4: (2, 1, 2), 6: (3, 1, 2), 8: (2, 2, 2)}.get(WORLD, (1, 1, 1))
+LAYOUT = {2: (2, 1, 1), 4: (2, 1, 2), 6: (3, 1, 2), 8: (2, 2, 2)}.get(WORLD, (1, 1, 1))
 TOPOLOGY = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), LAYOUT))
 
 
@@ -117,10 +117,10 @@ def ds_config(block: dict[str, Any] | None = None, accumulation: int = 1, **chan
 def engine_of(config: dict[str, Any] | Path, model: torch.nn.Module | None = None, **kwargs: Any) -> Any:
     """An engine; stock where the configuration has no block."""
     model = AwkwardNet() if model is None else model
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    kwargs.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = config if isinstance(config, dict) else str(config)
-    return hzero.initialize(model=model, model_parameters=trainable, config=config, **kwargs)[0]
+    return hzero.initialize(model=model, config=config, **kwargs)[0]
 
 
 def train(
