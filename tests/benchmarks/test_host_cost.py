@@ -14,7 +14,7 @@ def test_hops_and_launches_of_a_step() -> None:
     command = [
         sys.executable,
         "benchmarks/host_cost.py",
-        *("--presets", "topo", "--layers", "1", "--steps", "1", "--json"),
+        *["--presets", "topo", "--layers", "1", "--steps", "1", "--json"],
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

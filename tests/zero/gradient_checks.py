@@ -195,11 +195,8 @@ def check_sequence_parallelism_has_the_gradients_of_whole_sequences() -> None:
             deepspeed.init_distributed("gloo", verbose=False)
             mpu.initialize_sequence_parallel(sequence_parallel_size=2)
             engine = engine_of(ds_config(block), mpu=mpu)
-            norms = []
-            for step in range(3):
-                engine.backward(engine(half(step)))
-                engine.step()
-                norms.append(float(engine.get_global_grad_norm()))
+            norms: list[float] = []
+            train(engine, 3, norms=norms, loss_of=lambda engine, step, _: engine(half(step)))
             assert engine.sequence_parallel_size == 2
             assert_losses(norms, want, 1e-4, f"gradient norms of {block}")
             engine.destroy()

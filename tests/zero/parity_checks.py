@@ -72,12 +72,8 @@ def check_a_gradient_of_an_early_micro_step_reaches_an_optimizer_on_the_host() -
         for changes in ({}, OFFLOAD):
             block = {"preset": preset, "topology": TOPOLOGY}
             engine = engine_of(ds_config(block, 2, **changes), _Alternating())
-            norms = []
-            for _ in range(3):
-                for micro in range(2):
-                    engine.backward(engine(batch(0, micro), micro))
-                    engine.step()
-                norms.append(float(engine.get_global_grad_norm()))
+            norms: list[float] = []
+            train(engine, 3, 2, norms=norms, loss_of=lambda engine, _, micro: engine(batch(0, micro), micro))
             runs.append((norms, masters_of(engine)))
             engine.destroy()
         assert_losses(runs[1][0], runs[0][0], TOLERANCE, f"{preset}: norms")
@@ -101,18 +97,9 @@ def check_unmanaged_accumulation_gives_stocks_norms() -> None:
     """A script calls ``step`` once a window."""
     if "managed_gradient_accumulation false" in versions.lacking():
         pytest.skip("the installed DeepSpeed has no such key")
-    runs = []
-    for block in (None, {"preset": "lossless", "topology": TOPOLOGY}):
-        engine = engine_of(ds_config(block, 3, managed_gradient_accumulation=False))
-        norms = []
-        for step in range(3):
-            for micro in range(3):
-                engine.backward(engine(batch(step, micro)))
-            engine.step()
-            norms.append(float(engine.get_global_grad_norm()))
-        runs.append(norms)
-        engine.destroy()
-    assert_losses(runs[1], runs[0], TOLERANCE, "norms")
+    blocks = (None, {"preset": "lossless", "topology": TOPOLOGY})
+    stock, found = (run(block, 3, 3, managed_gradient_accumulation=False).norms for block in blocks)
+    assert_losses(found, stock, TOLERANCE, "norms")
 
 
 def check_topo_trains() -> None:
