@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("hzero")
 NOTE = "complete.json"
 #: Trainer writes it last, after the states of random numbers.
 _TRAINER_STATE = "trainer_state.json"
+_TRAINER = re.compile(r"checkpoint-(\d+)")
 _PIECE = 1 << 22
 
 
@@ -108,8 +109,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     Complete are checkpoints that were written with the block's key ``"checkpoint"`` and whose files still have their sizes:
     those of Trainer (``checkpoint-20``), of ``Accelerator.save_state``, of Lightning and of ``engine.save_checkpoint``. If
-    there are none, but others, written without the key, the newest of those is taken, with a warning. `load_checkpoint` of
-    the engine compares hashes.
+    there are none, or if Trainer has finished one of a later step, those that were written without the key count too, with a
+    warning. `load_checkpoint` of the engine compares hashes.
 
     Args:
         folder: The folder that holds checkpoints, such as Trainer's ``output_dir``. It may not exist yet.
@@ -117,21 +118,35 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Returns:
         The path, or None if there is no complete checkpoint.
     """
-    if found := complete_in(Path(folder)):
-        return str(found[0])
+    complete = complete_in(Path(folder))
+    newest = without_note(Path(folder), complete)
+    if newest is None:
+        return str(complete[0]) if complete else None
+    logger.warning("hzero: %r was written without the key checkpoint, so it may be incomplete", str(newest))
+    return str(newest)
+
+
+def without_note(folder: Path, complete: Sequence[Path]) -> Path | None:
+    """The newest checkpoint that was written without the key, or None if a complete one is preferred.
+
+    Next to complete ones only those of Trainer count: their names have their step, and their last file says that they are
+    whole. Times of files change when a folder is copied.
+
+    Args:
+        folder: The folder that holds checkpoints.
+        complete: The complete ones in it, the newest first.
+    """
     others = [
         path
-        for path in _children(Path(folder))
+        for path in _children(folder)
         for inner in (path, *_children(path))
         if not (inner / NOTE).exists() and any(inner.glob("*model_states.pt"))
     ]
-    if not others:
-        return None
-    newest = str(max(others, key=lambda path: path.stat().st_mtime))
-    logger.warning(
-        "hzero: %r was written without the key checkpoint, so that nothing says whether it is complete", newest
-    )
-    return newest
+    if not complete:
+        return max(others, key=lambda path: path.stat().st_mtime, default=None)
+    first = max(note.step for note in notes_in(complete[0])) + 1
+    steps = [(int(found[1]), path) for path in others if (found := _TRAINER.fullmatch(path.name))]
+    return max(((step, path) for step, path in steps if step >= first and not _unfinished(path)), default=(0, None))[1]
 
 
 def complete_in(folder: Path) -> list[Path]:
@@ -156,28 +171,78 @@ def notes_in(path: Path) -> list[Manifest]:
     return [Manifest.read(inner) for inner in (path, *_children(path)) if (inner / NOTE).exists()]
 
 
-def recover(folder: Path, clean: bool = False) -> None:
-    """Gives a save its name that was killed while it replaced a checkpoint of the same tag.
+def location(place: Path) -> Path:
+    """Where a checkpoint is: in its place, or under a hidden name if a save was killed that replaced it.
 
-    Args:
-        folder: The folder that holds checkpoints.
-        clean: Whether to remove what other saves have left that were cut short. Only the run that saves there may.
+    Between its two renames, a save that is not killed is in the same state. So a load reads what it finds there, and renames
+    nothing.
+    """
+    if not place.exists():
+        new, old = hidden(place)
+        if (new / NOTE).exists():
+            return new
+        if old.is_dir():
+            return old
+    return place
+
+
+def hidden(place: Path) -> tuple[Path, Path]:
+    """Where a save writes a checkpoint, and where it moves the one that it replaces."""
+    return place.with_name(f".{place.name}.partial"), place.with_name(f".{place.name}.old.partial")
+
+
+def publish(place: Path) -> None:
+    """Gives a checkpoint that is written its name. If that fails, the one before has its name again.
 
     Raises:
         OSError: The folder cannot be changed.
     """
-    for old in folder.glob(".*.old.partial"):
-        name = old.name[1:].removesuffix(".old.partial")
-        new, place = folder / f".{name}.partial", folder / name
-        if (new / NOTE).exists() and not place.exists():
-            new.rename(place)
-    for path in folder.glob(".*.partial") if clean else ():
+    new, old = hidden(place)
+    try:
+        if place.exists():
+            place.rename(old)
+        new.rename(place)
+    except OSError:
+        if old.exists() and not place.exists():
+            old.rename(place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Gives checkpoints their names if a save was killed that replaced them, and removes what other such saves have left.
+
+    Only the run that saves there may do so.
+
+    Args:
+        folder: The folder that holds checkpoints.
+
+    Raises:
+        SaveError: The folder cannot be changed.
+    """
+    for path in _children(folder):
+        try:
+            if path != _place(path):
+                path.rename(_place(path))
+        except OSError as error:
+            raise SaveError(
+                f"{str(path)!r} cannot be renamed: {error.strerror}; earlier checkpoints are unchanged"
+            ) from None
+    for path in folder.glob(".*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _place(path: Path) -> Path:
+    """The place of a checkpoint that may have a hidden name."""
+    return path.with_name(re.sub(r"^\.(.+?)(\.old)?\.partial$", r"\1", path.name))
+
+
 def _unfinished(path: Path) -> str | None:
-    """What Trainer has not written of a checkpoint: its own files come after DeepSpeed's."""
-    if re.fullmatch(r"checkpoint-\d+", path.name):
+    """What Trainer has not written of a checkpoint, since its own files come after DeepSpeed's, or what clients do not find."""
+    for inner in _children(path):
+        if inner.name.startswith("."):
+            return f"a save was killed before it renamed {inner.name!r} to {_place(inner).name!r}; rename it to use it"
+    if _TRAINER.fullmatch(path.name) and not (path / NOTE).exists():  # a tag of DeepSpeed may have such a name
         try:
             read_json(path / _TRAINER_STATE)
         except ConfigError:
@@ -186,11 +251,12 @@ def _unfinished(path: Path) -> str | None:
 
 
 def _children(folder: Path) -> list[Path]:
-    """Folders in a folder, without those of saves that have not ended."""
+    """Folders in a folder. Of those with hidden names, only checkpoints whose place is free."""
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        paths = sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
         return []
+    return [path for path in paths if location(_place(path)) == path and not _place(path).name.startswith(".")]
 
 
 def _hash_of(path: Path) -> str:

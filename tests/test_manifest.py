@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import hzero
-from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, recover
+from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, publish, recover
+from hzero.zero.checkpoint import CheckpointFiles
 
 NAME = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -43,10 +44,12 @@ def test_the_newest_complete_checkpoint_of_every_client_is_found(tmp_path: Path)
     (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12')
     assert [path.name for path in complete_in(tmp_path)] == order, "the text is cut off"
     (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12}')
+    _written(tmp_path / "state_13" / ".model.partial", 13)  # clients look for their names
     assert hzero.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
     os.truncate(tmp_path / "checkpoint-12" / "global_step12" / NAME, 99)
     (tmp_path / "again" / NAME).unlink()
-    assert [path.name for path in complete_in(tmp_path)] == order[1:]
+    _written(tmp_path / "checkpoint-13", 13)  # a tag of the engine, not of Trainer
+    assert [path.name for path in complete_in(tmp_path)] == ["checkpoint-13", *order[1:]]
 
 
 def test_a_checkpoint_without_a_note_is_taken_only_if_no_other_has_one(
@@ -58,8 +61,14 @@ def test_a_checkpoint_without_a_note_is_taken_only_if_no_other_has_one(
     with caplog.at_level(logging.WARNING, "hzero"):
         assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     assert "written without the key checkpoint" in caplog.text
-    _written(tmp_path / "global_step0", 0)
-    assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "global_step0")
+    note = _written(tmp_path / "global_step0", 0)
+    assert hzero.newest_checkpoint(tmp_path) == str(note.folder)
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")  # Trainer has finished it
+    assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    (tmp_path / "latest").write_text("checkpoint-1/global_step")  # by another run, after the note
+    assert CheckpointFiles._candidates(tmp_path, None) == ("checkpoint-1/global_step", [])
+    os.utime(tmp_path / "latest", (-1, -1))
+    assert CheckpointFiles._candidates(tmp_path, None) == (None, [note])
 
 
 def test_a_note_or_a_file_that_changed_is_named(tmp_path: Path) -> None:
@@ -90,15 +99,23 @@ def test_a_note_or_a_file_that_changed_is_named(tmp_path: Path) -> None:
 def test_a_save_that_was_cut_short_between_two_names_gets_its_own(tmp_path: Path) -> None:
     _written(tmp_path / ".last.partial", 2)
     _written(tmp_path / ".last.old.partial", 1)  # moved away for it
-    (tmp_path / ".other.partial").mkdir()
+    _written(tmp_path / ".best.old.partial", 3)
+    (tmp_path / ".best.partial").mkdir()  # no note
     (tmp_path / ".latest.x.partial").write_text("a file of another process")
-    recover(tmp_path)  # another job may be saving: nothing is removed
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *(".last.old.partial", ".latest.x.partial", ".other.partial", "last")
-    ]
-    recover(tmp_path, clean=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".latest.x.partial", "last"]
-    assert Manifest.read(tmp_path / "last").step == 2
+    before = sorted(tmp_path.iterdir())
+    for tag, name in ((None, ".best.old.partial"), ("last", ".last.partial"), ("best", ".best.old.partial")):
+        assert CheckpointFiles._candidates(tmp_path, tag)[1][0].folder == tmp_path / name
+    assert sorted(tmp_path.iterdir()) == before, "another job may be saving: a load renames nothing"
+    recover(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".latest.x.partial", "best", "last"]
+    assert [Manifest.read(tmp_path / name).step for name in ("last", "best")] == [2, 3]
+
+
+def test_a_save_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> None:
+    note = _written(tmp_path / "last", 1)
+    with pytest.raises(FileNotFoundError):  # there is no .last.partial, so the second rename fails
+        publish(tmp_path / "last")
+    assert Manifest.read(tmp_path / "last") == note and len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_error_of_the_disk_keeps_its_reason(tmp_path: Path) -> None:

@@ -38,7 +38,18 @@ from hzero.block import KEY
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
 from hzero.files import read_text, replacing
-from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, SaveError, complete_in, recover
+from hzero.manifest import (
+    NOTE,
+    HashedFile,
+    IncompleteError,
+    Manifest,
+    SaveError,
+    complete_in,
+    hidden,
+    location,
+    publish,
+    recover,
+)
 from hzero.validation import ConfigError, from_rank_0, on_all_ranks, some
 from hzero.zero.refusals import read_block
 from hzero.zero.reshard import MODEL, OPTIMIZER, Layout, Resharding
@@ -96,11 +107,11 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """
         folder = Path(save_dir or "")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
-        partial = (folder / tag).with_name(f".{Path(tag).name}.partial")
+        partial = hidden(folder / tag)[0]
+        # Before any rank writes: a complete checkpoint may have the name under which they write.
+        from_rank_0(lambda: recover(partial.parent))
         self._saving, self._failure, self._written = True, None, {}
         try:
-            if dist.get_rank() == 0:
-                self._attempt(folder, lambda: recover(folder, clean=True))
             done = self._stock_save(
                 save_dir, str(partial.relative_to(folder)), client_state or {}, False, exclude_frozen_parameters
             )
@@ -116,7 +127,6 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """On rank 0: gives what all ranks have written its name, or removes it and says why."""
         failures = [f"{failure} (rank {rank})" for rank, (failure, _) in enumerate(everyones) if failure is not None]
         target = folder / tag
-        old = target.with_name(f".{target.name}.old.partial")
         if not failures:
             note = Manifest(
                 folder=partial,
@@ -128,22 +138,25 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             )
             try:
                 note.write()
-                if target.exists():
-                    target.rename(old)
-                partial.rename(target)
+                publish(target)
             except OSError as error:
                 failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
         if failures:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise SaveError(
-                f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; earlier checkpoints are unchanged"
-            )
-        shutil.rmtree(old, ignore_errors=True)
-        # From here on it is whole. A load finds it without `latest`, which tools of DeepSpeed read.
-        with contextlib.suppress(OSError):
+            kept = "earlier checkpoints are unchanged"
+            if (place := location(target)) == target:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:  # the folder takes no renames anymore
+                kept = f"{str(place)!r} is complete, and the next save gives it its name"
+            raise SaveError(f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; {kept}")
+        # From here on it is whole.
+        try:
             if latest:
                 with replacing(folder / "latest") as file:
                     file.write(tag)
+        except OSError as error:
+            logger.warning("hzero: %s cannot be written: %s", error.filename, error.strerror or error)
+            with contextlib.suppress(OSError):  # it names an older one; without it a load takes the newest
+                (folder / "latest").unlink()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Makes a folder of the checkpoint."""
@@ -191,7 +204,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         """``DeepSpeedEngine.load_checkpoint`` of a complete checkpoint, on any number of ranks. Collective.
 
-        Without a tag it takes that of ``latest`` if it is complete, otherwise the newest complete one.
+        Without a tag it takes that of ``latest`` if it is complete, or was written without the key after the complete ones;
+        otherwise the newest complete one.
 
         Raises:
             ConfigError: It is incomplete, holds code or other parameters, or no accumulation makes its batch.
@@ -201,7 +215,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         tag, notes = from_rank_0(lambda: self._candidates(folder, None if tag is None else str(tag)))
         if notes:
             note = newest_intact(notes, self.config.verify)
-            tag = str(note.folder.relative_to(folder))
+            tag = os.path.relpath(note.folder, folder)
             if resumes and self.config.same_batch:
                 self._keep_batch(note)
         elif tag is None:
@@ -231,27 +245,31 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
     @staticmethod
     def _candidates(folder: Path, tag: str | None) -> tuple[str | None, list[Manifest]]:
         """On rank 0: the notes of the checkpoints that may be loaded, best first, or the tag of one that has no note."""
-        recover(folder)
-        latest = None
-        with contextlib.suppress(ConfigError):
-            latest = read_text(folder / "latest").strip() or None
+        named, changed = None, 0.0
+        with contextlib.suppress(ConfigError, OSError):
+            if latest := read_text(folder / "latest").strip():
+                named, changed = location(folder / latest), (folder / "latest").stat().st_mtime
         if tag is None:
-            complete = [path for path in complete_in(folder) if (path / NOTE).exists()]
-            if latest and folder / latest in complete:
-                complete = complete[complete.index(folder / latest) :]
-            elif not complete and any(folder.glob(f"*/{NOTE}")):
-                raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
-            elif complete and latest and not (folder / latest / NOTE).exists():
-                logger.warning("hzero: %r was written without the key checkpoint; skipped", str(folder / latest))
-            if complete or latest is None:
-                return None, [Manifest.read(path) for path in complete]
-        asked = folder / (tag or str(latest))
+            complete = [Manifest.read(path) for path in complete_in(folder) if (path / NOTE).exists()]
+            folders = [note.folder for note in complete]
+            if named in folders:
+                return None, complete[folders.index(named) :]
+            if named is None or (named / NOTE).exists() or not any(named.glob("*model_states.pt")):
+                if not complete and any(folder.glob(f"*/{NOTE}")):
+                    raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
+                if complete or named is None:
+                    return None, complete
+            # DeepSpeed names a checkpoint when it is written, so the later of the two is the newer checkpoint.
+            elif any(note.written > changed for note in complete):
+                logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
+                return None, complete
+        asked = named if tag is None and named is not None else location(folder / str(tag))
         if (asked / NOTE).exists():
             return None, [Manifest.read(asked)]
         if not asked.exists():
             raise IncompleteError(f"checkpoint: no folder {str(asked)!r}{_beside(folder)}")
         logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(asked))
-        return tag or latest, []
+        return os.path.relpath(asked, folder), []
 
     def _keep_batch(self, note: Manifest) -> None:
         """Adapts the accumulation, so that a step has as many samples as a step of the checkpoint's run.
@@ -293,7 +311,11 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         layout = Layout.of(ranks, engine._get_zero_param_shapes())
         groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
         read = functools.partial(load, map_location="cpu", trust=self.config.trust)
-        found = Resharding(folder, max(written, 1), layout, dist.get_rank(group), groups, read)
+        found = Resharding(folder, layout, dist.get_rank(group), groups, read)
+        if resumes and written not in (0, found.old.world_size):  # DeepSpeed would begin with a new optimizer
+            raise IncompleteError(
+                f"checkpoint: {str(folder)!r} is incomplete: it has {written} of {found.old.world_size} files *{OPTIMIZER}"
+            )
         return None if found.old == layout else found
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hzero.collectives import blaming
 from hzero.config import CheckpointConfig
-from hzero.manifest import IncompleteError, Manifest, SaveError, complete_in, newest_checkpoint, notes_in
+from hzero.manifest import IncompleteError, Manifest, SaveError, complete_in, newest_checkpoint, notes_in, without_note
 from hzero.validation import from_rank_0, of_all_ranks, on_all_ranks
 from hzero.zero.checkpoint import accumulation_for, newest_intact, only_tensors
 
@@ -79,10 +79,13 @@ def _candidates(output_dir: str, asked: Any) -> list[Manifest]:
 
     folder = Path(output_dir) if asked is True else Path(asked).parent
     complete, last = complete_in(folder), get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = without_note(folder, complete)
     if asked is not True and Path(asked) != Path(last or ""):
         complete = [path for path in complete if path == Path(asked)]
-    elif last is not None and not complete and newest_checkpoint(folder) is None:
+    elif last is not None and not complete and newest is None:
         raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
+    elif last is not None and newest == Path(last):
+        return []
     return [notes_in(path)[0] for path in complete]
 
 
@@ -126,7 +129,9 @@ def follow_accelerator(accelerator: Any, config: CheckpointConfig) -> None:
         if names.automatic_checkpoint_naming and limit is not None:
             dist.barrier()  # all ranks have written their random states
             if dist.get_rank() == 0:
-                for path in complete_in(_automatic(accelerator))[max(limit, 1) :]:
+                # Of a run that has gone back, the new one has fewer steps than older ones.
+                others = [path for path in complete_in(_automatic(accelerator)) if path != Path(saved)]
+                for path in others[max(limit, 1) - 1 :]:
                     shutil.rmtree(path, ignore_errors=True)
         return saved
 

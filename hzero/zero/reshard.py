@@ -86,7 +86,6 @@ class Resharding:
 
     Args:
         folder: The checkpoint.
-        world_size: Ranks that wrote it.
         layout: Of this world.
         rank: This rank.
         param_groups: For every sub-group of this world its parameter group.
@@ -102,18 +101,17 @@ class Resharding:
     def __init__(
         self,
         folder: Path,
-        world_size: int,
         layout: Layout,
         rank: int,
         param_groups: Sequence[int],
         load: Callable[..., Any],
     ) -> None:
         self._folder, self._layout, self._rank, self._param_groups = folder, layout, rank, list(param_groups)
-        self._first = rank % world_size  # so that not all ranks read the same file
         self._load, self._files = load, dict[tuple[int, str], Any]()
         with self._as_zero3():
-            model = self._file(self._first, MODEL)
+            model = self._file(0, MODEL)  # all ranks read this one; other files may be of a larger world
             self.old = Layout.of(int(model["dp_world_size"]), model["param_shapes"])
+            self._first = rank % self.old.world_size  # so that not all ranks read the same large file
         missing = sorted(self.old.counts.items() ^ layout.counts.items())
         if missing:
             names = some(list(dict.fromkeys(name for name, _ in missing)), 4)

@@ -219,7 +219,7 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         target.mkdir()
         for other in range(3):
             layout = reshard.Layout.of(3, shapes)
-            cut = reshard.Resharding(source, dist.get_world_size(), layout, other, [0, 1], read)
+            cut = reshard.Resharding(source, layout, other, [0, 1], read)
             for kind in (reshard.MODEL, reshard.OPTIMIZER):
                 torch.save(cut.load(kind), target / cut.path(0, kind).name.replace("rank_0", f"rank_{other}", 1))
 

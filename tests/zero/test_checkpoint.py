@@ -48,7 +48,7 @@ def _resharding(folder: Path, model: Any, optimizer: Any) -> Resharding:
     torch.save(model, folder / f"zero_pp_rank_0_mp_rank_00_{MODEL}")
     torch.save(optimizer, folder / f"bf16_zero_pp_rank_0_mp_rank_00_{OPTIMIZER}")
     layout = Layout.of(2, [{"a": (4,)}])
-    return Resharding(folder, 1, layout, 0, [0], lambda path, mmap: torch.load(path, mmap=mmap))
+    return Resharding(folder, layout, 0, [0], lambda path, mmap: torch.load(path, mmap=mmap))
 
 
 def test_what_no_run_of_zero3_has_written_is_refused(tmp_path: Path) -> None:
