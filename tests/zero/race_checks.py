@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -19,6 +20,7 @@ from hzero.collectives import Communicator
 from hzero.collectives.streams import DeviceStreams
 from hzero.config import BASE_TIERS, PRESETS
 from hzero.zero.streams import stage_pipeline
+from tests.ranks import LONG
 from tests.zero.race_detector import recording
 from tests.zero.tensor_checks import tensor_groups, train_split
 from tests.zero.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
@@ -213,9 +215,23 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 }
 
 
+#: Presets whose scopes lie between those of the others.
+_BETWEEN = ("steps, zero3", "steps, hpz", "steps, half", "steps, lossless")
+
+
 def check_no_races() -> None:
     """All accesses of every buffer, collectives included, have an order, and no buffer is freed while it is in use."""
-    for scenario in SCENARIOS:
+    _expect_no_races(one for one in SCENARIOS if one not in _BETWEEN)
+
+
+def check_no_races_of_presets_between() -> None:
+    if LONG.args[0]:
+        pytest.skip(LONG.kwargs["reason"])
+    _expect_no_races(_BETWEEN)
+
+
+def _expect_no_races(scenarios: Iterable[str]) -> None:
+    for scenario in scenarios:
         with recording() as trace:
             engine = SCENARIOS[scenario]()
             engine.destroy()
