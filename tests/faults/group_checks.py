@@ -22,7 +22,7 @@ from tests.zero.training import (
 )
 
 TOPOLOGY = {"nodes": 8, "gpus_per_node": 2, "gcds_per_gpu": 1, "nodes_per_group": 4}
-STEPS, ACCUMULATION = 3, 2
+STEPS, ACCUMULATION = 2, 2
 
 
 def check_16_ranks_as_8_nodes_in_2_groups() -> None:
