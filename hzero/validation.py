@@ -72,8 +72,7 @@ WAIT_S = 60.0
 
 def of_all_ranks(error: E) -> E:
     """Marks an error that all ranks raise. If it is not caught, rank 0 prints one line, and the others end quietly."""
-    if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(sys.excepthook)
+    hook_errors()
     error.of_all_ranks, error.elsewhere = True, error.elsewhere or _rank() > 0
     return error
 
@@ -114,8 +113,14 @@ def from_rank_0(function: Callable[[], T], group: Any = None) -> T:
     return answer[0]  # type: ignore[no-any-return]
 
 
+def hook_errors() -> None:
+    """Sets the one ``sys.excepthook`` of hzero, unless it is set."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+
+
 class _Hook:
-    """``sys.excepthook`` that ends a rank with the one line of an error of all ranks."""
+    """Prints an error of all ranks as one line and another one as before, and tells the ranks that wait for this one."""
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
@@ -125,6 +130,13 @@ class _Hook:
             report(error)
         else:
             self._stock(kind, error, traceback)
+        tell_peers(error)
+
+
+def tell_peers(error: BaseException) -> None:
+    """Tells the other ranks that this one ends with an error, if a watchdog runs."""
+    if watchdog := sys.modules.get("hzero.collectives.watchdog"):
+        watchdog.tell(error)
 
 
 def report(error: BaseException) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hzero.collectives.process_groups import connection_to_store
 from hzero.collectives.wires import Lane, LaneHops, NoAnswer, in_time
-from hzero.validation import PeerError, some
+from hzero.validation import PeerError, hook_errors, some
 
 #: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
 PERIOD_S, WRITES_PER_S = 1.0, 2000
@@ -214,16 +214,10 @@ _of_world: tuple[Any, Watchdog] | None = None
 def shared_watchdog() -> Watchdog:
     """The watchdog of this process, for as long as torch.distributed's world lives; started by the first call."""
     global _of_world
-    if _of_world is None:
-        sys.excepthook = functools.partial(_uncaught, sys.excepthook)
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
+        hook_errors()
         _of_world = dist.group.WORLD, Watchdog(dist.get_rank(), dist.get_world_size(), connection_to_store())
     return _of_world[1]
-
-
-def _uncaught(stock: Callable[..., None], kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    stock(kind, error, traceback)
-    tell(error)
 
 
 def tell(error: BaseException) -> None:

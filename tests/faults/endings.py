@@ -20,6 +20,7 @@ from torch.distributed import destroy_process_group  # before hzero can replace 
 import hzero.zero  # noqa: F401  # or each rank would import it
 from hzero.collectives import watchdog
 from hzero.launch import free_port
+from hzero.validation import ConfigError, of_all_ranks
 
 #: Ways to end, and a preset.
 WAYS = {
@@ -56,7 +57,7 @@ def train(way: str, preset: str) -> None:
         for engine in engines:
             x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
             if number == 3 and way == f"rank {dist.get_rank()} raises":
-                raise ValueError(f"on rank {dist.get_rank()}\nalone")
+                raise ValueError("on rank 1\nalone") if dist.get_rank() else of_all_ranks(ConfigError("on rank 0"))
             engine.backward((engine(x) - x.roll(1, 1)).square().mean())
             engine.step()
     if way == "all raise":

@@ -40,7 +40,7 @@ def test_an_open_window_changes_no_status(ended: subprocess.CompletedProcess[str
 def test_errors_are_those_of_the_script(ended: subprocess.CompletedProcess[str]) -> None:
     """A rank that waits for one that has ended names it, and its error, also if that one has served the store."""
     assert ended.stderr.count("ValueError: on all ranks") == 2, ended.stderr
-    for rank in range(2):
+    for rank, kind in enumerate(("ConfigError", "ValueError")):
         (line,) = [line for line in ended.stderr.splitlines() if f"waited for rank {rank} (host " in line]
-        assert f"after step 1, micro-step 1), which has ended with ValueError: on rank {rank} (" in line, line
+        assert f"after step 1, micro-step 1), which has ended with {kind}: on rank {rank} (" in line, line
     assert "frozen or gone" not in ended.stderr and "terminate called" not in ended.stderr, ended.stderr
