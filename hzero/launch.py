@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hzero.terminal import keep_streams
-from hzero.validation import ConfigError, PeerError, PlainError, printable, report
+from hzero.validation import ConfigError, PeerError, PlainError, printable, report, tell_peers
 
 #: Exit statuses: after Ctrl-C, for input that is refused, and for work that has saved and is to be started again (EX_TEMPFAIL of
 #: sysexits.h).
@@ -108,8 +108,9 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             environment = {**rank_environment(rank, count, port, threads), **more(rank)}
             log = logs / f"rank{rank}.log" if rank else None
-            processes.append(context.Process(target=_enter, args=(work, environment, log, theirs, os.getpid())))
-            processes[-1].start()
+            process = context.Process(target=_enter, args=(work, environment, log, theirs, os.getpid()))
+            process.start()  # a process that has not started cannot be killed below
+            processes.append(process)
             theirs.close()
             pipes.append(ours)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -130,22 +131,24 @@ def run_ranks(
 
 
 def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
-    """Passes signals on until all ranks have ended, or one has failed."""
+    """Passes signals on until all ranks have ended, one has failed, or those that run are to be killed."""
     passed, stops, deadline = 0, 0, math.inf
-    while running := [process for process in processes if process.exitcode is None]:
-        if not stops and any(process.exitcode not in (None, 0, UNFINISHED) for process in processes):
+    # `exitcode` reaps a rank that has ended, and its number may become another process's. So a round reads it only here.
+    while None in (codes := [process.exitcode for process in processes]):
+        running = [process for process, code in zip(processes, codes) if code is None]
+        if not stops and set(codes) - {None, 0, UNFINISHED}:
             time.sleep(1.0)  # others that failed for the same reason may still be telling theirs
             return
         for number in received[passed:]:
             passed += 1
             if number != signal.SIGUSR1:
                 stops += 1
-                deadline = time.monotonic() + GRACE_S
-                number = signal.SIGTERM if stops == 1 else signal.SIGKILL
-                if stops == 1:
-                    _say("hzero: stopping the ranks, which save if they train (Ctrl-C again ends them at once)")
+                if stops > 1:
+                    return
+                deadline, number = time.monotonic() + GRACE_S, signal.SIGTERM
+                _say("hzero: stopping the ranks, which save if they train (Ctrl-C again ends them at once)")
             for process in running:
-                os.kill(process.pid or 0, number)  # not reaped yet, so the number is still the rank's
+                os.kill(process.pid or 0, number)
         if time.monotonic() > deadline:
             _say(f"hzero: {len(running)} ranks have not stopped within {GRACE_S:.0f} s and are killed")
             return
@@ -155,7 +158,9 @@ def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
 def _conclude(codes: Sequence[int | None], failures: dict[int, Failure], received: Sequence[int], logs: Path) -> int:
     """Tells the user why ranks have failed, and returns the exit status."""
     stopped = any(number != signal.SIGUSR1 for number in received)
-    by_us = {INTERRUPTED, -signal.SIGTERM, -signal.SIGKILL} if stopped else set()
+    by_us = (
+        {INTERRUPTED, -signal.SIGTERM} if stopped else set()
+    )  # no SIGKILL: ranks that we kill are still running here
     failed = [rank for rank, code in enumerate(codes) if code not in {None, 0, UNFINISHED} | by_us]
     # A killed rank sends nothing, and the errors of the others only say that it is gone.
     killed = [rank for rank in failed if (codes[rank] or 0) < 0]
@@ -230,8 +235,7 @@ def run_launched(work: Callable[[], int | None]) -> NoReturn:
                 report(error)
             else:
                 _say(f"hzero: rank {os.environ['RANK']}: {_failure(error)[-1]}")
-        if watchdog := sys.modules.get("hzero.collectives.watchdog"):  # for those that wait for this rank
-            watchdog.tell(error)
+        tell_peers(error)
 
     status = _work(work, tell)
     distributed = sys.modules.get("torch.distributed")

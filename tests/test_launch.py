@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hzero.launch import run_ranks
 from tests.forks import fork, join, run_script, torchrun
 from tests.ranks import ROOT
 
@@ -133,6 +134,7 @@ AGAIN = "Ctrl-C again ends them at once"
         ([signal.SIGINT], SAVES.format("TERM"), 130),
         ([signal.SIGUSR1], "wait()\ntime.sleep(60)", 75),  # before training
         ([signal.SIGTERM], "wait()\ntime.sleep(60)", 130),
+        ([signal.SIGTERM], SAVES.format("TERM").replace("return", "if rank == 1: os.kill(os.getpid(), 9)\nreturn"), 1),
         ([signal.SIGINT] * 2, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()\ntime.sleep(60)", 130),
     ],
 )
@@ -145,7 +147,16 @@ def test_signals(tmp_path: Path, sent: list[signal.Signals], body: str, status: 
     out, err = command.finish()
     assert out == f"status {status}\n", err
     stopping = signal.SIGUSR1 not in sent
-    assert err == f"hzero: stopping the ranks, which save if they train ({AGAIN})\n" * stopping
+    said = f"hzero: stopping the ranks, which save if they train ({AGAIN})\n" * stopping
+    assert err.partition(", perhaps")[0] == said + "hzero: rank 1 died: signal SIGKILL" * (status == 1)
+
+
+def test_a_rank_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(lambda: 0, 2, logs=tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def _alive(pid: int) -> bool:
