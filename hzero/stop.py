@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from hzero.launch import UNFINISHED
 from hzero.validation import ConfigError, seconds_of
 
 #: Seconds after which a second Ctrl-C ends the process. Launchers send the terminal's Ctrl-C once more within that time.
@@ -69,7 +71,7 @@ class StopAndSave:
         ConfigError: The time limit is no duration.
     """
 
-    status = 75
+    status = UNFINISHED
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class StopAndSave:
         self.reason: str | None = None
         self._ends_at = _ends_at(time_limit)
         self._save_s, self._saved_s, self._step_s = save_s, 0.0, 0.0
-        self._asked, self._asked_at = 0, 0.0
+        self._asked, self._interrupted_at = 0, math.inf  # by Ctrl-C
         self._stepped_at: float | None = None
         self._saving_since = 0.0
         self._stock = {number: signal.signal(number, self._remember) for number in signals}
@@ -155,10 +157,12 @@ class StopAndSave:
     # ---- agreement --------------------------------------------------------------------------------------------------
 
     def _remember(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and self._asked and now - self._asked_at > _REPEATED_S:
-            raise KeyboardInterrupt
-        self._asked, self._asked_at = max(self._asked, int(number)), self._asked_at or now
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now - self._interrupted_at > _REPEATED_S:
+                raise KeyboardInterrupt
+            self._interrupted_at = min(self._interrupted_at, now)
+        self._asked = max(self._asked, int(number))
 
     def _agree(self) -> bool:
         """Whether the ranks stop, the same on all. Collective."""
