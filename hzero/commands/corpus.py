@@ -63,7 +63,9 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
     cache = expanded(data["cache_dir"] or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hzero").absolute()
     with refusing("data.cache_dir", cache):
         cache.mkdir(parents=True, exist_ok=True)
-    kind = {"sample_by": "document"} if files[0].suffix not in (".json", ".jsonl") else {}
+    if len(of_json := {path.suffix in (".json", ".jsonl") for path in files}) > 1:
+        raise ConfigError(f"data.path: found text and JSON in {source!r}; expected only text, or only .json and .jsonl")
+    kind = {} if True in of_json else {"sample_by": "document"}
     try:
         texts = load_dataset(
             "text" if kind else "json",

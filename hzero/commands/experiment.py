@@ -210,7 +210,7 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Experime
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = hydra_compose("train", for_hydra(overrides))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(one_line(error)) from None
     return Experiment(plain(config), world_size)
 

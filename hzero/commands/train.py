@@ -26,8 +26,8 @@ import hzero
 from hzero.bootstrap import launched
 from hzero.commands import corpus
 from hzero.commands.experiment import (
+    Configuration,
     Experiment,
-    TrainBlock,
     compose,
     conf_dir,
     for_hydra,
@@ -55,8 +55,11 @@ def run_train(arguments: Sequence[str]) -> int:
         stopped before its last step, 130 after Ctrl-C.
     """
     statuses: list[int] = []
+    running = False
 
     def task(config: DictConfig) -> None:
+        nonlocal running
+        running = True
         try:
             if statuses and launched():
                 raise ConfigError(
@@ -68,6 +71,7 @@ def run_train(arguments: Sequence[str]) -> int:
             statuses.append(REFUSED)
         except SystemExit as left:  # a rank of a launcher is done
             statuses.append(int(left.code or 0))
+        running = False
         if statuses[-1] in (INTERRUPTED, UNFINISHED):
             raise SystemExit(statuses[-1])  # ends a multirun as well
 
@@ -80,7 +84,9 @@ def run_train(arguments: Sequence[str]) -> int:
         if "--cfg" in arguments:  # Hydra shows values without a check
             compose([one for one in ordered if "=" in one])
         hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(task)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, TypeError, ValueError) as error:
+        if running:  # Hydra raises the last two as well, for an option that is no name, as in zero=null
+            raise
         raise ConfigError(one_line(error)) from None
     except SystemExit as left:  # Hydra's --help too
         return left.code if isinstance(left.code, int) else 0
@@ -90,7 +96,7 @@ def run_train(arguments: Sequence[str]) -> int:
 
 
 def _train(config: dict[str, Any]) -> int:
-    _prepare_process(config["launcher"]["threads"])
+    _prepare_process(validated(Configuration, config, "").launcher.threads)
     if launched():
         run_launched(functools.partial(_launched, config))
     experiment = Experiment(config)
@@ -107,7 +113,7 @@ def _train(config: dict[str, Any]) -> int:
     return status
 
 
-def _prepare_process(threads: Any) -> None:
+def _prepare_process(threads: int) -> None:
     """Prepares this process before torch is imported: few threads, no search for absent accelerators, no warnings."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -130,7 +136,7 @@ def _launched(config: dict[str, Any]) -> int:
     """Trains as a rank that torchrun, srun or mpiexec has started."""
     from hzero.commands.trainer import dist, join, run_rank
 
-    join(validated(TrainBlock, config["train"], "train").timeout_s)
+    join(config["train"]["timeout_s"])
     experiment = Experiment(config, world_size=dist.get_world_size())
     # Tokenising a large text takes longer than any other collective may.
     patience = timedelta(seconds=experiment["launcher"]["start_timeout_s"])
@@ -212,7 +218,9 @@ def _check_checkpoint(experiment: Experiment, text: corpus.Corpus, path: Path) -
     """Refuses to go on from a checkpoint of another model or tokenizer, or from one that has done all steps."""
     steps = experiment["train"]["steps"]
     done = read_json(path / "trainer_state.json").get("global_step", 0)
-    if done > steps or (done == steps and (path.parent / "summary.json").is_file()):
+    # A run writes its summary before its model. If that save has failed, the run is not complete.
+    last = "model/tokenizer.json" if experiment["checkpoint"]["model"] else "summary.json"
+    if done > steps or (done == steps and (path.parent / last).is_file()):
         raise ConfigError(f"train.steps: found {steps}; expected more than the {done} that {str(path)!r} has done")
     saved = read_json(path / "config.json")
     for key, value in transformers_config(experiment["model"]).to_dict().items():

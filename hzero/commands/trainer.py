@@ -25,7 +25,7 @@ from hzero.commands import summary
 from hzero.commands.corpus import Corpus
 from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.launch import UNFINISHED
-from hzero.validation import ConfigError, some
+from hzero.validation import ConfigError, from_rank_0, some
 from hzero.zero import StageState
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
@@ -93,8 +93,6 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         eval_loss = None
         if not status:
             eval_loss = trainer.evaluate()["eval_loss"]
-            if experiment["checkpoint"]["model"]:
-                save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
@@ -113,6 +111,9 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         if status:
             lines.append(f"stopped after a save: the same command with resume=auto run.dir={folder} goes on")
         print("\n".join(lines), flush=True)
+    if not status and experiment["checkpoint"]["model"]:  # last, since it may fail
+        with blaming():
+            save_whole(trainer, folder / "model", _DTYPES[experiment["checkpoint"]["dtype"] or experiment.dtype])
     return status
 
 
@@ -209,23 +210,28 @@ def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
     """
     with hzero.exact_weights(trainer.model_wrapped):
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if dtype == torch.float16:
+        from_rank_0(lambda: _check_float16(weights))
     if not trainer.args.should_save:
         return
-    limit = torch.finfo(torch.float16).max
     for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            continue
-        if dtype == torch.float16 and not bool((tensor.abs() <= limit).all()):
-            raise ConfigError(
-                f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more than "
-                f"{limit:,.0f}; expected bf16 or fp32"
-            )
-        weights[name] = tensor.to(dtype)
+        if tensor.is_floating_point():
+            weights[name] = tensor.to(dtype)
     trainer.model.config.dtype = dtype
     trainer.model.save_pretrained(folder, state_dict=weights)
     trainer.processing_class.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)  # safetensors ignores the umask
+
+
+def _check_float16(weights: dict[str, torch.Tensor]) -> None:
+    limit = torch.finfo(torch.float16).max
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not bool((tensor.abs() <= limit).all()):
+            raise ConfigError(
+                f"checkpoint.dtype: found fp16, but weight {name!r} reaches {float(tensor.abs().max()):,.0f}, more than "
+                f"{limit:,.0f}; expected bf16 or fp32"
+            )
 
 
 class _Meter(TrainerCallback):
