@@ -207,12 +207,7 @@ def decode_sum_encode(
 # ---- elements: codecs none and bf16 ---------------------------------------------------------------------------------
 
 
-def _encode_elements(
-    source: Sequence[torch.Tensor],
-    layout: Layout,
-    fmt: RecordFormat,
-    rows: Rows,
-) -> torch.Tensor:
+def _encode_elements(source: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat, rows: Rows) -> torch.Tensor:
     total, outer = rows.total, rows.outer
     dtype = source[0].dtype if fmt.codec == "none" else torch.bfloat16
     widths = [size // dtype.itemsize for size in layout.record_bytes]
@@ -247,12 +242,7 @@ def alike(fmt: RecordFormat, out: RecordFormat) -> bool:
 
 
 def _encode_staged(
-    staged: torch.Tensor,
-    layout: Layout,
-    fmt: RecordFormat,
-    outer: int,
-    dtype: torch.dtype,
-    rounding: Rounding,
+    staged: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, dtype: torch.dtype, rounding: Rounding
 ) -> torch.Tensor:
     """A message from float32 ``[rows, blocks * block_size]``, zero beyond short blocks. Overwrites the input."""
     rows = staged.shape[0]

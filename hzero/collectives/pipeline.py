@@ -155,9 +155,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        streams: Streams | None = None,
-        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        self, streams: Streams | None = None, around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     ) -> None:
         self.streams = streams
         self._around = around

@@ -64,9 +64,8 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         join(experiment["train"]["timeout_s"])
     stop = hzero.StopAndSave(experiment["train"]["time_limit"])
     partition = experiment["model"]["zero_init"]
-    if (
-        partition == "auto"
-    ):  # once Trainer has its arguments, transformers would also partition the model that is counted
+    if partition == "auto":
+        # Once Trainer has its arguments, transformers would also partition the model that is counted.
         partition = sum(experiment.numels) >= ZERO_INIT_FROM
     arguments = _arguments(experiment, folder)
     model = build_model(experiment, arguments, corpus.tokenizer, partition)

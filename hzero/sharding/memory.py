@@ -164,12 +164,7 @@ def plan_memory(
 
 
 def zero3_memory(
-    grid: Grid,
-    numels: Sequence[int],
-    *,
-    itemsize: int = 2,
-    channels: int = CHANNELS,
-    buffers: Buffers = Buffers(),
+    grid: Grid, numels: Sequence[int], *, itemsize: int = 2, channels: int = CHANNELS, buffers: Buffers = Buffers()
 ) -> list[StateMemory]:
     """The same for plain ZeRO-3."""
     shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)

@@ -85,13 +85,7 @@ class Gradients:
         self._arrived.update(param.ds_id for param in params)
 
     def micro(
-        self,
-        params: Sequence[ZeroParameter],
-        dtype: torch.dtype,
-        scale: float,
-        *,
-        last: bool,
-        deliver: Deliver,
+        self, params: Sequence[ZeroParameter], dtype: torch.dtype, scale: float, *, last: bool, deliver: Deliver
     ) -> None:
         """Submits the reduction of whole gradients over the gradients' scope.
 
@@ -245,12 +239,7 @@ class Gradients:
             self._peak_bytes = max(self._peak_bytes, self._accumulators.bytes)
 
     def _submit_crossing(
-        self,
-        params: list[ZeroParameter],
-        dtype: torch.dtype,
-        scale: float,
-        seed: int,
-        sums: list[torch.Tensor],
+        self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, seed: int, sums: list[torch.Tensor]
     ) -> Chain[list[torch.Tensor]]:
         route = self._routes.of(params[0])
         chain: Chain[list[torch.Tensor]] = self._collectives.reduce(

@@ -56,10 +56,7 @@ class Guard:
         self._discarded = 0
 
     def discarded(
-        self,
-        loss_scaler: Any,
-        params: Iterable[ZeroParameter],
-        gradient_of: Callable[[ZeroParameter], torch.Tensor],
+        self, loss_scaler: Any, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
     ) -> None:
         """Notes a step that is about to be discarded. All ranks must call it alike.
 

@@ -24,13 +24,7 @@ from hzero.zero import autotp, checkpoint
 from hzero.zero.partition import Partition, check_mpu, group_of
 from hzero.zero.pipeline_engine import HZeroPipelineEngine
 from hzero.zero.pipeline_state import PipelineState
-from hzero.zero.refusals import (
-    check_config,
-    check_kinds,
-    check_pipeline,
-    read_block,
-    unsendable,
-)
+from hzero.zero.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
 from hzero.zero.stage import HZeroStage3, StockStage3
 from hzero.zero.state import StageState
 from hzero.zero.versions import check_deepspeed

@@ -71,12 +71,7 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
             bool(getattr(zero.offload_optimizer, "super_offload", False)),
             "false",
         ),
-        (
-            "optimizer.type",
-            optimizer,
-            str(optimizer).lower() == "muon",
-            "another optimizer",
-        ),
+        ("optimizer.type", optimizer, str(optimizer).lower() == "muon", "another optimizer"),
         ("zero_optimization.offload_param.device", str(offload_param), _is_set(offload_param), "none"),
         (
             "zero_optimization.offload_optimizer.device",

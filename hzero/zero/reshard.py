@@ -99,12 +99,7 @@ class Resharding:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        layout: Layout,
-        rank: int,
-        param_groups: Sequence[int],
-        load: Callable[..., Any],
+        self, folder: Path, layout: Layout, rank: int, param_groups: Sequence[int], load: Callable[..., Any]
     ) -> None:
         self._folder, self._layout, self._rank, self._param_groups = folder, layout, rank, list(param_groups)
         self._load, self._files = load, dict[tuple[int, str], Any]()
