@@ -21,6 +21,7 @@ import hzero.zero  # noqa: F401  # or each rank would import it
 from hzero.collectives import watchdog
 from hzero.launch import free_port
 from hzero.validation import ConfigError, of_all_ranks
+from tests.zero import training
 
 #: Ways to end, and a preset.
 WAYS = {
@@ -38,16 +39,7 @@ def engine_of(preset: str) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.GELU(), torch.nn.Linear(500, 8))
     block = {"preset": preset, "topology": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 2}}
-    return deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "zero_optimization": {"stage": 3, "hzero": block},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        },
-    )[0]
+    return training.engine_of(training.ds_config(block, 2), model)
 
 
 def train(way: str, preset: str) -> None:
@@ -72,7 +64,6 @@ def train(way: str, preset: str) -> None:
 
 watchdog.PERIOD_S = 0.2
 torch.set_num_threads(1)
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 gc.freeze()
 for way, preset in WAYS.items():
     os.environ["MASTER_PORT"] = str(free_port())

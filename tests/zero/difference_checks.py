@@ -8,7 +8,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-import hzero
 from hzero.config import TIERS, Scope, tiers_outside
 from tests.zero.training import (
     AwkwardNet,
@@ -19,8 +18,8 @@ from tests.zero.training import (
     engine_of,
     masters_of,
     mean_over_ranks,
+    read_of,
     run,
-    same_on_all_ranks,
     shared_folder,
     train,
 )
@@ -33,21 +32,10 @@ def _block(weights: Scope, **changes: Any) -> dict[str, Any]:
     return block_of("lossless", **{"shard": shard, "codecs": codecs, "refresh_differences": True, **changes})
 
 
-def _read(engine: Any) -> dict[str, torch.Tensor]:
-    """What forward reads, parameter by parameter; the same on all ranks, or this fails."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        hzero.state(engine).weights.gather([param]).wait()
-        found[name] = param.detach().clone()
-        param.partition()
-    assert same_on_all_ranks(list(found.values()))
-    return found
-
-
 def _noise_db(engine: Any) -> float:
     """Noise of what forward reads against the masters, below the weights, in decibels."""
     masters, noise, signal = masters_of(engine), 0.0, 0.0
-    for name, copy in _read(engine).items():
+    for name, copy in read_of(engine).items():
         if name in masters:
             noise += float((copy.double() - masters[name].double()).square().sum())
             signal += float(masters[name].double().square().sum())
@@ -89,7 +77,7 @@ def check_whole_weights_are_sent_after_a_load_and_an_edit() -> None:
         if dist.get_rank() == 0:
             engine.module.gain.data.fill_(5.0)
             engine.module.up.weight.data.mul_(3.0)
-    assert float(_read(engine)["gain"]) == 5.0
+    assert float(read_of(engine)["gain"]) == 5.0
     engine.destroy()
 
 

@@ -248,6 +248,17 @@ def shared_folder() -> Path:
     return Path(name[0])
 
 
+def read_of(engine: Any) -> dict[str, torch.Tensor]:
+    """What forward reads, parameter by parameter; the same on all ranks, or this fails."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        hzero.state(engine).weights.gather([param]).wait()
+        found[name] = param.detach().clone()
+        param.partition()
+    assert same_on_all_ranks(list(found.values()))
+    return found
+
+
 def masters_of(engine: Any) -> dict[str, torch.Tensor]:
     """Exact float32 weights by name."""
     return {
