@@ -84,6 +84,8 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
             f"data.path: found {', '.join(texts.column_names)} in {source!r}; expected a key 'text' (conversations need "
             "TRL's SFTTrainer, see docs/recipes/trl.md)"
         )
+    if "string" not in (found := str(getattr(texts.features["text"], "dtype", "lists or objects"))):
+        raise ConfigError(f"data.path: found {found} at the key 'text' of {source!r}; expected strings")
     tokenizer = _tokenizer(checkpoint_folder(model), texts, vocab, cache, say)
     with refusing("data.cache_dir", cache):
         blocks = texts.map(
@@ -132,7 +134,7 @@ def _hash(*parts: Any) -> str:
 def _cut(rows: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, Any]:
     """Texts, each with its end, as blocks of ``length`` tokens; what is left of a batch is dropped."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    encoded = tokenizer(rows["text"], add_special_tokens=False)["input_ids"]
+    encoded = tokenizer([text for text in rows["text"] if text is not None], add_special_tokens=False)["input_ids"]
     ids = [token for text in encoded for token in (*text, *end)]
     return {"input_ids": [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]}
 
@@ -149,7 +151,11 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
         say(f"training a tokenizer of {vocab:,} tokens (once; kept in {folder})")
         trained = ByteLevelBPETokenizer()
         trained.train_from_iterator(
-            (row["text"] for row in texts), vocab_size=vocab, min_frequency=2, show_progress=False, special_tokens=[END]
+            (row["text"] or "" for row in texts),
+            vocab_size=vocab,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=[END],
         )
         made = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, bos_token=END, eos_token=END, pad_token=END)
         with refusing("data.cache_dir", folder), tempfile.TemporaryDirectory(dir=cache) as work:

@@ -282,7 +282,9 @@ class Experiment:
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
         self._deepspeed = validated(Configuration, config, "").deepspeed
         self.config = {**config, "model": _named(config["model"])}
-        _refuse_owned("deepspeed", config["deepspeed"], OF_DEEPSPEED)
+        owned = {**OF_DEEPSPEED, "zero_optimization": {**OF_DEEPSPEED["zero_optimization"], "hzero": None}}
+        _refuse_owned("deepspeed", config["deepspeed"], owned)
+        _refuse_owned("zero", config["zero"], {"topology": None})
         self._check_trainer(config["trainer"])
         declared = self._declared()
         self.world_size: int = world_size or config["launcher"]["world_size"] or _ranks_to_start(declared)
@@ -400,7 +402,7 @@ class Experiment:
             return
         from transformers import TrainingArguments
 
-        _refuse_owned("trainer", written, self.trainer_arguments())
+        _refuse_owned("trainer", written, {**self.trainer_arguments(), "output_dir": None, "deepspeed": None})
         fields = TrainingArguments.__dataclass_fields__
         for key, value in written.items():
             if key not in fields:
@@ -452,7 +454,9 @@ def _refuse_owned(group: str, written: dict[str, Any], owned: dict[str, Any]) ->
         if isinstance(owned[key], dict) and isinstance(written[key], dict):
             _refuse_owned(f"{group}.{key}", written[key], owned[key])
         else:
-            raise ConfigError(f"{group}.{key}: found {written[key]!r}; expected the groups train, checkpoint and zero")
+            raise ConfigError(
+                f"{group}.{key}: found {written[key]!r}; expected the groups run, topology, train, checkpoint and zero"
+            )
 
 
 def _unknown(key: str, value: Any, name: Any, possible: Iterable[str], expected: str) -> ConfigError:
@@ -537,6 +541,8 @@ def transformers_config(model: dict[str, Any]) -> Any:
             limit = 1000 if key.endswith("_layers") else 10_000_000
             if value > limit:
                 raise ConfigError(f"model.config.{key}: found {value}; expected at most {limit:,}")
+        if key.endswith("attn_implementation") and "/" in str(value):
+            raise ConfigError(f"model.config.{key}: found {value!r}; expected one of transformers, not code of the Hub")
     try:
         known, config = CONFIG_MAPPING[kind](), CONFIG_MAPPING[kind].from_dict(written)
     except Exception as error:  # whatever an architecture's own checks raise

@@ -193,6 +193,11 @@ def build_model(experiment: Experiment, arguments: TrainingArguments, tokenizer:
 class ShardTrainer(Trainer):
     """Trainer whose checkpoints are DeepSpeed's shards alone."""
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The batches of a step; none after the last, for a run that stopped there and has its evaluation left."""
+        num_batches = num_batches if self.state.global_step < self.state.max_steps else 0
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves configuration and tokenizer, for a checkpoint, whose shards hold the weights."""
         if self.args.should_save and output_dir is not None:

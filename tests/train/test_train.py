@@ -170,7 +170,7 @@ REFUSED = {
     "model=gpt_neox_20b": "expected at most .*, the memory of this machine",
     "train.dtype=fp16": "train.dtype: found fp16",
     "trainer.report_too=wandb": "trainer.report_too: found 'wandb'; .*did you mean 'report_to'",
-    "trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups train",
+    "trainer.max_steps=3": "trainer.max_steps: found 3; expected the groups run, topology, train",
     "deepspeed.zero_optimization.stage=2": "deepspeed.zero_optimization.stage: found 2",
     "data.path=nowhere": "data.path: found no regular file at 'nowhere'",
     "data.path=pipe": "data.path: found no regular file at 'pipe'",
@@ -182,6 +182,10 @@ REFUSED = {
     "run.dir=book.txt/run": "run.dir: cannot write .*book.txt",
     'run.dir="~nobody-here/run"': "~nobody-here/run: found no home for '~nobody-here'",
     "resume=nowhere": "resume: found no complete checkpoint in .*nowhere",
+    "data.path=numbers.jsonl": "data.path: found int64 at the key 'text' of 'numbers.jsonl'; expected strings",
+    "trainer.output_dir=runs": "trainer.output_dir: found 'runs'; expected the groups run",
+    "zero.topology=auto": "zero.topology: found 'auto'; expected the groups run, topology",
+    "deepspeed.zero_optimization.hzero.preset=mild": "deepspeed.zero_optimization.hzero: found",
     "topology=null": "Config group override must be a string or a list",
     "~launcher": "launcher: missing",
     "zero.transport=mpi": "zero.transport: found mpi; expected ranks of mpiexec or srun",
@@ -192,6 +196,7 @@ def test_wrong_input_is_one_line_and_status_2(place: Path) -> None:
     os.mkfifo(place / "pipe")
     (place / "short.txt").write_text("short")
     (place / "binary.txt").write_bytes(b"\xff\xfe" * 40_000)
+    (place / "numbers.jsonl").write_text('{"text": null}\n{"text": 3}\n')
     (place / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 10)
     commands = [overrides(*ONE, override) for override in REFUSED]
     commands[2] += ["--cfg", "job"]
@@ -254,11 +259,12 @@ def test_a_stopped_run_goes_on(place: Path) -> None:
     assert process.exitcode == 75, err.read_text()
     before = summary(place / "runs" / "stopped")
     assert before["status"] == "stopped" and before["steps"] >= 1 and before["eval_loss"] is None
-    done = train(place, *given, f"train.steps={before['steps'] + 2}")
-    assert done.status == 0, done.out + done.err
-    after = summary(place / "runs" / "stopped")
-    assert after["status"] == "finished" and after["steps_here"] == 2
-    assert after["losses"][: before["steps"]] == before["losses"]
+    for steps in (0, 2):  # without a step, evaluation and model are left
+        done = train(place, *given, f"train.steps={before['steps'] + steps}")
+        assert done.status == 0, done.out + done.err
+        after = summary(place / "runs" / "stopped")
+        assert after["status"] == "finished" and after["steps_here"] == steps and after["eval_loss"]
+        assert after["losses"][: before["steps"]] == before["losses"]
 
 
 def _of_launcher(name: str) -> list[str]:
