@@ -114,6 +114,7 @@ def examine_config(
     with _reported(path, findings):
         read = check_written(config, _data_parallel_ranks(config, grid))
         check_names(read)
+        build(read)
         if parsed is not None and (size := read.tensor_parallel_config.autotp_size) > 1:
             partition = Partition.of_autotp(size, grid, 0) if grid is not None else None
             autotp.check(read, parsed, grid)
@@ -207,6 +208,34 @@ def check_names(config: Any) -> None:
         possible = [*own, *(one.__name__ for one in classes if one.__module__.startswith(module.__name__))]
         if name is not None and name not in possible:
             raise one_of(f"{key}.type", name, possible, key)
+
+
+#: What DeepSpeed's Adam takes and torch's does not.
+_OF_KERNELS = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
+
+
+def build(config: Any) -> None:
+    """Builds optimizer and schedule on one weight, so that they raise what they would in a run.
+
+    Values that are ``auto`` are Trainer's. Optimizers that torch lacks are not built, since they need DeepSpeed's kernels.
+
+    Args:
+        config: A ``DeepSpeedConfig`` with names that `check_names` accepts.
+    """
+    import torch
+    from deepspeed.runtime import lr_schedules
+    from torch import optim
+
+    name, rate = config.optimizer_name or "AdamW", config.scheduler_name
+    kind = optim.AdamW if name in ("adam", "adamw") else getattr(optim, name, None)
+    given = {
+        key: value
+        for key, value in (config.optimizer_params or {}).items()
+        if value != "auto" and key not in _OF_KERNELS
+    }
+    made = (kind or optim.AdamW)([torch.zeros(1)], **(given if kind else {}))
+    if rate is not None and "auto" not in (given := config.scheduler_params or {}).values():
+        (getattr(lr_schedules, rate, None) or getattr(optim.lr_scheduler, rate))(made, **given)
 
 
 def autoload_off() -> str:

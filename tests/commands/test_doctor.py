@@ -308,6 +308,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"train_batch_size": -4}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, GOOD, ""),
     # Names.
+    ({}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": -1}}}, UNUSABLE, "Invalid learning rate: -1"),
+    ({}, {"optimizer": {"type": "AdamW", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
+    ({}, {"scheduler": {"type": "WarmupLR", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
     ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR"}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
