@@ -47,6 +47,7 @@ class Manifest(BaseModel, frozen=True):
         batch: Samples of all ranks in a step.
         written: When, in seconds of the clock.
         files: Size and SHA-256 of each file, by name.
+        beside: Sizes of the files that Trainer wrote beside the folder, by name.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Manifest(BaseModel, frozen=True):
     batch: int
     written: float
     files: dict[str, tuple[int, str]]
+    beside: dict[str, int] = {}
 
     def write(self) -> None:
         """Writes the note beside the files, in one move.
@@ -78,7 +80,7 @@ class Manifest(BaseModel, frozen=True):
             raise IncompleteError(f"{str(folder)!r} is incomplete: it has no {NOTE}")
         try:
             found = cls(**{**read_json(folder / NOTE), "folder": folder})
-            if not found.files or any(Path(name).name != name for name in found.files):
+            if not found.files or any(Path(name).name != name for name in (*found.files, *found.beside)):
                 raise ValueError("names")
             return found
         except (ValueError, TypeError):
@@ -88,16 +90,17 @@ class Manifest(BaseModel, frozen=True):
         """Says which file is not as it was written, and how; None if all are.
 
         Args:
-            names: Files to look at; None: all.
+            names: Files to look at; None: all, and those beside the folder.
             hashes: Whether to read and hash them; otherwise their sizes are compared.
         """
-        for name in self.files if names is None else names:
-            size, digest = self.files[name]
+        beside = {f"../{name}": (size, None) for name, size in self.beside.items()} if names is None else {}
+        for name in (*self.files, *beside) if names is None else names:
+            size, digest = beside.get(name) or self.files[name]
             try:
                 found = (self.folder / name).stat().st_size
                 if found != size:
                     return f"{name} has {found} bytes instead of {size}"
-                if hashes and _hash_of(self.folder / name) != digest:
+                if hashes and digest and _hash_of(self.folder / name) != digest:
                     return f"{name} is not what was written: its hash differs"
             except OSError as error:
                 return f"{name} cannot be read: {error.strerror or error}"
@@ -244,8 +247,8 @@ def _unfinished(path: Path) -> str | None:
             return f"a save was killed before it renamed {inner.name!r} to {_place(inner).name!r}; rename it to use it"
     if _TRAINER.fullmatch(path.name) and not (path / NOTE).exists():  # a tag of DeepSpeed may have such a name
         try:
-            read_json(path / _TRAINER_STATE)
-        except ConfigError:
+            int(read_json(path / _TRAINER_STATE)["global_step"])
+        except (ConfigError, ValueError, TypeError, KeyError):
             return f"Trainer has not written {_TRAINER_STATE}"
     return None
 

@@ -41,11 +41,20 @@ def test_the_newest_complete_checkpoint_of_every_client_is_found(tmp_path: Path)
     _written(tmp_path / "checkpoint-12" / "global_step12", 12)  # of Trainer, killed before it had written its state
     order = ["again", "last.ckpt", "state_10", "global_step9"]
     assert [path.name for path in complete_in(tmp_path)] == order
-    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12')
-    assert [path.name for path in complete_in(tmp_path)] == order, "the text is cut off"
+    for text in ('{"global_step": 12', "[]", "{}"):
+        (tmp_path / "checkpoint-12" / "trainer_state.json").write_text(text)
+        assert [path.name for path in complete_in(tmp_path)] == order, "the text is cut off or another"
     (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step": 12}')
     _written(tmp_path / "state_13" / ".model.partial", 13)  # clients look for their names
     assert hzero.newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
+    note = Manifest.read(tmp_path / "checkpoint-12" / "global_step12")
+    (tmp_path / "checkpoint-12" / "rng_state_0.pth").write_bytes(bytes(200))
+    note.model_copy(update={"beside": {"rng_state_0.pth": 200}}).write()
+    assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+    for change in (lambda path: os.truncate(path, 100), os.unlink):
+        change(tmp_path / "checkpoint-12" / "rng_state_0.pth")
+        assert [path.name for path in complete_in(tmp_path)] == order
+    note.write()
     os.truncate(tmp_path / "checkpoint-12" / "global_step12" / NAME, 99)
     (tmp_path / "again" / NAME).unlink()
     _written(tmp_path / "checkpoint-13", 13)  # a tag of the engine, not of Trainer
@@ -63,7 +72,7 @@ def test_a_checkpoint_without_a_note_is_taken_only_if_no_other_has_one(
     assert "written without the key checkpoint" in caplog.text
     note = _written(tmp_path / "global_step0", 0)
     assert hzero.newest_checkpoint(tmp_path) == str(note.folder)
-    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")  # Trainer has finished it
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')  # Trainer has finished it
     assert hzero.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
     (tmp_path / "latest").write_text("checkpoint-1/global_step")  # by another run, after the note
     assert CheckpointFiles._candidates(tmp_path, None) == ("checkpoint-1/global_step", [])

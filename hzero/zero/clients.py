@@ -65,6 +65,10 @@ def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
             raise of_all_ranks(
                 SaveError(f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged")
             )
+        folder = Path(output_dir)
+        if dist.get_rank() == 0 and (note := max(notes_in(folder), key=lambda note: note.written, default=None)):
+            files = (*folder.glob("rng_state*.pth"), *folder.glob("scheduler.pt"))
+            note.model_copy(update={"beside": {file.name: file.stat().st_size for file in files}}).write()
 
     trainer.train, trainer._save_rng_state = train, save_rng_state
 
