@@ -312,7 +312,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({}, {"optimizer": {"type": "AdamW", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
     ({}, {"scheduler": {"type": "WarmupLR", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
     ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
-    ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR"}}, GOOD, ""),
+    ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),
     # AutoTP.
     ({"codecs": {"tensor": {"node": "int8"}}, "topology": EIGHT}, {"tensor_parallel": {"autotp_size": 2}}, UNUSABLE,
