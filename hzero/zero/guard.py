@@ -27,11 +27,6 @@ class DivergenceError(PlainError):
     """Losses or gradients are not finite, and loss scaling cannot mend it. The message says since when and where."""
 
 
-def scaling_can_help(loss_scaler: Any) -> bool:
-    """Whether a discarded step lowers the loss scale, so that a later one may be finite: DeepSpeed's scaler is not at its end."""
-    return bool(loss_scaler.dynamic and loss_scaler.cur_scale > loss_scaler.min_scale)
-
-
 class Guard:
     """Counts the optimizer steps that DeepSpeed discards because the norm of the gradients is not finite.
 
@@ -70,9 +65,10 @@ class Guard:
                 raise an error that names nothing.
         """
         self._steps += 1
-        if self._limit == 0 or scaling_can_help(loss_scaler):
-            return
         at_minimum = loss_scaler.dynamic
+        # A discarded step lowers the loss scale, so a later one may be finite.
+        if self._limit == 0 or (at_minimum and loss_scaler.cur_scale > loss_scaler.min_scale):
+            return
         self._discarded += 1
         if self._discarded < self._limit and not (at_minimum and loss_scaler.raise_error_at_min_scale):
             if speaks():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,13 +66,10 @@ def described(ratio: float | None) -> str:
 
 def _round_trip(config: CodecConfig, shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     codec, total = Codec.from_config(config), torch.zeros(2, dtype=torch.float64, device=device)
-    for values in _finite(shards, device):
+    for shard in shards:
+        if not shard.numel() or not bool(shard.isfinite().all()):
+            continue
+        values = shard.to(device, torch.float32)
         (decoded,) = codec.decode(codec.encode([values], [values.numel()]), [values.numel()], dtype=values.dtype)
         total += power(values, decoded[: values.numel()])
     return total
-
-
-def _finite(shards: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    for shard in shards:
-        if shard.numel() and bool(shard.isfinite().all()):
-            yield shard.to(device, torch.float32)
