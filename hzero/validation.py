@@ -302,7 +302,8 @@ def explained(error: ValidationError, model: type[BaseModel], where: str = "") -
             _one_line(key, f"found {reprlib.repr(found)}, expected a block with keys {', '.join(fields)}")
         )
     if first["type"] == "literal_error":
-        return one_of(key, found, _choices(context["expected"]))
+        listed = context["expected"].replace(" or ", ",").split(",")  # pydantic's "'a', 'b' or 'c'"
+        return one_of(key, found, [choice.strip().strip("'") for choice in listed])
     if isinstance(cause, ValueError):
         return ConfigError(_one_line(key, str(cause)))
     message = first["msg"][0].lower() + first["msg"][1:]
@@ -318,11 +319,6 @@ def _key(*parts: Any) -> str:
 def _one_line(key: str, message: str) -> str:
     # What was found may hold line breaks.
     return " ".join(f"{key}{': ' if key else ''}{message}".split())
-
-
-def _choices(expected: str) -> list[str]:
-    """The values of pydantic's "'a', 'b' or 'c'"."""
-    return [part.strip().strip("'") for piece in expected.split(" or ") for part in piece.split(",")]
 
 
 def _fields(model: Any, path: list[int | str]) -> list[str]:

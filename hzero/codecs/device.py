@@ -118,7 +118,8 @@ class DeviceKernels:
         options = (f"{option}{architecture}", "-std=c++17")
         built_by = (*options, self._compiler.getVersion(), torch.version.hip, torch.version.cuda)
         key = hashlib.sha256(repr(built_by).encode()).hexdigest()[:12]
-        kept = cache_folder() / f"{family}.{architecture}.{self._id}.{key}"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
+        kept = cache / f"{family}.{architecture}.{self._id}.{key}"
         try:
             if why := distrust(kept):
                 raise OSError(why)
@@ -147,11 +148,6 @@ def hash_files(paths: Sequence[Path]) -> str:
     """Twelve digits for the names and contents of files, as the function of this name in CMakeLists.txt computes them."""
     lines = sorted(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
-
-
-def cache_folder() -> Path:
-    """Folder of the kernels compiled at run time: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
 
 
 def _keep(path: Path, code: bytes) -> None:

@@ -239,7 +239,8 @@ class _Builder:
         machine, stage, itemsize = self._machine, self._stage, self._job.itemsize
         chunks = [chunk_numel(numel, self._world) for numel in bucket.numels]
         message = crossing.message_bytes(chunks, itemsize)
-        array = crossing.array_bytes(chunks, itemsize)
+        # Sizes as nccl-tests count them: of the whole array over the group.
+        array = message * (crossing.ranks if crossing.kind == "all_gather" else 1)
         phases = []
         encodes = number == 0 and (crossing.kind != "all_gather" or chain.phase == "refresh" or stage is None)
         if encodes and (crossing.role == "gradients" or crossing.codec.codec != "none"):

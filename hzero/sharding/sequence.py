@@ -63,10 +63,6 @@ class Crossing:
         """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
         return record_format(self.codec).message_bytes(chunks, self.rows, itemsize)
 
-    def array_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Bytes of the whole array over the group, as nccl-tests count sizes."""
-        return self.message_bytes(chunks, itemsize) * (self.ranks if self.kind == "all_gather" else 1)
-
 
 @dataclass(frozen=True)
 class Chain:
