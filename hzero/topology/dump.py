@@ -75,7 +75,8 @@ def read_dump(text: str, path: str) -> Machine:
                 raise ConfigError(f"{path}: two gpus have the PCI bus id {bus}, or there are more than {MAX_DEVICES}")
             number, numa = _integer(element, "dev", path, 0, 2**20), _integer(cpu, "numaid", path, -1, 2**20, "-1")
             architecture = _architecture(element)
-            kind = PRODUCTS.get(_hexadecimal(pci.get("device", "")), architecture)
+            product = re.fullmatch("(0x)?[0-9a-fA-F]{1,8}", pci.get("device", ""))
+            kind = PRODUCTS.get(int(product[0], 16) if product else 0, architecture)
             devices[bus] = Device(number, bus, kind[:40], numa=numa if numa >= 0 else None)
             rates[number] = _LINK_GB_S.get(architecture)
             links += [(number, link) for link in element if link.tag in ("xgmi", "nvlink")]
@@ -92,10 +93,6 @@ def read_dump(text: str, path: str) -> Machine:
 def _architecture(gpu: Element) -> str:
     gcn = gpu.get("gcn", "").split(":")[0]
     return _GCN.get(gcn, gcn) or f"sm_{gpu.get('sm', '')}"
-
-
-def _hexadecimal(text: str) -> int:
-    return int(text, 16) if re.fullmatch("(0x)?[0-9a-fA-F]{1,8}", text) else 0
 
 
 def _links(

@@ -92,9 +92,7 @@ class Guard:
         """Names the parameters with values that are not finite, and gives the signal-to-noise ratio of lossy hops."""
         names_of = {id(param): name for name, param in self._module.named_parameters()}
         named = [(names_of.get(id(param), f"parameter {param.ds_id}"), param) for param in params]
-        flat = [(param.ds_numel, param.ds_tensor.detach().flatten()) for _, param in named]
-        # Without the padding behind the last element, which DeepSpeed never writes.
-        weights = [shard[: owned_numel(numel, shard.numel(), self._plan.rank)] for numel, shard in flat]
+        weights = [self._own_weights(param) for _, param in named]
         gradients = [gradient_of(param).detach().flatten() for _, param in named]
         device = torch.device(get_accelerator().current_device_name())  # offloaded gradients are on the host
         spoilt = torch.tensor(
@@ -116,3 +114,8 @@ class Guard:
             ]
             parts.append(f"Signal-to-noise ratio of the codecs on what is finite: {'; '.join(ratios)}")
         return ". ".join(parts)
+
+    def _own_weights(self, param: ZeroParameter) -> torch.Tensor:
+        """This rank's shard without the padding behind the last element, which DeepSpeed never writes."""
+        shard = param.ds_tensor.detach().flatten()
+        return shard[: owned_numel(param.ds_numel, shard.numel(), self._plan.rank)]
