@@ -41,10 +41,7 @@ from hzero.terminal import size_text
 from hzero.validation import ConfigError, from_rank_0, printable, report, validated
 
 #: Modules that take a rank long to import; the first engine imports torch's compiler, and an optimizer that starts it.
-IMPORTS = (
-    *("deepspeed", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("hzero.zero", "hzero.commands.trainer"),
-)
+IMPORTS = ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer", "hzero.commands.trainer")
 
 
 def run_train(arguments: Sequence[str]) -> int:
@@ -62,9 +59,7 @@ def run_train(arguments: Sequence[str]) -> int:
         running = True
         try:
             if statuses and launched():
-                raise ConfigError(
-                    "-m: found several runs for the ranks of a launcher, which make one; expected one run"
-                )
+                raise ConfigError("-m: found several runs for the ranks of a launcher; expected one run")
             statuses.append(_train(plain(config)))
         except ConfigError as error:  # in a multirun, a run that is refused does not keep the others from running
             report(error)

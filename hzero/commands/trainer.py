@@ -27,6 +27,7 @@ from hzero.commands.experiment import Experiment, checkpoint_folder, transformer
 from hzero.launch import UNFINISHED
 from hzero.validation import ConfigError, from_rank_0, some
 from hzero.zero import StageState
+from hzero.zero.clients import save_together
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
 ZERO_INIT_FROM = 500_000_000
@@ -89,9 +90,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
             if left.code != UNFINISHED:
                 raise
             status = UNFINISHED
-        eval_loss = None
-        if not status:
-            eval_loss = trainer.evaluate()["eval_loss"]
+        eval_loss = None if status else trainer.evaluate()["eval_loss"]
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((meter.log, meter.memory), everyones if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
@@ -200,10 +199,15 @@ class ShardTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves configuration and tokenizer, for a checkpoint, whose shards hold the weights."""
-        if self.args.should_save and output_dir is not None:
-            os.makedirs(output_dir, exist_ok=True)
-            self.model.config.save_pretrained(output_dir)
-            self.processing_class.save_pretrained(output_dir)
+
+        def save() -> None:
+            if self.args.should_save:
+                os.makedirs(str(output_dir), exist_ok=True)
+                self.model.config.save_pretrained(output_dir)
+                self.processing_class.save_pretrained(output_dir)
+
+        if output_dir is not None:
+            save_together(output_dir, save)
 
 
 def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
@@ -216,16 +220,17 @@ def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dtype == torch.float16:
         from_rank_0(lambda: _check_float16(weights))
-    if not trainer.args.should_save:
-        return
-    for name, tensor in weights.items():
-        if tensor.is_floating_point():
-            weights[name] = tensor.to(dtype)
-    trainer.model.config.dtype = dtype
-    trainer.model.save_pretrained(folder, state_dict=weights)
-    trainer.processing_class.save_pretrained(folder)
-    for file in folder.glob("*.safetensors"):
-        file.chmod((folder / "config.json").stat().st_mode)  # safetensors ignores the umask
+    weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+
+    def save() -> None:
+        if trainer.args.should_save:
+            trainer.model.config.dtype = dtype
+            trainer.model.save_pretrained(folder, state_dict=weights)
+            trainer.processing_class.save_pretrained(folder)
+            for file in folder.glob("*.safetensors"):
+                file.chmod((folder / "config.json").stat().st_mode)  # safetensors ignores the umask
+
+    save_together(str(folder), save)
 
 
 def _check_float16(weights: dict[str, torch.Tensor]) -> None:

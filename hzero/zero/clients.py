@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +54,38 @@ def follow_trainer(trainer: Any, config: CheckpointConfig) -> None:
     @functools.wraps(stock_rng)
     def save_rng_state(output_dir: str) -> None:
         # The last files of other ranks than 0. Rank 0 then writes Trainer's state, and removes older checkpoints.
-        failure = None
-        try:
-            stock_rng(output_dir)
-        except (OSError, RuntimeError) as error:
-            failure = f"{getattr(error, 'strerror', None) or error} (rank {dist.get_rank()})"
-        failures: list[Any] = [None] * dist.get_world_size()
-        with blaming():
-            dist.all_gather_object(failures, failure)
-        for failure in filter(None, failures):
-            raise of_all_ranks(
-                SaveError(f"{output_dir!r} could not be saved: {failure}; earlier checkpoints are unchanged")
-            )
-        folder = Path(output_dir)
-        if dist.get_rank() == 0 and (note := max(notes_in(folder), key=lambda note: note.written, default=None)):
-            files = (*folder.glob("rng_state*.pth"), *folder.glob("scheduler.pt"))
-            note.model_copy(update={"beside": {file.name: file.stat().st_size for file in files}}).write()
+        save_together(output_dir, lambda: stock_rng(output_dir))
+        save_together(output_dir, lambda: _note_files_beside(Path(output_dir)))
 
     trainer.train, trainer._save_rng_state = train, save_rng_state
+
+
+def save_together(place: str, save: Callable[[], object]) -> None:
+    """Calls ``save`` on every rank. Collective.
+
+    Args:
+        place: The folder of what is saved, for the message.
+        save: Writes this rank's files, without collectives.
+
+    Raises:
+        SaveError: On all ranks, if one of them could not write.
+    """
+    failures: list[str | None] = [None] * dist.get_world_size()
+    failure = None
+    try:
+        save()
+    except Exception as error:  # of many kinds: torch, safetensors and tokenizers have their own
+        failure = f"{getattr(error, 'strerror', None) or error} (rank {dist.get_rank()})"
+    with blaming():
+        dist.all_gather_object(failures, failure)
+    for failure in filter(None, failures):
+        raise of_all_ranks(SaveError(f"{place!r} could not be saved: {failure}; earlier checkpoints are unchanged"))
+
+
+def _note_files_beside(folder: Path) -> None:
+    if dist.get_rank() == 0 and (note := max(notes_in(folder), key=lambda note: note.written, default=None)):
+        files = (*folder.glob("rng_state*.pth"), *folder.glob("scheduler.pt"))
+        note.model_copy(update={"beside": {file.name: file.stat().st_size for file in files}}).write()
 
 
 def _candidates(output_dir: str, asked: Any) -> list[Manifest]:

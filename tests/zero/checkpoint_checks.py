@@ -25,6 +25,7 @@ import hzero
 from hzero.manifest import Manifest, complete_in
 from hzero.zero import reshard
 from hzero.zero.checkpoint import load
+from hzero.zero.clients import save_together
 from tests.zero.training import (
     AwkwardNet,
     assert_losses,
@@ -80,6 +81,11 @@ def _on_rank_0(action: Any) -> None:
     dist.barrier()
 
 
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise Exception("os error 28")
+
+
 def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before() -> None:
     folder = shared_folder()
     engine = _engine()
@@ -98,6 +104,10 @@ def check_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before()
         dist.barrier()
         assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["global_step1"]
         assert (folder / "latest").read_text() == "global_step1"
+    # Files of a client, such as Trainer's and those of tokenizers, whose errors are no OSError.
+    for rank in (0, 3):
+        with pytest.raises(hzero.SaveError, match=rf"config.json' could not .*os error 28 \(rank {rank}\)"):
+            save_together("config.json", functools.partial(_fail_on, rank))
     with small_disk(5, 500), pytest.raises(hzero.SaveError):  # in place of what is there
         engine.save_checkpoint(str(folder), tag="global_step1")
     train(engine, 1, first=2)
