@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import destroy_process_group  # before hzero can replace it
 
 import hzero.zero  # noqa: F401  # or each rank would import it
+from hzero import validation
 from hzero.collectives import watchdog
 from hzero.launch import free_port
 from hzero.validation import ConfigError, of_all_ranks
@@ -62,8 +63,9 @@ def train(way: str, preset: str) -> None:
         dist.destroy_process_group()
 
 
-watchdog.PERIOD_S = 0.2
+watchdog.PERIOD_S, validation.WAIT_S = 0.2, 3.0
 torch.set_num_threads(1)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 gc.freeze()
 for way, preset in WAYS.items():
     os.environ["MASTER_PORT"] = str(free_port())
