@@ -20,6 +20,11 @@ MAX_BYTES = 1 << 26
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
+def cache_folder() -> Path:
+    """Folder for compiled kernels and prepared texts: ``$XDG_CACHE_HOME/hzero``, or ``~/.cache/hzero``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
+
+
 @contextlib.contextmanager
 def refusing(key: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns an error of the file system into one line.

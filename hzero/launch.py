@@ -158,9 +158,8 @@ def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:
 def _conclude(codes: Sequence[int | None], failures: dict[int, Failure], received: Sequence[int], logs: Path) -> int:
     """Tells the user why ranks have failed, and returns the exit status."""
     stopped = any(number != signal.SIGUSR1 for number in received)
-    by_us = (
-        {INTERRUPTED, -signal.SIGTERM} if stopped else set()
-    )  # no SIGKILL: ranks that we kill are still running here
+    # No SIGKILL: ranks that we kill are still running here.
+    by_us = {INTERRUPTED, -signal.SIGTERM} if stopped else set()
     failed = [rank for rank, code in enumerate(codes) if code not in {None, 0, UNFINISHED} | by_us]
     # A killed rank sends nothing, and the errors of the others only say that it is gone.
     killed = [rank for rank in failed if (codes[rank] or 0) < 0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from hzero.codecs.descriptor import THREADS
 from hzero.codecs.host import NATIVE
-from hzero.files import distrust, replacing
+from hzero.files import cache_folder, distrust, replacing
 
 #: Files of the kernels: one per operator, and those of codec ``exp``.
 FAMILIES = ("encode", "decode", "decode_sum", "decode_sum_encode", "exponents")
@@ -118,8 +117,7 @@ class DeviceKernels:
         options = (f"{option}{architecture}", "-std=c++17")
         built_by = (*options, self._compiler.getVersion(), torch.version.hip, torch.version.cuda)
         key = hashlib.sha256(repr(built_by).encode()).hexdigest()[:12]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hzero"
-        kept = cache / f"{family}.{architecture}.{self._id}.{key}"
+        kept = cache_folder() / f"{family}.{architecture}.{self._id}.{key}"
         try:
             if why := distrust(kept):
                 raise OSError(why)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hzero.commands.experiment import Experiment, checkpoint_folder
-from hzero.files import FULL, expanded, refusing
+from hzero.files import FULL, cache_folder, expanded, refusing
 from hzero.validation import ConfigError
 
 #: Ends a text where the tokenizer is trained here.
@@ -60,7 +60,7 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
     vocab, length = experiment.architecture.vocab_size, model["seq_length"]
     source = "Python's standard library" if data["path"] is None else str(data["path"])
     files = _files(data["path"], data["max_bytes"])
-    cache = expanded(data["cache_dir"] or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hzero").absolute()
+    cache = expanded(data["cache_dir"] or cache_folder()).absolute()
     with refusing("data.cache_dir", cache):
         cache.mkdir(parents=True, exist_ok=True)
     if len(of_json := {path.suffix in (".json", ".jsonl") for path in files}) > 1:
