@@ -220,10 +220,12 @@ def save_whole(trainer: Trainer, folder: Path, dtype: torch.dtype) -> None:
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if dtype == torch.float16:
         from_rank_0(lambda: _check_float16(weights))
-    weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
     def save() -> None:
         if trainer.args.should_save:
+            for name, tensor in weights.items():  # one after the other: a second copy may not fit
+                if tensor.is_floating_point():
+                    weights[name] = tensor.to(dtype)
             trainer.model.config.dtype = dtype
             trainer.model.save_pretrained(folder, state_dict=weights)
             trainer.processing_class.save_pretrained(folder)
