@@ -17,7 +17,7 @@ import yaml
 from hzero.config import BASE_TIERS, PLAIN
 from hzero.plan.cost import Machine
 from hzero.plan.profile import load_profile
-from hzero.sharding.sequence import Crossing, Kind
+from hzero.sharding.program import Cross, Kind
 from hzero.topology import Grid
 
 #: From this size on an all-reduce is long: bandwidth sets its pace.
@@ -45,7 +45,7 @@ def collective_checks(rows: dict[str, Any]) -> Iterator[Check]:
 
     def seconds(kind: Kind, nodes: int, size: float) -> float:
         tiers = BASE_TIERS if nodes > 1 else BASE_TIERS[:2]
-        crossing = Crossing("gradients", kind, tiers, 8 * nodes, PLAIN, 1)
+        crossing = Cross("gradients", kind, tiers, 8 * nodes, PLAIN, 1)
         return Machine(Grid(nodes, 4, 2), profile).transfer(crossing, size).alone_s
 
     for table in rows["all_reduce"]:
@@ -77,7 +77,7 @@ def training_checks(rows: dict[str, Any]) -> Iterator[Check]:
         compute, reduces, bubble = flops / rate / 1e12, 0.0, 0.0
         if row["tensor"] > 1:
             tiers = BASE_TIERS[: 1 if row["tensor"] == 2 else 2]
-            crossing = Crossing("gradients", "all_reduce", tiers, row["tensor"], PLAIN, 1)
+            crossing = Cross("gradients", "all_reduce", tiers, row["tensor"], PLAIN, 1)
             reduces = 4 * node.transfer(crossing, 2.0 * tokens * row["hidden"]).alone_s
         if row["batch"]:
             replicas = row["devices"] // (row["tensor"] * row["pipeline"])

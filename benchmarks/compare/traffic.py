@@ -9,7 +9,8 @@ from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS, Tier
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import Crossing, Scheme, scheme_chains
+from hzero.sharding.program import Cross
+from hzero.sharding.sequence import Scheme, scheme_chains
 from hzero.sharding.traffic import plan_traffic, ring_links
 from hzero.topology import Grid
 
@@ -60,7 +61,7 @@ def engine_of(entry: dict[str, Any]) -> Scheme:
     return Scheme(**keys, reshard=entry.get("reshard_after_forward"))
 
 
-def _collective_bytes(crossing: Crossing, size: float, cluster: Cluster, reduce_scatter: str) -> dict[Tier, float]:
+def _collective_bytes(crossing: Cross, size: float, cluster: Cluster, reduce_scatter: str) -> dict[Tier, float]:
     """Bytes that all groups of one collective send over an array of ``size`` bytes."""
     grid, tiers = cluster.grid, crossing.tiers
     sizes = [grid.size(tier) for tier in tiers]

@@ -72,6 +72,16 @@ class Codec:
         return self.name in LOSSLESS
 
     @property
+    def variable(self) -> bool:
+        """Whether a message uses less than its records have room for, by what the data need; see `hzero.codecs.mpc`."""
+        return self.name == "mpc"
+
+    @property
+    def fallible(self) -> bool:
+        """Whether a message may fail to hold a block, see `lost`."""
+        return self.name == "exp"
+
+    @property
     def bits(self) -> float:
         """Bits per element in a long record, scales included; for ``none`` those of float32, for ``mpc`` the most."""
         numel = EXP_BLOCK * self.config.block_size

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from hzero.collectives.errors import HopError
-from hzero.collectives.tiered import TieredCollectives
+from hzero.collectives.runtime import Collectives
 from hzero.collectives.transport import Lane
 from hzero.config import NET_TIERS, ROLES, TIERS, Algorithm
+from hzero.sharding.program import Kind
 
 #: Differences that an error names one by one.
 _NAMED = 4
@@ -31,7 +32,7 @@ class Canary:
     """
 
     def __init__(
-        self, collectives: TieredCollectives, size: int, device: torch.device, names: Sequence[int] | None = None
+        self, collectives: Collectives, size: int, device: torch.device, names: Sequence[int] | None = None
     ) -> None:
         self._names = names
         self._collectives = collectives
@@ -62,7 +63,8 @@ class Canary:
             mine = self._pattern(np.array([own]), np.zeros(1) if to_all else everyone, words)
             want = self._pattern(everyone, np.zeros(1) if to_all else np.array([own]), words)
             message = torch.from_numpy(mine.reshape(-1)).to(self._device)
-            chain = self._collectives.send(lane, message, f"{lane[0]} of canary {self._sent}", algorithm)
+            kind: Kind = "all_gather" if to_all else "all_to_all"
+            chain = self._collectives.send(lane, kind, message, f"{lane[0]} of canary {self._sent}", algorithm)
             where = f"{lane[0]} on tier {lane[1]!r}" + ("" if algorithm == "library" else f" by {algorithm}")
             tests.append((where, ranks, want, chain))
         wrong = []

@@ -28,6 +28,8 @@ _LEVELS = 6  # 2048**6 words
 _MASK = 2**64 - 1
 #: Senders that an error names one by one.
 _NAMED = 4
+#: Bytes of a checksum.
+_BYTES = 16
 #: Factors of a message's number, its sender and its receiver.
 _NUMBER, _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
@@ -63,6 +65,51 @@ def addressed(sums: torch.Tensor, number: int, sender: int | None, receiver: int
         if coordinate is None:
             sums += _multiples(factor, len(sums), sums.device)
     return sums
+
+
+def signed(message: torch.Tensor, parts: int, number: int, sender: int) -> torch.Tensor:
+    """A message with the checksum of each part behind it.
+
+    Args:
+        message: uint8 ``[parts * b]``.
+        parts: 1 where all peers get the same, or one for each of them.
+        number: Of the message on its lane.
+        sender: Coordinate in the tier group.
+
+    Returns:
+        uint8 ``[parts * (b + 16)]``.
+    """
+    sums = addressed(checksums(message, parts), number, sender, None if parts > 1 else 0)
+    return torch.cat([message.view(parts, -1), sums.view(torch.uint8)], dim=1).view(-1)
+
+
+def verified(
+    arrived: torch.Tensor,
+    senders: list[int],
+    number: int,
+    receiver: int | None,
+    ranks: list[int],
+    what: Callable[[], str],
+) -> tuple[torch.Tensor, Comparison]:
+    """The parts of what `signed` has made, as they have arrived, and the comparison of their checksums.
+
+    Args:
+        arrived: uint8 ``[senders * (b + 16)]``.
+        senders: Coordinates, one for each part.
+        number: Of the messages on their lane.
+        receiver: Coordinate of this rank; None where all peers get the same.
+        ranks: Of the tier group.
+        what: Describes the collective.
+    """
+    parts = arrived.view(len(senders), -1)
+    message = parts[:, :-_BYTES].reshape(-1)
+    sent = parts[:, -_BYTES:].reshape(-1).view(torch.int64).view(-1, 2)
+    sums = checksums(message, len(senders))
+    if len(senders) == 1:
+        sums = addressed(sums, number, senders[0], receiver or 0)
+    else:
+        sums = addressed(sums, number, None, receiver or 0)
+    return message, Comparison(sent, sums, [ranks[sender] for sender in senders], number, what)
 
 
 class Comparison(NamedTuple):

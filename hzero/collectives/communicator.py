@@ -14,19 +14,26 @@ import torch.distributed as dist
 
 from hzero.codecs import Codec
 from hzero.codecs.ops import FLOATS
+from hzero.collectives.bucket import Bucket
 from hzero.collectives.feedback import ErrorFeedback
-from hzero.collectives.hop import Bucket, Payload
-from hzero.collectives.moves import TieredMoves
+from hzero.collectives.lanes import Chain, lanes_of
 from hzero.collectives.mpi_wires import world_ranks
-from hzero.collectives.pipeline import Chain
-from hzero.collectives.point_to_point import PointToPoint
 from hzero.collectives.process_groups import group_timeout
+from hzero.collectives.runtime import Collectives
 from hzero.collectives.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
-from hzero.collectives.streams import pipeline_of
 from hzero.collectives.transport import Transport, most_failures, wires_of
 from hzero.collectives.wirelog import WireLog
+from hzero.collectives.wires import Lane, Wires
 from hzero.config import CodecsConfig
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.program import (
+    Program,
+    all_to_all_program,
+    broadcast_program,
+    gather_program,
+    message_program,
+    reduce_program,
+)
 from hzero.sharding.records import chunk_numel
 from hzero.topology import Grid, resolve_grid, sub_grid
 from hzero.validation import ConfigError, one_of
@@ -127,10 +134,10 @@ class Communicator:
         )
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
-        pipeline = pipeline_of(self._device, settings.transport)
-        self.role, self.adopted, self.streams = role, False, pipeline.streams
+        lanes = lanes_of(self._device, settings.transport)
+        self.role, self.adopted, self.streams = role, False, lanes.streams
         timeout = timeout or group_timeout(group)
-        failures = most_failures(pipeline.failures, settings.transport, group, ranks, timeout)
+        failures = most_failures(lanes.failures, settings.transport, group, ranks, timeout)
         parts = "" if whole else f" {zlib.crc32(repr(ranks).encode()):08x}", f" #{failures}" if failures else ""
         name = (role or "collectives") + "".join(parts)
         uses = check_uses(uses)
@@ -145,27 +152,29 @@ class Communicator:
             sums=False,
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
-        self._tiered = TieredMoves(self.plan, transport, WireLog(), feedback, pipeline)
-        self._points = None
+        self._transport, self._name = transport, name
+        self._collectives = Collectives(self.plan, transport, WireLog(), feedback, lanes)
+        self._messages: Wires | None = None
         if "messages" in uses and len(ranks) > 1:
-            wires = wires_of(
-                settings.transport, (f"{name} messages", "node"), ranks, timeout, None if whole else backend
-            )
-            self._points = PointToPoint(self._tiered, wires, ranks, name, timeout)
-        hops = self.plan.gather_hops() + self.plan.reduce_hops()
-        self._exp = any(hop.codec.codec == "exp" for hop in hops)
-        # The second half of an all-reduce encodes once more, what this rank owns of the sums.
-        self._feedback = ErrorFeedback()
+            lane: Lane = f"{name} messages", "node"
+            self._messages = wires_of(settings.transport, lane, ranks, timeout, None if whole else backend)
+        copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
+        self._bfloat16 = any(Codec.from_config(hop.codec).fallible for hop in (*copying, *reducing))
+        self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
+        self._copying = self._again = gather_program(self.plan, copying) if copying else Program(())
+        if copying and copying[0].tier in settings.error_feedback:
+            # The second half of an all-reduce encodes once more, what this rank owns of the sums.
+            self._again = gather_program(self.plan, copying, residual=f"{copying[0].tier} again")
         self._calls = self._sent = 0
 
     @property
     def wire_log(self) -> WireLog:
         """Bytes, codec and time of every hop that has ended, by operation, or by `role`, and tier. Another one may be set."""
-        return self._tiered.wire_log
+        return self._collectives.wire_log
 
     @wire_log.setter
     def wire_log(self, wire_log: WireLog) -> None:
-        self._tiered.wire_log, self.adopted = wire_log, True
+        self._collectives.wire_log, self.adopted = wire_log, True
 
     # ---- sums ------------------------------------------------------------------------------------------------
 
@@ -209,32 +218,15 @@ class Communicator:
         key: int | None,
         then: Callable[[torch.Tensor], torch.Tensor],
     ) -> Chain[torch.Tensor]:
-        hops = self.plan.gather_hops()
-        if not hops or not flat.numel():
+        if not self._copying.steps or not flat.numel():
             return self._local(flat, then)
         same, own = self._seeds()
         held: list[torch.Tensor] = []
         reduced = self._reduce(role, tensor, flat, chunk, op, key, own, held.append)
         bucket = self._bucket(role, tensor, chunk, self._copies, key)
-        codec = Codec.from_config(hops[0].codec)
-
-        def payload() -> Payload:
-            shard = self._tiered.used(held.pop())
-            if codec.exact:
-                shard = shard.to(tensor.dtype)
-            elif hops[0].tier in self.plan.error_feedback:
-                residuals, factors = self._feedback.of(hops[0].tier, bucket, [shard], 1.0)
-                message, left = codec.encode_feedback(
-                    [shard], residuals, factors, [chunk], sizes=(1,), strides=(1,), seed=own
-                )
-                self._feedback.keep(hops[0].tier, bucket, left, 1.0)
-                return message, codec
-            return self._tiered.encoded(bucket, codec, lambda to: to.encode([shard], [chunk], seed=own))
-
-        def decoded(message: torch.Tensor, codec: Codec, outer: int) -> torch.Tensor:
-            return then(self._tiered.decode_gathered(bucket, message, codec, outer)[0])
-
-        return self._tiered.gather(hops, bucket, payload, decoded, seed=same, after=[reduced])
+        read = lambda: [held.pop()]  # noqa: E731
+        whole = lambda tensors: then(tensors[0])  # noqa: E731
+        return self._collectives.run(self._again, bucket, read, whole, seed=same, own_seed=own, after=[reduced])
 
     @torch.compiler.disable
     def average_into(self, tensor: torch.Tensor, key: int) -> Chain[torch.Tensor]:
@@ -243,7 +235,7 @@ class Communicator:
         chunk = chunk_numel(flat.numel(), self.plan.grid.world_size)
 
         def into(whole: torch.Tensor) -> torch.Tensor:
-            self._tiered.used(flat).copy_(whole[: flat.numel()])
+            self._collectives.used(flat).copy_(whole[: flat.numel()])
             return tensor
 
         return self._all_reduce("all_reduce", tensor, flat, chunk, "mean", key, into)
@@ -298,20 +290,13 @@ class Communicator:
         def averaged(shards: list[torch.Tensor]) -> Any:
             return then(shards[0].div_(world) if op == "mean" and not first else shards[0])
 
-        return self._tiered.reduce(
-            self.plan.reduce_hops(),
-            self._bucket(role, tensor, chunk, self._sums, key),
-            [flat],
-            rows=world,
-            shard_order=True,
-            seed=seed,
-            then=averaged,
-        )
+        bucket = self._bucket(role, tensor, chunk, self._sums, key)
+        return self._collectives.run(self._summing, bucket, lambda: [flat], averaged, seed=seed)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:
         """What keeps residuals, for who knows of steps: `ErrorFeedback.commit`, `discard`."""
-        return [feedback for feedback in (self._feedback, self._tiered.feedback) if feedback is not None]
+        return [self._collectives.feedback] if self._collectives.feedback is not None else []
 
     def forget(self) -> None:
         """Drops all residuals of error feedback: what they belong to has changed."""
@@ -337,14 +322,10 @@ class Communicator:
         if not hops or not flat.numel():
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("all_gather", tensor, flat.numel(), self._copies)
-        codec, tiered, (same, own) = Codec.from_config(hops[0].codec), self._tiered, self._seeds()
-        encode = lambda to: to.encode([tiered.used(flat)], bucket.chunks, seed=own)  # noqa: E731
-        payload = lambda: tiered.encoded(bucket, codec, encode)  # noqa: E731
-
-        def decoded(message: torch.Tensor, codec: Codec, outer: int) -> torch.Tensor:
-            return self._tiered.decode_gathered(bucket, message, codec, outer)[0].view(shape)
-
-        return self._end(self._tiered.gather(hops, bucket, payload, decoded, seed=same), async_op)
+        same, own = self._seeds()
+        then = lambda tensors: tensors[0].view(shape)  # noqa: E731
+        chain = self._collectives.run(self._copying, bucket, lambda: [flat], then, seed=same, own_seed=own)
+        return self._end(chain, async_op)
 
     @torch.compiler.disable
     def all_to_all(self, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
@@ -364,7 +345,8 @@ class Communicator:
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("all_to_all", tensor, chunk, self._sums)
         _, own = self._seeds()
-        return self._end(self._tiered.all_to_all(bucket, flat, lambda got: got.view(shape), seed=own), async_op)
+        program, then = all_to_all_program(self.plan), lambda tensors: tensors[0].view(shape)
+        return self._end(self._collectives.run(program, bucket, lambda: [flat], then, seed=own), async_op)
 
     @torch.compiler.disable
     def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -384,8 +366,10 @@ class Communicator:
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
         bucket = self._bucket("broadcast", tensor, flat.numel(), self._copies)
         same, _ = self._seeds()
-        chain = self._tiered.broadcast(bucket, flat, src, lambda got: got.view(shape), seed=same)
-        return self._end(chain, async_op)
+        program = broadcast_program(self.plan, src)
+        read = (lambda: [flat]) if src == self.plan.rank else self._room(program, bucket, flat)
+        then = lambda tensors: tensors[0].view(shape)  # noqa: E731
+        return self._end(self._collectives.run(program, bucket, read, then, seed=same), async_op)
 
     # ---- point to point --------------------------------------------------------------------------------------
 
@@ -406,12 +390,13 @@ class Communicator:
             None; with ``async_op`` a `Chain` of it.
         """
         flat = self._flat("send", tensor)
-        points = self._messages("send: dst", dst)
+        self._check_peer("send: dst", dst)
         if not flat.numel():
             return self._end(self._local(flat, lambda _: None), async_op)
-        bucket = self._bucket("send", tensor, flat.numel(), "")
         self._sent += 1  # apart from `_calls`, which has to be the same on all ranks
-        return self._end(points.send(bucket, flat, dst, seed=self._own_seed(self._sent)), async_op)
+        program, bucket = self._message("send", tensor, self.plan.rank, dst)
+        seed = self._own_seed(self._sent)
+        return self._end(self._collectives.run(program, bucket, lambda: [flat], lambda _: None, seed=seed), async_op)
 
     @torch.compiler.disable
     def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False) -> Any:
@@ -426,11 +411,12 @@ class Communicator:
             The tensor; with ``async_op`` a `Chain` of it.
         """
         flat, shape = self._flat("recv", tensor), tensor.shape
-        points = self._messages("recv: src", src)
+        self._check_peer("recv: src", src)
         if not flat.numel():
             return self._end(self._local(flat, lambda got: got.view(shape)), async_op)
-        bucket = self._bucket("recv", tensor, flat.numel(), "")
-        return self._end(points.receive(bucket, flat, src, lambda got: got.view(shape)), async_op)
+        program, bucket = self._message("recv", tensor, src, self.plan.rank)
+        then = lambda tensors: tensors[0].view(shape)  # noqa: E731
+        return self._end(self._collectives.run(program, bucket, self._room(program, bucket, flat), then), async_op)
 
     # ---- common ----------------------------------------------------------------------------------------------
 
@@ -440,7 +426,7 @@ class Communicator:
         Raises:
             HopError: A message arrived changed, or lost a block.
         """
-        self._tiered.verify()
+        self._collectives.verify()
 
     @staticmethod
     def _end(chain: Chain[Any], async_op: bool) -> Any:
@@ -450,11 +436,11 @@ class Communicator:
         """A chain without hops, with ``then`` of a copy: nothing has to be sent."""
 
         def hops() -> Any:
-            copy = self._tiered.used(tensor).clone()
+            copy = self._collectives.used(tensor).clone()
             yield None
             return then(copy)
 
-        return self._tiered.pipeline.submit(hops(), ())
+        return self._collectives.lanes.submit(hops(), ())
 
     def _seeds(self) -> tuple[int, int]:
         """Seeds of stochastic rounding: one that all ranks have, and one of this rank, so that errors do not add up."""
@@ -465,23 +451,36 @@ class Communicator:
         return (count * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
 
     def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
-        if channel and channel not in self._channels:
+        if channel in (self._sums, self._copies) and channel not in self._channels:
             raise ValueError(f"{role}: found no {channel!r} among the uses of this communicator: {self._channels}")
         of = f"{self.role} in " if self.role else ""
         name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)
 
-    def _messages(self, argument: str, rank: int) -> PointToPoint:
-        """What carries messages to or from another rank."""
+    def _message(self, role: str, tensor: torch.Tensor, source: int, target: int) -> tuple[Program, Bucket]:
+        """The program of a message, and its bucket. Each direction has a lane: in a ring all ranks send before they receive."""
+        lane: Lane = f"{self._name} {source} to {target}", self.plan.grid.tier_between(source, target)
+        assert self._messages is not None, "the peer has been checked"
+        self._transport.direction(lane, self._messages, source, target)
+        bucket = self._bucket(role, tensor, tensor.numel(), lane[0])
+        return message_program(self.plan, source, target), bucket
+
+    @staticmethod
+    def _room(program: Program, bucket: Bucket, like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Makes the buffer of a message that another rank sends."""
+        size = program.crossings[0].message_bytes(bucket.chunks, bucket.dtype.itemsize)
+        return lambda: like.new_empty(size, dtype=torch.uint8)
+
+    def _check_peer(self, argument: str, rank: int) -> None:
+        """Raises ValueError for what is no other rank, or where nothing carries messages."""
         _check_rank(argument, rank, self.plan.grid.world_size)
         if rank == self.plan.rank:
-            raise ValueError(f"{argument}: found {rank}, this rank itself; possible: another rank of the group")
-        if self._points is None:
+            raise ValueError(f"{argument}: found {rank}, this rank itself; expected another rank of the group")
+        if self._messages is None:
             raise ValueError(f"{argument}: found no 'messages' among the uses of this communicator: {self._channels}")
-        return self._points
 
     def _flat(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        return _flat(operation, tensor, self._device, self._exp)
+        return _flat(operation, tensor, self._device, self._bfloat16)
 
 
 def _flat(operation: str, tensor: torch.Tensor, device: str, exp: bool) -> torch.Tensor:

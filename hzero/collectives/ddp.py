@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hzero.collectives.communicator import Communicator
-from hzero.collectives.pipeline import Chain
+from hzero.collectives.lanes import Chain
 from hzero.collectives.settings import CommunicatorConfig
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hzero.collectives.hop import Bucket
-from hzero.config import Tier
+from hzero.collectives.bucket import Bucket
 
 
 class ErrorFeedback:
@@ -18,17 +17,17 @@ class ErrorFeedback:
     """
 
     def __init__(self) -> None:
-        self._residuals: dict[tuple[Tier, int], tuple[torch.Tensor, float]] = {}
-        self._pending: dict[tuple[Tier, int], tuple[torch.Tensor, float]] = {}
+        self._residuals: dict[tuple[str, int], tuple[torch.Tensor, float]] = {}
+        self._pending: dict[tuple[str, int], tuple[torch.Tensor, float]] = {}
         self._peak_bytes = 0
 
     def of(
-        self, tier: Tier, bucket: Bucket, tensors: Sequence[torch.Tensor], scale: float
+        self, name: str, bucket: Bucket, tensors: Sequence[torch.Tensor], scale: float
     ) -> tuple[list[torch.Tensor], list[float]]:
         """The residuals to add to tensors before they are encoded, and the factors to multiply them by.
 
         Args:
-            tier: Tier of the hop.
+            name: Of the residuals, such as the tier of the hop.
             bucket: Keys of the tensors.
             tensors: Flat floating tensors.
             scale: Loss scale of ``tensors``; the factors convert residuals kept at another scale.
@@ -38,17 +37,17 @@ class ErrorFeedback:
         """
         residuals, factors = [], []
         for key, tensor in zip(bucket.keys, tensors):
-            kept = self._pending.get((tier, key)) or self._residuals.get((tier, key))
+            kept = self._pending.get((name, key)) or self._residuals.get((name, key))
             if kept is None or kept[0].numel() != tensor.numel():
                 kept = (tensor.new_empty(0, dtype=torch.float32), scale)
             residuals.append(kept[0])
             factors.append(scale / kept[1])
         return residuals, factors
 
-    def keep(self, tier: Tier, bucket: Bucket, residuals: Sequence[torch.Tensor], scale: float) -> None:
+    def keep(self, name: str, bucket: Bucket, residuals: Sequence[torch.Tensor], scale: float) -> None:
         """Keeps the loss of an encoding: float32 tensors, at this loss scale."""
         for key, residual in zip(bucket.keys, residuals):
-            self._pending[(tier, key)] = (residual, scale)
+            self._pending[(name, key)] = (residual, scale)
 
     def commit(self) -> None:
         """The step is done: its residuals are added to the next gradients."""
@@ -66,16 +65,16 @@ class ErrorFeedback:
         """Peak memory of residuals at a step on this rank, in bytes: twice their size from the second step on."""
         return self._peak_bytes
 
-    def saved(self) -> dict[Tier, dict[int, tuple[torch.Tensor, float]]]:
+    def saved(self) -> dict[str, dict[int, tuple[torch.Tensor, float]]]:
         """The residuals of steps that are done, by tier and key, each with the loss scale that it is kept at."""
-        found: dict[Tier, dict[int, tuple[torch.Tensor, float]]] = {}
-        for (tier, key), kept in self._residuals.items():
-            found.setdefault(tier, {})[key] = kept
+        found: dict[str, dict[int, tuple[torch.Tensor, float]]] = {}
+        for (name, key), kept in self._residuals.items():
+            found.setdefault(name, {})[key] = kept
         return found
 
-    def restore(self, tier: Tier, key: int, residual: torch.Tensor, scale: float) -> None:
+    def restore(self, name: str, key: int, residual: torch.Tensor, scale: float) -> None:
         """Starts from a residual that `saved` has given."""
-        self._residuals[tier, key] = residual, scale
+        self._residuals[name, key] = residual, scale
 
     def clear(self) -> None:
         """Forgets all residuals: their weights have been replaced."""

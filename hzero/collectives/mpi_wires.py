@@ -82,10 +82,6 @@ class MpiWork:
         if self._error is not None:
             raise self._error
 
-    def get_future(self) -> Any:
-        """Raises RuntimeError."""
-        raise RuntimeError("MPI does not announce the end of messages")
-
     def _post(self) -> bool:
         for start, expected in itertools.islice(self._posts, MESSAGES - len(self._requests)):
             self._requests.append(start())

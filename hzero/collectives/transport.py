@@ -1,46 +1,31 @@
-"""Transport: wires for each role and tier, and the collectives that hops are made of."""
+"""Transport: the wires of each lane, and the collectives that hops are made of."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hzero.collectives.checksum import Comparison, addressed, checksums
+from hzero.collectives.checksum import Comparison, signed, verified
 from hzero.collectives.errors import DisagreementError, HopError, MissingPeerError
 from hzero.collectives.mpi_wires import shared_communicators
 from hzero.collectives.process_groups import shared_groups, world_timeout
 from hzero.collectives.watchdog import shared_watchdog
 from hzero.collectives.wires import Lane, LaneHops, TorchWires, Wires, Work
-from hzero.config import ROLES, TIERS, Algorithm, Tier, TransportName
+from hzero.config import ROLES, TIERS, Algorithm, TransportName
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.program import Kind
 from hzero.validation import some
 
-Collective: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "exchange", "broadcast"]
 
-
-class Ends(NamedTuple):
-    """What a collective calls.
-
-    Attributes:
-        done: When it has been waited for.
-        arrived: When it has ended, on any thread, where the backend announces that.
-        passed: To ask whether the device is past it, once it has been waited for.
-    """
-
-    done: Callable[[], None] = lambda: None
-    arrived: Callable[[], None] = lambda: None
-    passed: Callable[[], bool] = lambda: True
-
-
-_NOTHING = Ends()
+def _nothing() -> None:
+    pass
 
 
 class Pending:
@@ -48,102 +33,65 @@ class Pending:
 
     Args:
         work: What is under way.
-        output: What the collective fills.
+        buffers: What it reads and fills, the output last.
         what: Describes it, for errors.
-        ends: What it calls.
-        then: Makes what `wait` returns of ``output``.
         lane: The hops of its lane.
+        done: Called when it has been waited for.
+        then: Makes what `wait` returns of the output.
+        passed: Asks whether the device is past it, once it has been waited for.
     """
 
     def __init__(
         self,
-        work: Work | None,
-        output: torch.Tensor,
+        work: Work,
+        buffers: Sequence[torch.Tensor],
         what: Callable[[], str],
-        ends: Ends = _NOTHING,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
         lane: LaneHops | None = None,
+        done: Callable[[], None] = _nothing,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        passed: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._lane = lane
-        self._number = lane.start(what, output.nbytes, ends.passed) if lane is not None else 0
-        self._work = work
-        self._output = output
-        self._what = what
-        self._ends = ends
-        self._then = then
+        self.buffers = tuple(buffers)
+        self._work: Work | None = work
+        self._what, self._lane, self._done, self._then = what, lane, done, then
+        self._number = lane.start(what, buffers[-1].nbytes, passed) if lane is not None else 0
         self._started = time.monotonic()
-        self._future: Any = None
 
     def __str__(self) -> str:
         return self._what()
 
-    def arrived(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        if self._work is None:
-            return True
-        # gloo completes the future, which wakes whoever waits, before the work.
-        return self._future.done() if self._future is not None else self._work.is_completed()
-
-    def announce(self, arrived: Callable[[], None]) -> None:
-        """Asks the backend to call ``arrived`` when the collective has ended; see `announced`."""
-        if self._work is None:
-            return
-        try:
-            self._future = self._work.get_future()
-        except RuntimeError:  # not every kind of work has one
-            return
-
-        def ended(_: Any) -> None:
-            self._ends.arrived()
-            arrived()
-
-        self._future.add_done_callback(ended)
-
-    @property
-    def announced(self) -> bool:
-        """Whether the backend announces the end of the collective."""
-        return self._future is not None
-
-    def wait(self) -> torch.Tensor:
-        """Waits for the collective.
-
-        Returns:
-            Its output, which the current stream may read.
+    def end(self) -> None:
+        """Waits for the collective; on a device the current stream does.
 
         Raises:
             HopError: The collective failed, a peer is gone or the group's timeout passed.
         """
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except DisagreementError as error:
-                raise HopError(f"{self._what()} failed: {error}") from error
-            except RuntimeError as error:
-                failed = f"{self._what()} failed after {time.monotonic() - self._started:.1f} s: "
-                raise MissingPeerError.of(failed, error, self._lane, self._number) from error
-            self._work = None
-            if self._lane is not None:
-                self._lane.ended += 1
-            self._ends.done()
-            if self._then is not None:
-                self._output = self._then(self._output)
-        return self._output
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except DisagreementError as error:
+            raise HopError(f"{self._what()} failed: {error}") from error
+        except RuntimeError as error:
+            failed = f"{self._what()} failed after {time.monotonic() - self._started:.1f} s: "
+            raise MissingPeerError.of(failed, error, self._lane, self._number) from error
+        self._work = None
+        if self._lane is not None:
+            self._lane.ended += 1
+        self._done()
 
-
-#: In place of a collective that a chain has announced and does not need.
-NOTHING_SENT = Pending(None, torch.empty(0), str)
-
-
-def take(pending: Pending, sent: torch.Tensor) -> torch.Tensor:
-    """Waits for a collective that sends from the buffer ``sent``, and returns what it has received."""
-    return pending.wait()
+    def wait(self) -> torch.Tensor:
+        """Waits as `end` does, and returns what has arrived."""
+        self.end()
+        return self.buffers[-1] if self._then is None else self._then(self.buffers[-1])
 
 
 #: Takes a comparison, and the message that it is of.
 Compare: TypeAlias = Callable[[Comparison, torch.Tensor], None]
 
 
-def _check(comparison: Comparison, message: torch.Tensor) -> None:
+def compare_at_once(comparison: Comparison, message: torch.Tensor) -> None:
+    """Raises `HopError` where checksums differ; the host waits."""
     comparison.check()
 
 
@@ -156,11 +104,6 @@ def sum_of(parts: torch.Tensor) -> torch.Tensor:
     for other in others:
         total.add_(other)
     return total.to(parts.dtype)
-
-
-def rounds(algorithm: Algorithm, ranks: int) -> int:
-    """Number of collectives, one after the other, of an all-gather over so many ranks."""
-    return (ranks - 1).bit_length() if algorithm == "doubling" else 1
 
 
 def wires_of(
@@ -221,6 +164,21 @@ def most_failures(
         ) from error
 
 
+class _Group:
+    """The ranks of a lane.
+
+    Attributes:
+        wires: Their wires.
+        ranks: Of the world, in the order of coordinates.
+        own: Coordinate of this rank.
+        lane: The hops of the lane.
+        messages: Messages so far, the same on all ranks.
+    """
+
+    def __init__(self, wires: Wires, ranks: list[int], own: int, lane: LaneHops) -> None:
+        self.wires, self.ranks, self.own, self.lane, self.messages = wires, ranks, own, lane, 0
+
+
 class Transport:
     """Tier groups over torch.distributed or MPI, and collectives on them.
 
@@ -249,261 +207,185 @@ class Transport:
         failures: int = 0,
         sums: bool = True,
     ) -> None:
-        timeout = timeout or world_timeout()
-        self._wires: dict[Lane, Wires] = {}
-        self._ranks: dict[Tier, list[int]] = {}
-        self._hops: dict[Lane, LaneHops] = {}
-        everyone = ranks if ranks is not None else range(plan.grid.world_size)
-        self._rank = everyone[plan.rank]
-        self._checksum = plan.checksum
-        self._sums = sums
-        self._messages: defaultdict[Lane, int] = defaultdict(int)
+        self._timeout = timeout or world_timeout()
+        self._everyone = ranks if ranks is not None else range(plan.grid.world_size)
+        self._rank = self._everyone[plan.rank]
+        self._checksum, self._sums = plan.checksum, sums
+        self._groups: dict[Lane, _Group] = {}
         for tier in TIERS:
             if plan.grid.size(tier) == 1:
                 continue
-            self._ranks[tier] = [everyone[rank] for rank in plan.tier_group(tier)]
+            members = [self._everyone[rank] for rank in plan.tier_group(tier)]
             for channel in channels:
-                lane = channel, tier
                 named = (f"{channel} #{failures}" if failures else channel), tier
-                self._wires[lane] = wires_of(plan.transport, named, self._ranks[tier], timeout, backend)
-                self._hops[lane] = shared_watchdog().lane(named, self._ranks[tier], timeout.total_seconds())
+                wires = wires_of(plan.transport, named, members, self._timeout, backend)
+                hops = shared_watchdog().lane(named, members, self._timeout.total_seconds())
+                self._groups[channel, tier] = _Group(wires, members, members.index(self._rank), hops)
 
     @property
     def lanes(self) -> list[Lane]:
         """Its lanes."""
-        return list(self._wires)
+        return list(self._groups)
 
-    def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
-        """Starts an all-gather: uint8 ``[b]`` from every rank of the tier group to ``[k * b]``, coordinate order."""
-        output = message.new_empty(message.numel() * len(self._ranks[lane[1]]))
-        start = partial(self._wires[lane].all_gather, output, message)
-        return self._start(start, output, "all_gather", lane, what, output.nbytes, ends)
+    def direction(self, lane: Lane, wires: Wires, source: int, target: int) -> None:
+        """Makes a lane of messages from one rank of the plan to another: each direction has its own.
 
-    def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
-        """Starts an all-to-all: part i of uint8 ``[k * b]`` goes to peer i; the output holds one part from each peer."""
-        output = torch.empty_like(message)
-        start = partial(self._wires[lane].all_to_all, output, message)
-        return self._start(start, output, "all_to_all", lane, what, output.nbytes, ends)
-
-    def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
-        """Starts a summing reduce-scatter: floating ``[k * n]`` to ``[n]``, the sum of all ranks' parts for this rank.
-
-        On gloo and MPI it is an all-to-all and a sum on arrival (`Wires.own_sums`).
+        In a ring every rank sends before it receives.
         """
-        wires, size = self._wires[lane], elements.numel() // len(self._ranks[lane[1]])
-        if not wires.own_sums:
-            parts = torch.empty_like(elements)
-            start = partial(wires.all_to_all, parts.view(torch.uint8), elements.view(torch.uint8))
-            then = lambda arrived: sum_of(arrived.view(-1, size))  # noqa: E731
-            return self._start(start, parts, "reduce_scatter", lane, what, elements.nbytes, ends, then)
-        output = elements.new_empty(size)
-        start = partial(wires.reduce_scatter, output, elements)
-        return self._start(start, output, "reduce_scatter", lane, what, elements.nbytes, ends)
+        if lane not in self._groups:
+            ranks = [self._everyone[source], self._everyone[target]]
+            hops = shared_watchdog().lane(lane, sorted(ranks), self._timeout.total_seconds())
+            self._groups[lane] = _Group(wires, ranks, ranks.index(self._rank), hops)
 
-    def exchange(self, lane: Lane, held: torch.Tensor, distance: int, what: str, ends: Ends = _NOTHING) -> Pending:
-        """Starts a round of the algorithm ``doubling``.
-
-        Rank i holds the messages of the ranks i, i + 1, .. i + distance - 1 (modulo k) in the first rows of ``held``,
-        uint8 ``[k][b]``. It sends them, or as many as are missing, to rank i - distance, and receives as many from rank
-        i + distance in the rows that follow.
-        """
-        ranks = len(self._ranks[lane[1]])
-        own, rows = self._ranks[lane[1]].index(self._rank), min(distance, ranks - distance)
-        sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
-        source, target = (own + distance) % ranks, (own - distance) % ranks
-        start = partial(self._wires[lane].exchange, received, sent, source, target)
-        return self._start(start, held, "exchange", lane, what, sent.nbytes, ends)
-
-    def broadcast(self, lane: Lane, message: torch.Tensor, root: int, what: str, ends: Ends = _NOTHING) -> Pending:
-        """Starts a broadcast of uint8 ``[b]`` from the rank at coordinate ``root`` of the tier group, into all others'."""
-        start = partial(self._wires[lane].broadcast, message, root)
-        return self._start(start, message, "broadcast", lane, what, message.nbytes, ends)
-
-    def gather(
-        self,
-        algorithm: Algorithm,
-        lane: Lane,
-        message: torch.Tensor,
-        what: str,
-        ends: Ends = _NOTHING,
-        received: Callable[[Pending, torch.Tensor], torch.Tensor] = take,
-        compare: Compare = _check,
-    ) -> Generator[Pending, None, torch.Tensor]:
-        """An all-gather as `all_gather`, by an algorithm; all give the same bytes.
-
-        ``library`` is the library's: a ring in NCCL and RCCL for most sizes, whose latency grows with k. ``doubling`` is
-        that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles the messages that
-        a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message to each
-        peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency. In all of them a rank receives
-        k - 1 messages.
-
-        With checksums, those of the messages follow by the same algorithm. ``doubling`` checks at its end: a message that
-        changes on its way over other ranks is told from its first sender.
-
-        Args:
-            algorithm: The same on all ranks of the group.
-            lane: Role and tier.
-            message: uint8 ``[b]``.
-            what: Describes the message, for errors.
-            ends: Of the last round, without those of checksums.
-            received: Waits for a round; its second argument is the buffer that the round sends from.
-            compare: Takes the checksums, and the message for the current stream.
-
-        Yields:
-            Each round once it is started, `rounds` in all, and as many for checksums. Is resumed when the round has
-            arrived.
-
-        Returns:
-            uint8 ``[k * b]``, coordinate order.
-
-        Raises:
-            HopError: By ``compare``.
-        """
-        if not self._checksum:
-            return (yield from self._gather(algorithm, lane, message, what, ends, received))
-        ranks = self._ranks[lane[1]]
-        number = self._next(lane)
-        sums = addressed(checksums(message, 1), number, ranks.index(self._rank), 0).view(-1).view(torch.uint8)
-        gathered = yield from self._gather(algorithm, lane, message, what, ends, received)
-        sent = yield from self._gather(algorithm, lane, sums, f"{what} (checksums)", _NOTHING, received)
-        arrived = addressed(checksums(gathered, len(ranks)), number, None, 0)
-        described = partial(self._describe, "all_gather", lane, what, gathered.nbytes)
-        compare(Comparison(sent.view(torch.int64).view(-1, 2), arrived, ranks, number, described), gathered)
-        return gathered
-
-    def _gather(
-        self,
-        algorithm: Algorithm,
-        lane: Lane,
-        message: torch.Tensor,
-        what: str,
-        ends: Ends,
-        received: Callable[[Pending, torch.Tensor], torch.Tensor],
-    ) -> Generator[Pending, None, torch.Tensor]:
-        """The rounds of one message."""
-        ranks = self._ranks[lane[1]]
-        if algorithm != "doubling":
-            pairs = algorithm == "pairs"
-            sent = message.repeat(len(ranks)) if pairs else message
-            pending = (self.all_to_all if pairs else self.all_gather)(lane, sent, what, ends)
-            yield pending
-            return received(pending, sent)
-        held = message.new_empty(len(ranks), message.numel())
-        held[0] = message
-        last = rounds(algorithm, len(ranks)) - 1
-        for number in range(last + 1):
-            pending = self.exchange(lane, held, 1 << number, what, ends if number == last else _NOTHING)
-            yield pending
-            received(pending, held)
-        return held.roll(ranks.index(self._rank), 0).view(-1)
-
-    def scatter(
+    def start(
         self,
         lane: Lane,
+        kind: Kind,
         message: torch.Tensor,
         what: str,
-        ends: Ends = _NOTHING,
-        received: Callable[[Pending, torch.Tensor], torch.Tensor] = take,
-        compare: Compare = _check,
+        done: Callable[[], None] = _nothing,
         *,
-        summed: torch.dtype | None = None,
-    ) -> Generator[Pending, None, torch.Tensor]:
-        """A hop of a reduction: part i of a message goes to peer i.
+        algorithm: Algorithm = "library",
+        root: int = 0,
+        dtype: torch.dtype = torch.uint8,
+        compare: Compare = compare_at_once,
+        passed: Callable[[], bool] = lambda: True,
+    ) -> Pending:
+        """Starts a collective over the ranks of a lane, k of them.
 
-        With checksums, those of the parts follow in a second all-to-all; and sums are made here, in float32, since a
-        library that sums on its way has no message to check.
+        ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
+        of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
+        for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
+
+        With checksums each part is followed by 16 bytes. Sums are made here then, in float32, since a library that sums on its
+        way has no message to check. They are also made here on gloo and MPI (`Wires.own_sums`).
+
+        Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
+        with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
+        the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
+        to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
 
         Args:
-            lane: Role and tier.
-            message: uint8 ``[k * b]``.
-            what: Describes it, for errors.
-            ends: Of the payload's collective.
-            received: As for `gather`.
-            compare: As for `gather`.
-            summed: Type of the elements if the parts are to be summed, as by `reduce_scatter`.
-
-        Yields:
-            The collective once it is started; with checksums also the second one.
+            lane: The lane.
+            kind: The collective, the same on all ranks.
+            message: uint8, contiguous; of a rank that only receives, what is filled.
+            what: Describes the message, for errors.
+            done: Called when the collective has been waited for.
+            algorithm: Of an all-gather, the same on all ranks.
+            root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
+            dtype: Type of the elements that are summed.
+            compare: Takes the checksums, and the message for the current stream.
+            passed: As for `Pending`.
 
         Returns:
-            uint8 ``[k * b]``, the parts of all peers; or their sum, ``[b]``.
+            The collective; of several rounds the last one, once the others have ended.
 
         Raises:
-            HopError: By ``compare``.
+            HopError: It cannot be started, since peers are gone.
         """
-        if summed is not None and self._sums and not self._checksum:
-            pending = self.reduce_scatter(lane, message.view(summed), what, ends)
-            yield pending
-            return received(pending, message).view(torch.uint8)
-        ranks = self._ranks[lane[1]]
-        own, number = ranks.index(self._rank), self._next(lane)
-        if self._checksum:
-            sums = addressed(checksums(message, len(ranks)), number, own, None).view(-1).view(torch.uint8)
-        pending = self.all_to_all(lane, message, what, ends)
-        yield pending
-        parts = received(pending, message)
-        if self._checksum:
-            pending = self.all_to_all(lane, sums, f"{what} (checksums)")
-            yield pending
-            sent = received(pending, sums).view(torch.int64).view(-1, 2)
-            arrived = addressed(checksums(parts, len(ranks)), number, None, own)
-            described = partial(self._describe, "all_to_all", lane, what, parts.nbytes)
-            compare(Comparison(sent, arrived, ranks, number, described), parts)
-        if summed is None:
-            return parts
-        elements = parts.view(summed)
-        return sum_of(elements.view(len(ranks), elements.numel() // len(ranks))).view(torch.uint8)
+        group = self._groups[lane]
+        described = partial(self._describe, kind, lane, group, what, message.nbytes)
+        try:
+            with record_function(f"hzero: {kind} {lane[1]}: {what}"):
+                return self._started(group, kind, message, described, done, algorithm, root, dtype, compare, passed)
+        except HopError:  # of a round
+            raise
+        except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
+            raise MissingPeerError.of(f"{described()} cannot start: ", error) from error
 
-    def spread(
+    def _started(
         self,
-        lane: Lane,
+        group: _Group,
+        kind: Kind,
         message: torch.Tensor,
+        what: Callable[[], str],
+        done: Callable[[], None],
+        algorithm: Algorithm,
         root: int,
-        what: str,
-        ends: Ends = _NOTHING,
-        received: Callable[[Pending, torch.Tensor], torch.Tensor] = take,
-        compare: Compare = _check,
-    ) -> Generator[Pending, None, torch.Tensor]:
-        """A hop of a broadcast: the message at coordinate ``root`` goes to all peers. With checksums its own follows.
-
-        Args, yields and raises as `scatter`; ``message`` is uint8 ``[b]``, filled on all ranks but the root.
-        """
-        pending = self.broadcast(lane, message, root, what, ends)
-        yield pending
-        message = received(pending, message)
-        if self._checksum:
-            number, ranks = self._next(lane), self._ranks[lane[1]]
-            arrived = addressed(checksums(message, 1), number, root, 0)
-            pending = self.broadcast(lane, arrived.clone().view(-1).view(torch.uint8), root, f"{what} (checksums)")
-            yield pending
-            sent = received(pending, message).view(torch.int64).view(-1, 2)
-            described = partial(self._describe, "broadcast", lane, what, message.nbytes)
-            compare(Comparison(sent, arrived, [ranks[root]], number, described), message)
-        return message
-
-    def _next(self, lane: Lane) -> int:
-        """The number of the next message of a lane, the same on all its ranks."""
-        self._messages[lane] += 1
-        return self._messages[lane]
-
-    def _start(
-        self,
-        start: Callable[[], Work],
-        output: torch.Tensor,
-        kind: Collective,
-        lane: Lane,
-        what: str,
-        size: int,
-        ends: Ends,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        dtype: torch.dtype,
+        compare: Compare,
+        passed: Callable[[], bool],
     ) -> Pending:
-        described = partial(self._describe, kind, lane, what, size)
-        with record_function(f"hzero: {kind} {lane[1]}: {what}"):
-            work = start()
-        return Pending(work, output, described, ends, then, self._hops[lane])
+        wires, ranks = group.wires, len(group.ranks)
+        if kind == "reduce_scatter" and wires.own_sums and self._sums and not self._checksum:
+            elements = message.view(dtype)
+            sums = elements.new_empty(elements.numel() // ranks)
+            work = wires.reduce_scatter(sums, elements)
+            return Pending(work, (message, sums.view(torch.uint8)), what, group.lane, done, None, passed)
+        group.messages += 1
+        if self._checksum:
+            parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
+            message = signed(message, parts, group.messages, group.own)
+        then = partial(self._arrived, group, group.messages, kind, root, dtype, compare, what)
+        if kind == "all_gather" and algorithm == "doubling":
+            held = message.new_empty(ranks, message.numel())
+            held[0] = message
+            distance = 1
+            while 2 * distance < ranks:
+                Pending(_exchange(group, held, distance), (held,), what, group.lane).end()
+                distance *= 2
+            turned = lambda held: then(held.roll(group.own, 0))  # noqa: E731
+            return Pending(_exchange(group, held, distance), (held,), what, group.lane, done, turned, passed)
+        output = message
+        if kind == "broadcast":
+            work = wires.broadcast(message, root)
+        elif kind in ("send", "receive"):
+            work = wires.message(message, root, sends=kind == "send")
+        elif kind == "all_gather" and algorithm == "library":
+            output = message.new_empty(message.numel() * ranks)
+            work = wires.all_gather(output, message)
+        else:
+            message = message.repeat(ranks) if kind == "all_gather" else message
+            output = torch.empty_like(message)
+            work = wires.all_to_all(output, message)
+        return Pending(work, (message, output), what, group.lane, done, then, passed)
 
-    def _describe(self, kind: Collective, lane: Lane, what: str, size: int) -> str:
-        tier = lane[1]
-        ranks = self._ranks[tier]
+    def _arrived(
+        self,
+        group: _Group,
+        number: int,
+        kind: Kind,
+        root: int,
+        dtype: torch.dtype,
+        compare: Compare,
+        what: Callable[[], str],
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """What has arrived, without checksums, and summed."""
+        output = output.view(-1)
+        if self._checksum:
+            senders = {"broadcast": [root], "send": [group.own], "receive": [1 - group.own]}
+            to_all = kind not in ("all_to_all", "reduce_scatter")
+            output, comparison = verified(
+                output,
+                senders.get(kind) or list(range(len(group.ranks))),
+                number,
+                0 if to_all else group.own,
+                group.ranks,
+                what,
+            )
+            compare(comparison, output)
+        if kind == "reduce_scatter":
+            return sum_of(output.view(dtype).view(len(group.ranks), -1)).view(torch.uint8)
+        return output
+
+    def _describe(self, kind: Kind, lane: Lane, group: _Group, what: str, size: int) -> str:
+        ranks = group.ranks
+        if kind in ("send", "receive"):
+            way = f"{'to' if kind == 'send' else 'from'} rank {ranks[1 - group.own]}"
+            return f"hzero: {what} {way} (rank {self._rank}, {size:,} bytes)"
         shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
-        return f"hzero: {kind.replace('_', '-')} of {what} on tier {tier!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+        return f"hzero: {kind.replace('_', '-')} of {what} on tier {lane[1]!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+
+
+def _exchange(group: _Group, held: torch.Tensor, distance: int) -> Work:
+    """A round of ``doubling``.
+
+    Rank i holds the messages of the ranks i, i + 1, .. i + distance - 1 (modulo k) in the first rows of ``held``,
+    uint8 ``[k][b]``. It sends them, or as many as are missing, to rank i - distance, and receives as many from rank
+    i + distance in the rows that follow.
+    """
+    ranks, own = len(held), group.own
+    rows = min(distance, ranks - distance)
+    sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
+    return group.wires.exchange(received, sent, (own + distance) % ranks, (own - distance) % ranks)

@@ -116,14 +116,8 @@ def in_time(call: Callable[[], T], within_s: float) -> T:
 class Work(Protocol):
     """Messages under way."""
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-
     def wait(self) -> Any:
         """Waits for them. Raises RuntimeError where one failed or the group's timeout passed."""
-
-    def get_future(self) -> Any:
-        """A future that ends with them. Raises RuntimeError where nothing announces their end."""
 
 
 class Wires(Protocol):
@@ -197,32 +191,17 @@ class TorchWires:
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
         """As `Wires.message`."""
         work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
-        return _Waited(work, self._timeout) if message.is_cpu else work
+        return _Limited(work, self._timeout) if message.is_cpu else work
 
     def _rank(self, place: int) -> int:
         return dist.get_global_rank(self._group, place)
 
 
-class _Waited:
-    """A send or receive of gloo, which ends only when somebody waits for it: a thread does."""
+class _Limited:
+    """A send or receive of gloo, which takes its timeout when it is waited for."""
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
-        self._ended: Future[None] = Future()
-        threading.Thread(target=self._run, args=(work, timeout), name="hzero message", daemon=True).start()
-
-    def _run(self, work: Any, timeout: timedelta) -> None:
-        try:
-            work.wait(timeout)
-        except RuntimeError as error:
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
-
-    def get_future(self) -> Future[None]:
-        return self._ended
-
-    def is_completed(self) -> bool:
-        return self._ended.done()
+        self._work, self._timeout = work, timeout
 
     def wait(self) -> None:
-        self._ended.result()
+        self._work.wait(self._timeout)

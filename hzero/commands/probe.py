@@ -11,14 +11,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hzero.codecs import Codec
-from hzero.collectives import Bucket, TieredCollectives, Transport, WireLog
+from hzero.collectives import Bucket, Collectives, Transport, WireLog
 from hzero.collectives.transport import Lane
 from hzero.collectives.wirelog import HopTimer
 from hzero.config import DEFAULT_BLOCK_SIZE, NET_TIERS, ROLES, Algorithm, CodecConfig, CodecName, Tier, TransportName
 from hzero.parsing import parse_config
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
 from hzero.sharding.plan import Hop, ShardPlan
+from hzero.sharding.program import Decode, Order, Program, gather_program, reduce_program
 from hzero.topology import Grid
 
 #: All-gathers and their algorithms; on tiers inside a node there is the library's only.
@@ -91,7 +91,8 @@ class Probe:
         config = parse_config({"preset": "lossless", "transport": transport})
         plan = ShardPlan.from_config(config, grid, dist.get_rank())
         self._transport = Transport(plan, timedelta(seconds=timeout_s))
-        self._collectives = TieredCollectives(plan, self._transport, WireLog())
+        self._plan = plan
+        self._collectives = Collectives(plan, self._transport, WireLog())
         self._device, self._iterations = device, iterations
 
     def measure(self, one: Measurement) -> LinkRow:
@@ -132,25 +133,21 @@ class Probe:
         lane: Lane = ("weights", one.tier)
         if one.op in GATHERS:
             part = self._values(one.count, one.dtype)
-            return lambda: list(self._transport.gather(GATHERS[one.op], lane, part, "a probe"))
-        whole = self._values(one.count * one.ranks, one.dtype)
-        return lambda: getattr(self._transport, one.op)(lane, whole, "a probe").wait()
+            return lambda: self._transport.start(lane, "all_gather", part, "a probe", algorithm=GATHERS[one.op]).wait()
+        whole, kind = self._values(one.count * one.ranks, one.dtype).view(torch.uint8), one.op
+        assert kind in ("all_to_all", "reduce_scatter")
+        return lambda: self._transport.start(lane, kind, whole, "a probe", dtype=one.dtype).wait()
 
     def _hop(self, one: Measurement) -> Callable[[], object]:
         """One hop of a bucket of one tensor: encoding, collective, decoding."""
         settings = CodecConfig(codec=one.codec or "none", block_size=DEFAULT_BLOCK_SIZE)
-        hop, codec = Hop(one.tier, one.ranks, settings), Codec.from_config(settings)
+        hop, then = Hop(one.tier, one.ranks, settings), lambda tensors: tensors
         if one.op == "gradients":
-            whole = self._values(one.count * one.ranks, one.dtype)
-            sums = Bucket((0,), (one.count,), one.dtype, "gradients")
-            return lambda: self._collectives.reduce([hop], sums, [whole], rows=hop.size, shard_order=False).wait()
-        shard = self._values(one.count, one.dtype)
-        bucket = Bucket((0,), (one.count,), one.dtype, "weights")
-
-        def encode() -> tuple[torch.Tensor, Codec]:
-            return codec.encode([shard], bucket.chunks), codec
-
-        def decode(payload: torch.Tensor, received: Codec, outer: int) -> object:
-            return received.decode(payload, bucket.chunks, dtype=bucket.dtype, outer=outer)
-
-        return lambda: self._collectives.gather([hop], bucket, encode, decode).wait()
+            tensor = self._values(one.count * one.ranks, one.dtype)
+            program = reduce_program(self._plan, [hop], hop.size, shard_order=False)
+        else:
+            tensor = self._values(one.count, one.dtype)
+            gather = gather_program(self._plan, [hop], left=settings)
+            program = Program((*gather.steps, Decode(settings, Order.of_rows(hop.size), gather.pieces)))
+        bucket = Bucket((0,), (one.count,), one.dtype, one.op)
+        return lambda: self._collectives.run(program, bucket, lambda: [tensor], then).wait()

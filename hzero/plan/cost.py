@@ -14,7 +14,7 @@ from typing import Literal
 
 from hzero.config import NET_TIERS, Algorithm
 from hzero.plan.profile import Profile
-from hzero.sharding.sequence import Crossing
+from hzero.sharding.program import Cross
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
@@ -60,7 +60,7 @@ class Machine:
         self.grid, self.profile = grid, profile
         self._value = profile.value
 
-    def transfer(self, crossing: Crossing, size: float, algorithm: Algorithm = "library") -> Phase:
+    def transfer(self, crossing: Cross, size: float, algorithm: Algorithm = "library") -> Phase:
         """Time of one collective.
 
         Args:
@@ -79,7 +79,7 @@ class Machine:
         stolen = self._value("stolen_share") * max(phase.work.values(), default=0.0)
         return Phase(phase.latency_s, {**phase.work, "compute": stolen}) if stolen else phase
 
-    def places(self, crossing: Crossing) -> tuple[int, int, int]:
+    def places(self, crossing: Cross) -> tuple[int, int, int]:
         """Nodes of a group, its ranks on each, and the groups that share a node."""
         nodes = math.prod(self.grid.size(tier) for tier in crossing.tiers if tier in NET_TIERS)
         ranks = crossing.ranks // nodes
@@ -88,7 +88,7 @@ class Machine:
     def _seconds(self, sent: float, rate: str) -> float:
         return sent / self._value(rate) / 1e9
 
-    def _inside(self, crossing: Crossing, sent: float, pairs: bool) -> dict[Resource, float]:
+    def _inside(self, crossing: Cross, sent: float, pairs: bool) -> dict[Resource, float]:
         """Seconds of a node's links for what a device sends to the others of its group on the node."""
         within, how = [tier for tier in crossing.tiers if tier not in NET_TIERS], "pairs" if pairs else "ring"
         if not within:
@@ -100,7 +100,7 @@ class Machine:
         seconds = self._seconds(sent, f"flat_{how}_gb_s")
         return {"gcd": seconds, "gpu": seconds}
 
-    def _ring(self, crossing: Crossing, size: float, algorithm: Algorithm) -> Phase:
+    def _ring(self, crossing: Cross, size: float, algorithm: Algorithm) -> Phase:
         nodes, ranks, groups = self.places(crossing)
         sent = size * (crossing.ranks - 1) / crossing.ranks
         work = self._inside(crossing, sent, pairs=False)
@@ -119,7 +119,7 @@ class Machine:
             choices.append(Phase((self._value("launch_us") + steps) / 1e6, slowed))
         return min(choices, key=lambda phase: phase.alone_s)
 
-    def _pairs(self, crossing: Crossing, size: float) -> Phase:
+    def _pairs(self, crossing: Cross, size: float) -> Phase:
         nodes, ranks, groups = self.places(crossing)
         part = size / crossing.ranks
         work = self._inside(crossing, part * (ranks - 1), pairs=True)
@@ -130,9 +130,7 @@ class Machine:
             work |= self._uplink(work["node"], nodes, crossing)
         return Phase(latency / 1e6, work)
 
-    def _uplink(
-        self, node_s: float, nodes: int, crossing: Crossing, *, neighbours: bool = False
-    ) -> dict[Resource, float]:
+    def _uplink(self, node_s: float, nodes: int, crossing: Cross, *, neighbours: bool = False) -> dict[Resource, float]:
         """Messages that leave the switch group.
 
         Those to all peers do in proportion to the nodes outside it. A ring, and nearly all edges of a tree, join neighbours;
@@ -146,7 +144,7 @@ class Machine:
             leaving *= 1 / group if neighbours else (nodes - group) / nodes
         return {"uplink": leaving}
 
-    def _all_reduce(self, crossing: Crossing, size: float) -> Phase:
+    def _all_reduce(self, crossing: Cross, size: float) -> Phase:
         nodes, ranks, groups = self.places(crossing)
         levels = math.log2(nodes)
         filled = size / (size + 1024 * self._value("fill_kib"))

@@ -245,7 +245,7 @@ class _Builder:
         encodes = number == 0 and (crossing.kind != "all_gather" or chain.phase == "refresh" or stage is None)
         if encodes and (crossing.role == "gradients" or crossing.codec.codec != "none"):
             phases.append(machine.kernel(crossing.rows * sum(chunks) * itemsize + message))
-        phases.append(machine.transfer(crossing, array, stage.node_all_gather.of(message) if stage else "library"))
+        phases.append(machine.transfer(crossing, array, crossing.algorithms.of(message)))
         if stage is not None and stage.checksum:
             phases.append(machine.transfer(crossing, CHECKSUM_BYTES * crossing.ranks))
         if crossing.kind == "all_gather" and last:

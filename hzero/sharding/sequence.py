@@ -6,7 +6,6 @@ bytes of these chains, and `hzero.plan` simulates their time: both see the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -17,51 +16,16 @@ from hzero.config import (
     CodecConfig,
     Role,
     Scope,
-    Tier,
     tiers_inside,
     tiers_outside,
 )
-from hzero.sharding.plan import Hop, ShardPlan
-from hzero.sharding.records import record_format
+from hzero.sharding.plan import ShardPlan
+from hzero.sharding.program import Cross, Kind, Program, gather_program, reduce_program
 from hzero.topology import Grid
 
-Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 #: When a chain starts: ``refresh`` as soon as the step before has changed the weights, ``forward`` and ``backward`` in time
 #: for a use of the bucket, ``reduce`` when backward has made its gradients, ``after`` when the optimizer has stepped.
 Phase: TypeAlias = Literal["refresh", "forward", "backward", "reduce", "after"]
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """One collective of a chain.
-
-    Attributes:
-        role: The kind of state.
-        kind: The collective.
-        tiers: Tiers whose coordinates differ among the ranks of a group.
-        ranks: Ranks of a group.
-        codec: Codec of the messages.
-        rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, the whole of which a
-            reduction leaves a part.
-    """
-
-    role: Role
-    kind: Kind
-    tiers: tuple[Tier, ...]
-    ranks: int
-    codec: CodecConfig
-    rows: int
-
-    @property
-    def received(self) -> float:
-        """Messages of this size that enter a rank."""
-        if self.kind == "all_gather":
-            return self.ranks - 1
-        return (2 if self.kind == "all_reduce" else 1) * (1 - 1 / self.ranks)
-
-    def message_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
-        return record_format(self.codec).message_bytes(chunks, self.rows, itemsize)
 
 
 @dataclass(frozen=True)
@@ -76,41 +40,27 @@ class Chain:
 
     phase: Phase
     micro: int
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[Cross, ...]
 
 
 def stage_chains(plan: ShardPlan, accumulation: int) -> list[Chain]:
     """What the stage starts for one bucket in one step."""
     chains = []
-    refresh, fetch = plan.refresh_hops(), plan.fetch_hops() if plan.refresh_hops() else plan.gather_hops()
+    refresh, hops = plan.refresh_hops(), plan.gather_hops()
     if refresh:
-        chains.append(Chain("refresh", 0, _gathers(refresh, 1)))
-    rows = plan.resident_rows if refresh else 1
-    for micro in range(accumulation):
-        chains += [Chain(phase, micro, _gathers(fetch, rows)) for phase in ("forward", "backward")]
-        crossings = _reductions(plan.micro_hops(), plan.grid.world_size)
-        if micro == accumulation - 1:
-            crossings += _reductions(plan.boundary_hops(), plan.gradient_rows)
-        if crossings:
-            chains.append(Chain("reduce", micro, crossings))
+        chains.append(Chain("refresh", 0, gather_program(plan, refresh, left=PLAIN).crossings))
+        fetch = gather_program(plan, plan.fetch_hops(), held=plan.resident_codec, rows=plan.resident_rows)
+    else:
+        fetch = gather_program(plan, hops) if hops else Program(())
+    micro, boundary = plan.micro_hops(), plan.boundary_hops()
+    inside = reduce_program(plan, micro, plan.grid.world_size, shard_order=True).crossings
+    outside = reduce_program(plan, boundary, plan.gradient_rows, shard_order=not micro).crossings
+    for step in range(accumulation):
+        chains += [Chain(phase, step, fetch.crossings) for phase in ("forward", "backward")]
+        reduction = inside + outside if step == accumulation - 1 else inside
+        if reduction:
+            chains.append(Chain("reduce", step, reduction))
     return chains
-
-
-def _gathers(hops: Sequence[Hop], rows: int) -> tuple[Crossing, ...]:
-    found = []
-    for hop in hops:
-        found.append(Crossing("weights", "all_gather", (hop.tier,), hop.size, hop.codec, rows))
-        rows *= hop.size
-    return tuple(found)
-
-
-def _reductions(hops: Sequence[Hop], rows: int) -> tuple[Crossing, ...]:
-    found = []
-    for hop in hops:
-        kind: Kind = "reduce_scatter" if hop.codec.codec == "none" else "all_to_all"
-        found.append(Crossing("gradients", kind, (hop.tier,), hop.size, hop.codec, rows))
-        rows //= hop.size
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -173,12 +123,12 @@ def _fsdp_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
         crossings = [reduce]
         if outside and micro == accumulation - 1:
             replicas = grid.world_size // grid.scope_size(scheme.shard)
-            crossings.append(Crossing("gradients", "all_reduce", outside, replicas, PLAIN, replicas))
+            crossings.append(Cross("gradients", "all_reduce", outside, replicas, PLAIN, replicas))
         chains.append(Chain("reduce", micro, tuple(crossings)))
     return chains
 
 
-def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
+def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Cross, ...]:
     """ZeRO++ reduces by an all-to-all inside what it takes for a node and one across (arXiv 2306.10209)."""
     if not scheme.quantized:
         return (_flat("gradients", "reduce_scatter", "world", grid),)
@@ -189,12 +139,12 @@ def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Crossing, ...]:
     if grid.nodes == 1:
         return (inside,)
     between = tuple(tier for tier in NET_TIERS if grid.size(tier) > 1)
-    return inside, Crossing("gradients", "all_to_all", between, grid.nodes, codec, grid.nodes)
+    return inside, Cross("gradients", "all_to_all", between, grid.nodes, codec, grid.nodes)
 
 
-def _flat(role: Role, kind: Kind, scope: Scope, grid: Grid) -> Crossing:
+def _flat(role: Role, kind: Kind, scope: Scope, grid: Grid) -> Cross:
     """A collective over all ranks of a scope; shards are those of the world."""
     tiers = tuple(tier for tier in tiers_inside(scope) if grid.size(tier) > 1)
     ranks = grid.scope_size(scope)
     whole = grid.world_size
-    return Crossing(role, kind, tiers, ranks, PLAIN, whole // ranks if kind == "all_gather" else whole)
+    return Cross(role, kind, tiers, ranks, PLAIN, whole // ranks if kind == "all_gather" else whole)

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from hzero.collectives import Bucket, Chain, TieredCollectives, WireLog, blaming
+from hzero.collectives import Bucket, Chain, Collectives, WireLog, blaming
 from hzero.collectives.checksum import checksums
 from hzero.config import Role
 from hzero.sharding.plan import ShardPlan, plain
+from hzero.sharding.program import reduce_program
 from hzero.validation import PlainError, of_all_ranks, some
 from hzero.zero import noise
 from hzero.zero.managed import Managed
@@ -49,7 +50,7 @@ class Audit:
             take their place.
     """
 
-    def __init__(self, module: torch.nn.Module, weights: Weights, collectives: TieredCollectives) -> None:
+    def __init__(self, module: torch.nn.Module, weights: Weights, collectives: Collectives) -> None:
         self._module, self._weights = module, weights
         self._plan: ShardPlan = collectives.plan
         self._collectives = collectives.beside(WireLog())
@@ -70,7 +71,7 @@ class Audit:
         Raises:
             StaleWeightsError: On all ranks, if one has found a difference.
         """
-        self._collectives.pipeline.drain()
+        self._collectives.lanes.drain()
         with blaming():
             self._compare(step)
             self.ratios = self._measure(params, gradient_of)
@@ -117,8 +118,6 @@ class Audit:
         if compared is None:
             return torch.zeros((), dtype=torch.bool, device=kept.device)
         copy, fresh = (tensor.reshape(-1).view(torch.uint8) for tensor in compared)
-        if copy.numel() != fresh.numel():  # one of them does not fit codec exp
-            return torch.ones((), dtype=torch.bool, device=kept.device)
         return (copy != fresh).any()
 
     def _differing(self, sums: torch.Tensor) -> torch.Tensor:
@@ -126,7 +125,7 @@ class Audit:
         differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
         for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
             lane = ("weights", hop.tier)
-            chain = self._collectives.send(lane, sums.view(torch.uint8).view(-1), "weights of an audit", "library")
+            chain = self._collectives.send(lane, "all_gather", sums.view(torch.uint8).view(-1), "weights of an audit")
             differs |= (chain.wait().view(torch.int64).view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
         return differs
 
@@ -189,8 +188,9 @@ class Audit:
         bucket = Bucket((0,), (len(sample) // world,), torch.float32, "gradients", name="gradients of an audit")
         sums: list[torch.Tensor] = []
         for way in (plain(hops), hops):
-            chain: Chain[list[torch.Tensor]] = self._collectives.reduce(
-                way, bucket, [sample], rows=world, shard_order=True, seed=self._plan.rank
+            program = reduce_program(self._plan, way, world, shard_order=True)
+            chain: Chain[list[torch.Tensor]] = self._collectives.run(
+                program, bucket, lambda: [sample], lambda sums: sums, seed=self._plan.rank
             )
             sums += chain.wait()
         return noise.power(*sums)

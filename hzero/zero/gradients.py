@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hzero.collectives import Bucket, Chain, TieredCollectives, in_buckets
+from hzero.collectives import Bucket, Chain, Collectives, in_buckets
 from hzero.sharding.memory import IN_FLIGHT
 from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.accumulators import Accumulators
@@ -45,7 +45,7 @@ class Gradients:
         complete: Ids of the parameters whose gradient the last micro-step of the current window has delivered.
     """
 
-    def __init__(self, collectives: TieredCollectives, routes: Routes, bucket_numel: int) -> None:
+    def __init__(self, collectives: Collectives, routes: Routes, bucket_numel: int) -> None:
         self._collectives = collectives
         self._plan = collectives.plan
         self._routes = routes
@@ -115,13 +115,13 @@ class Gradients:
         deliver: Deliver,
     ) -> None:
         """`micro` of parameters of one route."""
-        if not route.micro and self._plan.accumulates:
+        if not route.micro.steps and self._plan.accumulates:
             self._accumulate_whole(route, params, dtype, scale, last)
             return
         flat = []
         for param in params:
             # Without a hop nothing else copies it from DeepSpeed's bucket, which the next gradients overwrite.
-            grad = self._collectives.used(param.grad).to(dtype, copy=not route.micro)
+            grad = self._collectives.used(param.grad).to(dtype, copy=not route.micro.steps)
             flat.append(grad.reshape(-1))
             param.grad = None
         if self._divides_first(route, dtype):
@@ -133,16 +133,14 @@ class Gradients:
             then: Callable[[list[torch.Tensor]], Any] = partial(self._reduced, params, dtype, scale, last, seed)
         else:
             then = partial(self._cut, params, dtype)
-        chain = self._collectives.reduce(
+        chain = self._collectives.run(
             route.micro,
             self._bucket(params, dtype),
-            flat,
-            rows=self._plan.grid.world_size,
-            shard_order=True,
+            lambda: flat,
+            then,
             seed=self._next_seed(),
             scale=scale,
             into=partial(self._accumulators.to_add_to, [param.ds_id for param in params]),
-            then=then,
         )
         chain.wait_read()
         self._reducing.append((chain, None if self._plan.accumulates else partial(deliver, params)))
@@ -163,7 +161,7 @@ class Gradients:
             torch._foreach_div_(flat, self._plan.grid.world_size)
         self._waiting.update((param.ds_id, param) for param in params)
         # Without a hop nothing copies them from DeepSpeed's bucket, which the next gradients overwrite.
-        if last and route.boundary and not any(param.ds_id in self._accumulators for param in params):
+        if last and route.boundary.steps and not any(param.ds_id in self._accumulators for param in params):
             self._submit_crossing(params, dtype, scale, self._next_seed(), flat).wait_read()
             self._limit_crossings()
             return
@@ -242,14 +240,8 @@ class Gradients:
         self, params: list[ZeroParameter], dtype: torch.dtype, scale: float, seed: int, sums: list[torch.Tensor]
     ) -> Chain[list[torch.Tensor]]:
         route = self._routes.of(params[0])
-        chain: Chain[list[torch.Tensor]] = self._collectives.reduce(
-            route.boundary,
-            self._bucket(params, dtype),
-            sums,
-            rows=self._plan.gradient_rows,
-            shard_order=not route.micro,
-            seed=seed,
-            scale=scale,
+        chain: Chain[list[torch.Tensor]] = self._collectives.run(
+            route.boundary, self._bucket(params, dtype), lambda: sums, lambda shards: shards, seed=seed, scale=scale
         )
         self._crossing.append((params, dtype, chain))
         return chain

@@ -12,8 +12,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import z3_leaf_module
 
-from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, TieredCollectives, lasting
+from hzero.collectives import Chain, lasting
 from hzero.config import PLAIN
 from hzero.sharding.records import record_format
 from hzero.zero.refusals import ZeroParameter
@@ -28,7 +27,6 @@ class Managed:
         stock: DeepSpeed's functions that the stage replaces, by name.
         own: The stage's functions in their place.
         payload: Resident payload ``[rows][record]``, uint8; None where none is kept or it was dropped.
-        unfit: Whether it is in codec ``none``, since it does not fit codec ``exp``.
         whole: Resident weights ``[world * chunk]``, decoded, instead of a payload; None likewise.
         chunk: Elements of each of its records; bytes of codes.
         refresh: The chain that builds the payload.
@@ -42,7 +40,6 @@ class Managed:
     stock: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
     payload: torch.Tensor | None = None
-    unfit: bool = False
     whole: torch.Tensor | None = None
     chunk: int = 0
     refresh: Chain[None] | None = None
@@ -75,12 +72,6 @@ class Managed:
         for name, function in self.own.items():
             if getattr(self.param, name) == function:  # else someone has replaced ours
                 setattr(self.param, name, self.stock[name])
-
-    def plain(self, collectives: TieredCollectives, codec: Codec, bucket: Bucket) -> torch.Tensor:
-        """The resident payload in codec ``none``; ``codec`` is that of payloads that fit theirs."""
-        assert self.payload is not None, "a refresh has made it"
-        held, rows = Codec.from_config(PLAIN) if self.unfit else codec, collectives.plan.resident_rows
-        return collectives.transcode(bucket, self.payload, held, PLAIN, outer=1, rows=rows, seed=0)[0]
 
     def copy(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """The resident copy in the weights' own type, where it lies, ``[rows, chunk]``: all shards, or those of a payload."""

@@ -23,8 +23,7 @@ from hzero.sharding.plan import lossy_crossings
 from hzero.validation import ConfigError
 from hzero.zero.comms_logger import LoggedHops
 from hzero.zero.partition import Partition, ranks_of, speaks
-from hzero.zero.state import adopt, optimizer_bytes, undeclared
-from hzero.zero.streams import stage_pipeline
+from hzero.zero.state import adopt, optimizer_bytes, stage_lanes, undeclared
 
 logger = logging.getLogger("hzero")
 
@@ -81,7 +80,7 @@ class PipelineState:
             if tier not in kept:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
         self._keeps = bool(kept)  # residuals
-        self._pipeline = stage_pipeline(config.transport)
+        self._pipeline = stage_lanes(config.transport)
         if speaks():
             transport = "mpi" if config.transport == "mpi" else dist.get_backend()
             print(

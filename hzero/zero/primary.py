@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, Payload, TieredCollectives
+from hzero.collectives import Bucket, Chain, Collectives
 from hzero.sharding.records import chunk_numel, owned_numel
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
@@ -23,8 +22,8 @@ class PrimaryShards:
         routes: How each parameter travels.
     """
 
-    def __init__(self, collectives: TieredCollectives, routes: Routes) -> None:
-        self._collectives, self._plan, self._routes = collectives, collectives.plan, routes
+    def __init__(self, collectives: Collectives, routes: Routes) -> None:
+        self._plan, self._routes = collectives.plan, routes
         self._changed: Any = None
         self._reader: Chain[Any] | None = None
 
@@ -82,8 +81,3 @@ class PrimaryShards:
             shard = param.ds_tensor.detach().view(-1).view(bucket.dtype)
             shards.append(shard[:owned].to(params[0].device))
         return shards
-
-    def encode(self, params: Sequence[ZeroParameter], bucket: Bucket, codec: Codec, seed: int) -> Payload:
-        """Their payload, uint8 ``[tensor][1][record]``, and its codec; ``seed`` is that of stochastic rounding."""
-        shards = self.of(params, bucket)
-        return self._collectives.encoded(bucket, codec, lambda to: to.encode(shards, bucket.chunks, seed=seed))

@@ -10,7 +10,8 @@ import torch
 from hzero.codecs import Codec
 from hzero.codecs.ops import FLOATS
 from hzero.config import LOSSLESS, PLAIN, CodecConfig
-from hzero.sharding.plan import ShardPlan
+from hzero.sharding.plan import ShardPlan, plain
+from hzero.sharding.program import gather_program, reduce_program
 from hzero.validation import ConfigError, some
 from hzero.zero.refusals import ZeroParameter
 
@@ -49,26 +50,34 @@ class Route:
         plan: The plan.
         number: The number.
         codes: Whether its parameters hold codes.
-        refresh: Hops to resident payloads.
-        fetch: Hops to whole weights, from resident payloads or, where none are kept, from primary shards.
-        micro: Hops of gradients in every micro-step.
-        boundary: Hops of gradients once per step.
+        refreshes: Whether resident copies are kept.
+        refresh: From primary shards to resident copies, as payloads or decoded.
+        whole: The same without codecs, where other refreshes send differences.
+        difference: From a difference of primary shards to a message of those of a resident copy.
+        fetch: To whole weights, from resident payloads or, where none are kept, from primary shards.
+        micro: Of gradients in every micro-step.
+        boundary: Of gradients once per step.
         lossy: Whether a hop of weights loses something.
         sums_travel: Whether a hop of gradients has codec ``none``, so that sums are made on the wire.
     """
 
     def __init__(self, plan: ShardPlan, number: int, codes: bool = False) -> None:
         self.plan, self.number, self.codes = plan, number, codes
-        self.refresh = plan.refresh_hops()
-        self.fetch = plan.fetch_hops() if self.refresh else plan.gather_hops()
-        self.micro, self.boundary = plan.micro_hops(), plan.boundary_hops()
+        refresh, micro = plan.refresh_hops(), plan.micro_hops()
+        self.refreshes = bool(refresh)
+        if refresh:
+            kept = None if plan.decoded else plan.resident_codec
+            first = refresh[0].codec
+            self.refresh = gather_program(plan, refresh, left=kept)
+            self.whole = gather_program(plan, plain(refresh), left=kept)
+            self.difference = gather_program(plan, refresh, held=first, left=refresh[-1].codec)
+            self.fetch = gather_program(plan, plan.fetch_hops(), held=plan.resident_codec, rows=plan.resident_rows)
+        elif plan.gather_hops():
+            self.fetch = gather_program(plan, plan.gather_hops())
+        self.micro = reduce_program(plan, micro, plan.grid.world_size, shard_order=True)
+        self.boundary = reduce_program(plan, plan.boundary_hops(), plan.gradient_rows, shard_order=not micro)
         self.lossy = any(hop.codec.codec not in LOSSLESS for hop in plan.gather_hops())
         self.sums_travel = any(hop.codec.codec == "none" for hop in plan.reduce_hops())
-
-    @functools.cached_property
-    def first_codec(self) -> Codec:
-        """That of primary shards, where they are encoded."""
-        return Codec.from_config(self.plan.gather_hops()[0].codec)
 
     @functools.cached_property
     def resident_codec(self) -> Codec:

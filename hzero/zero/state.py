@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -17,17 +18,21 @@ from deepspeed.accelerator import get_accelerator
 from hzero.codecs import backends
 from hzero.collectives import (
     Canary,
+    Collectives,
     Communicator,
+    DeviceStreams,
     ErrorFeedback,
-    TieredCollectives,
+    Lanes,
     Transport,
     WireLog,
+    host_steps,
     in_use,
     limit_waits,
     most_failures,
+    shared_lanes,
 )
 from hzero.collectives.process_groups import world_timeout
-from hzero.config import ROLES, Dimension, HZeroConfig, Tier
+from hzero.config import ROLES, Dimension, HZeroConfig, Tier, TransportName
 from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.sharding.plan import ShardPlan
 from hzero.validation import ConfigError
@@ -40,7 +45,6 @@ from hzero.zero.managed import layers_of
 from hzero.zero.partition import Partition, ranks_of, speaks
 from hzero.zero.refusals import ZeroParameter
 from hzero.zero.routes import Routes
-from hzero.zero.streams import stage_pipeline
 from hzero.zero.weights import Weights
 
 logger = logging.getLogger("hzero")
@@ -91,12 +95,12 @@ class StageState:
         self.logged_hops = LoggedHops(self.wire_log)
         self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        self._pipeline = stage_pipeline(config.transport)
+        self._lanes = stage_lanes(config.transport)
         limit_waits()
-        failures = most_failures(self._pipeline.failures, config.transport, group, ranks_of(group), world_timeout())
+        failures = most_failures(self._lanes.failures, config.transport, group, ranks_of(group), world_timeout())
         transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures)
-        self._pipeline.mend(transport.lanes)
-        collectives = TieredCollectives(self.plan, transport, self.wire_log, self._feedback, self._pipeline)
+        self._lanes.mend(transport.lanes)
+        collectives = Collectives(self.plan, transport, self.wire_log, self._feedback, self._lanes)
         self._collectives = collectives
         # Weights that are whole on every device need no gather.
         self._layers = [] if self.plan.decoded else layers_of(module, min(self.plan.unit_numel, live_numel))
@@ -216,7 +220,7 @@ class StageState:
 
     def settle(self) -> None:
         """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
-        self._pipeline.drain()
+        self._lanes.drain()
         self.verify()
         self.logged_hops.flush()
 
@@ -227,8 +231,8 @@ class StageState:
         On a CPU those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
         all lanes together and of those that have ended.
         """
-        if self._pipeline.streams is None:
-            return self._pipeline.waited_s
+        if self._lanes.streams is None:
+            return self._lanes.waited_s
         return self.wire_log.seconds()
 
     def verify(self) -> None:
@@ -290,6 +294,25 @@ class StageState:
             self.weights.close()
         finally:
             self.gradients.clear()
+
+
+def stage_lanes(transport: TransportName) -> Lanes:
+    """The lanes of this process for hops of a transport on DeepSpeed's accelerator.
+
+    Raises:
+        ConfigError: As `shared_lanes`; or the lanes are there, and have no streams.
+    """
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():  # runs everything in order, as CPUs do
+        return shared_lanes(None)
+    if transport == "torch":
+        found = shared_lanes(DeviceStreams(accelerator))
+        if found.streams is None:
+            raise ConfigError(
+                "hzero: found a Communicator of CPUs made before this engine of a GPU; make it without one"
+            )
+        return found
+    return shared_lanes(None, partial(host_steps, torch.device(accelerator.current_device_name())))
 
 
 def undeclared(config: HZeroConfig) -> str:

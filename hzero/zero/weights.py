@@ -10,6 +10,7 @@ all of them. The outer tiers are crossed once, and a gather waits for its own pa
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -18,14 +19,13 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 
 from hzero.codecs import Codec
-from hzero.collectives import Bucket, Chain, Payload, TieredCollectives, in_buckets, lasting
-from hzero.config import PLAIN
+from hzero.collectives import Bucket, Chain, Collectives, in_buckets, lasting
 from hzero.sharding.memory import IN_FLIGHT
-from hzero.sharding.plan import plain
+from hzero.sharding.records import record_format
 from hzero.zero.managed import GatherHandle, Gathering, Handles, Managed, ResidentHandle, StockHandle, Units, form_units
 from hzero.zero.primary import PrimaryShards
 from hzero.zero.refusals import ZeroParameter, check_types
-from hzero.zero.routes import Routes
+from hzero.zero.routes import Route, Routes
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")
@@ -48,7 +48,7 @@ class Weights:
     def __init__(
         self,
         module: torch.nn.Module,
-        collectives: TieredCollectives,
+        collectives: Collectives,
         routes: Routes,
         bucket_numel: int,
         layers: Sequence[torch.nn.Module] = (),
@@ -102,7 +102,7 @@ class Weights:
         for hook in (*self._unit_hooks, *([self._mode_hook] if self._mode_hook is not None else [])):
             hook.remove()
         try:
-            self.collectives.pipeline.drain()
+            self.collectives.lanes.drain()
         finally:
             for managed in list(self._managed.values()):
                 self._release(managed)
@@ -122,7 +122,7 @@ class Weights:
         for param in module.parameters():
             owner = Weights.of(param)
             if owner is not None:
-                owner.collectives.pipeline.drain()
+                owner.collectives.lanes.drain()
                 owner._release(owner._managed[param.ds_id])
 
     @staticmethod
@@ -266,7 +266,7 @@ class Weights:
 
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
-        self.collectives.pipeline.drain()
+        self.collectives.lanes.drain()
         for managed in self._managed.values():
             managed.payload = managed.whole = None
             self._mark(managed)
@@ -380,9 +380,9 @@ class Weights:
             alike.setdefault(kind, []).append(managed)
         for _, same in sorted(alike.items()):
             chain = self._gathered([managed.param for managed in same], self.collectives)
-            if not self._routes.usual.refresh and self.collectives.pipeline.streams is not None:
+            if not self._routes.usual.refreshes and self.collectives.lanes.streams is not None:
                 self._primary.read_by(chain)
-            gathering = Gathering(chain, self.collectives.pipeline.streams is not None)
+            gathering = Gathering(chain, self.collectives.lanes.streams is not None)
             for managed in same:
                 managed.part = gathering.add()
                 self._units.bring(managed)
@@ -400,25 +400,18 @@ class Weights:
         kept = (own.param for own in self._managed.values() if own.param.ds_persist)
         self.gather(param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
 
-    def _gathered(self, params: Sequence[ZeroParameter], collectives: TieredCollectives) -> Chain[list[torch.Tensor]]:
+    def _gathered(self, params: Sequence[ZeroParameter], collectives: Collectives) -> Chain[list[torch.Tensor]]:
         bucket, route = self._primary.bucket(params), self._routes.of(params[0])
-        if route.refresh:
-            rows = self._plan.resident_rows
-            payload: Callable[[], Payload] = partial(self._payloads, params)
-        else:
-            rows = 1
-            payload = partial(self._primary.encode, params, bucket, route.first_codec, self.version)
-        decode = partial(collectives.decode_gathered, bucket)
+        read: Callable[[], Any] = partial(self._primary.of, params, bucket)
+        if route.refreshes:
+            read = partial(self._payloads, params)
         refreshes = dict.fromkeys(self._managed[param.ds_id].refresh for param in params)
         after = [one for one in refreshes if one is not None]
-        return collectives.gather(route.fetch, bucket, payload, decode, rows=rows, seed=self.version, after=after)
+        return collectives.run(route.fetch, bucket, read, _unchanged, seed=self.version, after=after)
 
-    def _payloads(self, params: Sequence[ZeroParameter]) -> Payload:
+    def _payloads(self, params: Sequence[ZeroParameter]) -> torch.Tensor:
         """One message of resident payloads, as they lie in memory; they are laid together where they do not yet."""
-        managed, codec = [self._managed[param.ds_id] for param in params], self._routes.of(params[0]).resident_codec
-        if any(own.unfit for own in managed):
-            plain = [own.plain(self.collectives, codec, self._primary.bucket([own.param])) for own in managed]
-            return torch.cat(plain), Codec.from_config(PLAIN)
+        managed = [self._managed[param.ds_id] for param in params]
         payloads = [own.payload for own in managed if own.payload is not None]
         assert len(payloads) == len(managed), "refresh has built them"
         first, *others = payloads
@@ -431,12 +424,12 @@ class Weights:
                 joined = torch.cat([self.collectives.used(payload) for payload in payloads])
                 if len({own.param.requires_grad for own in managed}) > 1:
                     # A step moves only some of them away again, and the others would keep both places.
-                    return joined, codec
+                    return joined
                 for own, part in zip(managed, joined.split([payload.numel() for payload in payloads])):
                     own.payload = part
-                return joined, codec
+                return joined
             end += payload.numel()
-        return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,)), codec
+        return self.collectives.used(first).as_strided((end - first.storage_offset(),), (1,))
 
     # ---- audit ------------------------------------------------------------------------------------------------------
 
@@ -452,7 +445,7 @@ class Weights:
 
     def gatherable(self) -> list[ZeroParameter]:
         """Parameters that can be gathered without a refresh, the same on all ranks."""
-        if self._routes.usual.refresh:
+        if self._routes.usual.refreshes:
             return [managed.param for managed, _ in self.resident()]
         return [managed.param for managed in self._managed.values() if managed.param.ds_numel]
 
@@ -470,26 +463,23 @@ class Weights:
         None where that depends on more than the shard: differences on the steps before, stochastic rounding on the message.
         """
         route = self._routes.of(managed.param)
-        codecs = [hop.codec for hop in route.refresh]
+        codecs = [hop.codec for hop in route.plan.refresh_hops()]
         if not self._plan.decoded:
             codecs.append(route.plan.resident_codec)
         if route.plan.differences or any(codec.rounding == "stochastic" for codec in codecs):
             return None
-        if managed.unfit:
-            codecs.append(PLAIN)
         bucket = self._primary.bucket([managed.param])
-        message, codec = self._primary.encode([managed.param], bucket, route.first_codec, self.version)
-        for target in codecs:
-            message, codec = self.collectives.transcode(
-                bucket, message, codec, target, outer=1, rows=1, seed=self.version
-            )
+        message = Codec.from_config(codecs[0]).encode(self._primary.of([managed.param], bucket), bucket.chunks)
+        for source, target in itertools.pairwise(codecs):
+            if record_format(source) != record_format(target):
+                message = self.collectives.recode(bucket, message, source, target, pieces=1, rows=1, seed=0)
         if managed.whole is not None:
-            (fresh,) = codec.decode(message, bucket.chunks, dtype=bucket.dtype)
+            (fresh,) = Codec.from_config(codecs[-1]).decode(message, bucket.chunks, dtype=bucket.dtype)
             return managed.whole.view(-1, managed.chunk)[self._plan.rank], fresh
         assert managed.payload is not None, "it is resident"
         return managed.payload.view(self._plan.resident_rows, -1)[self._plan.own_row], message
 
-    def whole(self, param: ZeroParameter, collectives: TieredCollectives) -> torch.Tensor:
+    def whole(self, param: ZeroParameter, collectives: Collectives) -> torch.Tensor:
         """A parameter as forward reads it, ``[world * chunk]``. Collective; it must be `gatherable`."""
         whole = self._managed[param.ds_id].whole
         return whole if whole is not None else self._gathered([param], collectives).wait()[0]
@@ -508,7 +498,7 @@ class Weights:
             needed: Parameters whose payloads are built in any case, before a few more; None: all.
             among: Parameters whose primary shards are up to date; None: all.
         """
-        if not self._routes.usual.refresh or not self._stale:
+        if not self._routes.usual.refreshes or not self._stale:
             return
         missing = self._stale.intersection(self._managed if needed is None else (param.ds_id for param in needed))
         if not missing and len(self._ahead) >= IN_FLIGHT:
@@ -541,72 +531,66 @@ class Weights:
     def _start_refresh(self, managed: Sequence[Managed]) -> Chain[None]:
         """Starts the refresh of parameters that are alike, see `_differs`."""
         params, differs = [m.param for m in managed], self._differs(managed[0])
-        route = self._routes.of(params[0])
-        bucket, codec, hops = self._primary.bucket(params), route.first_codec, route.refresh
-        keep: Callable[..., None] = partial(self._keep, managed, bucket, self.version)
+        route, bucket = self._routes.of(params[0]), self._primary.bucket(params)
+        program = route.whole if route.plan.differences else route.refresh
+        read: Callable[[], Any] = partial(self._primary.of, params, bucket)
+        keep: Callable[[Any], None] = partial(self._keep, managed, bucket, route)
         after: Sequence[Chain[Any]] = ()
         if differs:
-            payload: Callable[[], Payload] = partial(self._encode_difference, managed, bucket, codec, self.version)
-            keep = partial(self._add_difference, managed, bucket)
+            program = route.difference
+            read = partial(self._difference, managed, bucket, route, self.version)
+            keep = partial(self._add_difference, managed, bucket, route)
             after = [one for one in dict.fromkeys(own.refresh for own in managed) if one is not None]
-        else:
-            if route.plan.differences:
-                codec, hops = Codec.from_config(PLAIN), plain(hops)
-            payload = partial(self._primary.encode, params, bucket, codec, self.version)
-        chain = self.collectives.gather(hops, bucket, payload, keep, seed=self.version, after=after)
+        chain = self.collectives.run(program, bucket, read, keep, seed=self.version, after=after)
         self._primary.read_by(chain)
         for own, chunk in zip(managed, bucket.chunks):
             own.refresh, own.chunk = chain, chunk
             own.age = (own.age or 0) + 1 if differs else 0
         return chain
 
-    def _encode_difference(self, managed: Sequence[Managed], bucket: Bucket, codec: Codec, seed: int) -> Payload:
-        """What is new in this rank's shards, against the copy that all ranks hold."""
+    def _difference(self, managed: Sequence[Managed], bucket: Bucket, route: Route, seed: int) -> torch.Tensor:
+        """A message of what is new in this rank's shards, against the copy that all ranks hold."""
         row = self._plan.rank if self._plan.decoded else self._plan.own_row
         shards = self._primary.of([own.param for own in managed], bucket)
         copies = [own.copy(self._plan.resident_rows, bucket.dtype)[row] for own in managed]
         base = [copy[: weights.numel()] for copy, weights in zip(copies, shards)]
-        return codec.encode_difference(shards, base, bucket.chunks, seed=seed), codec
+        codec = Codec.from_config(route.plan.refresh_hops()[0].codec)
+        return codec.encode_difference(shards, base, bucket.chunks, seed=seed)
 
-    def _add_difference(
-        self, managed: Sequence[Managed], bucket: Bucket, message: torch.Tensor, codec: Codec, outer: int
-    ) -> None:
+    def _add_difference(self, managed: Sequence[Managed], bucket: Bucket, route: Route, message: torch.Tensor) -> None:
         """Adds what has come to the resident copies, in their own type: one rounding, the same on all ranks."""
         copies = [own.copy(self._plan.resident_rows, bucket.dtype) for own in managed]
         # Rows of a payload may be padded: then the sums are made in a contiguous copy.
         whole = [copy.contiguous() for copy in copies]
         if self._plan.decoded:
-            self.collectives.decode_gathered_onto(bucket, message, codec, outer, whole)
+            self.collectives.add_decoded(route.difference, bucket, message, whole)
         else:
-            codec.decode_onto(message, whole, bucket.chunks, sizes=(self._plan.resident_rows,), outer=outer)
+            codec, pieces = Codec.from_config(route.difference.codec), route.difference.pieces
+            codec.decode_onto(message, whole, bucket.chunks, sizes=(self._plan.resident_rows,), outer=pieces)
         for copy, tensor in zip(copies, whole):
             if tensor.data_ptr() != copy.data_ptr():
                 copy.copy_(tensor)
 
-    def _keep(
-        self, managed: Sequence[Managed], bucket: Bucket, seed: int, message: torch.Tensor, codec: Codec, outer: int
-    ) -> None:
-        """Lays a refreshed payload ``[outer][tensor][1][record]`` out by parameter, ``[tensor][outer][record]``, or decodes it.
+    def _keep(self, managed: Sequence[Managed], bucket: Bucket, route: Route, refreshed: Any) -> None:
+        """Keeps decoded weights, or a payload ``[rows][tensor][record]`` by parameter, ``[tensor][rows][record]``.
 
         A gather of parameters that follow each other then sends a part of it as it is. The memory is freed when all of
         them have been refreshed again.
         """
         if self._plan.decoded:
-            for own, whole in zip(managed, self.collectives.decode_gathered(bucket, message, codec, outer)):
+            for own, whole in zip(managed, refreshed):
                 own.whole = whole
             return
-        route = self._routes.of(managed[0].param)
-        message, codec = self.collectives.transcode(
-            bucket, message, codec, route.plan.resident_codec, outer=outer, rows=1, seed=seed
-        )
-        unfit = codec.format != route.resident_codec.format
+        rows, codec = self._plan.resident_rows, route.resident_codec
         sizes = [codec.message_bytes([chunk], 1, bucket.dtype.itemsize) for chunk in bucket.chunks]
-        payloads = message.new_empty(message.numel()).split([outer * size for size in sizes])
-        for own, payload, rows in zip(managed, payloads, message.view(outer, -1).split(sizes, dim=1)):
-            payload.view(outer, -1).copy_(rows)
-            own.payload, own.unfit = payload, unfit
-            if unfit and len(managed) > 1:  # this one may fit
-                self._keep([own], self._primary.bucket([own.param]), seed, payload, codec, outer)
+        payloads = refreshed.new_empty(refreshed.numel()).split([rows * size for size in sizes])
+        for own, payload, records in zip(managed, payloads, refreshed.view(rows, -1).split(sizes, dim=1)):
+            payload.view(rows, -1).copy_(records)
+            own.payload = payload
+
+
+def _unchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors
 
 
 def _owned(params: Iterable[ZeroParameter]) -> list[tuple[Weights, Managed]]:
