@@ -38,6 +38,8 @@ CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
 CODED_SCALE_BLOCKS = (32, 64, 128, 256)
 #: Codecs that give back every bit of what they take.
 LOSSLESS: tuple[CodecName, ...] = ("none", "exp", "mpc")
+#: Codecs that may fail to hold a block, which is then decoded to NaN.
+FALLIBLE: tuple[CodecName, ...] = ("exp",)
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 DIMENSIONS: tuple[Dimension, ...] = typing.get_args(Dimension)
 #: Codecs that hold float32 sums in a fixed number of bytes, as a stage's gradients need.

@@ -17,7 +17,7 @@ from hzero.codecs import (
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.layout import layout_of
 from hzero.codecs.scales import SCALE_DTYPES, SCALE_LEVELS, scale_limit
-from hzero.config import LOSSLESS, CodecConfig, CodecName
+from hzero.config import FALLIBLE, LOSSLESS, CodecConfig, CodecName
 from hzero.sharding.records import EXP_BLOCK, RecordFormat, record_format
 
 #: Largest relative error of rounding a normal number to each type, and largest absolute error of rounding any other.
@@ -79,7 +79,7 @@ class Codec:
     @property
     def fallible(self) -> bool:
         """Whether a message may fail to hold a block, see `lost`."""
-        return self.name == "exp"
+        return self.name in FALLIBLE
 
     @property
     def bits(self) -> float:

@@ -153,7 +153,7 @@ class Communicator:
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
         self._transport, self._name = transport, name
-        self._collectives = Collectives(self.plan, transport, WireLog(), feedback, lanes)
+        self._collectives = Collectives(self.plan, transport, WireLog(), feedback, lanes, strict=True)
         self._messages: Wires | None = None
         if "messages" in uses and len(ranks) > 1:
             lane: Lane = f"{name} messages", "node"

@@ -51,6 +51,7 @@ class Collectives:
         wire_log: Counts every hop.
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
         lanes: Run the hops; None makes some.
+        strict: Whether a block that codec ``exp`` could not hold is an error, as a changed message is; otherwise `lost` tells.
     """
 
     def __init__(
@@ -60,7 +61,10 @@ class Collectives:
         wire_log: WireLog,
         feedback: ErrorFeedback | None = None,
         lanes: Lanes | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
         self.plan, self.wire_log, self.feedback = plan, wire_log, feedback
         self.lanes = lanes or Lanes()
         self._transport = transport
@@ -371,28 +375,38 @@ class Collectives:
         if len(self._unread) >= _UNREAD:
             self.verify()
 
-    def _note(self, lost: torch.Tensor, bucket: Bucket) -> None:
-        """Keeps a number of lost blocks for `verify`; on CPUs looks at it."""
-        what = f"{bucket.label} in codec exp"
-        self._lost.append((lost, what))
-        if self.lanes.streams is None or len(self._lost) >= _UNREAD:
+    def _note(self, blocks: torch.Tensor, bucket: Bucket) -> None:
+        """Keeps the number of blocks of a message that codec ``exp`` could not hold, and that are decoded to NaN."""
+        self._lost.append((blocks, bucket.label))
+        if self._strict and self.lanes.streams is None:
             self.verify()
+        elif len(self._lost) > _UNREAD:  # one of the older ones tells as much
+            self._lost = [max(self._lost, key=lambda one: int(one[0]))]
+
+    def lost(self) -> str | None:
+        """Which message since the last call had blocks that codec ``exp`` could not hold; waits for the device."""
+        lost, self._lost = self._lost, []
+        if lost and self.lanes.streams is not None:
+            self.lanes.streams.join()
+        for blocks, what in lost:
+            if count := int(self.used(blocks)):
+                return (
+                    f"{what} in codec exp: {count} blocks of 32,768 numbers have more than 512 exponents outside of the "
+                    "windows of their lines, which the codec cannot hold"
+                )
+        return None
 
     def verify(self) -> None:
         """On an asynchronous device: waits for all that has arrived until now, and looks whether it has arrived whole.
 
         Raises:
-            HopError: A message arrived changed, or has blocks that codec ``exp`` could not hold.
+            HopError: A message arrived changed, or with `strict` has blocks that codec ``exp`` could not hold.
         """
-        unread, lost, self._unread, self._lost = self._unread, self._lost, [], []
-        if self.lanes.streams is not None and (unread or lost):
+        if self._strict and (what := self.lost()) is not None:
+            raise HopError(f"hzero: {what}; expected codec none, bf16 or int8 on this tier")
+        unread, self._unread = self._unread, []
+        if unread and self.lanes.streams is not None:
             self.lanes.streams.join()
-        for blocks, what in lost:
-            if count := int(self.used(blocks)):
-                raise HopError(
-                    f"hzero: {what}: {count} blocks of 32,768 numbers have more than 512 exponents outside of the windows of "
-                    "their lines, which codec exp cannot hold; possible on this tier: codec none, bf16 or int8"
-                )
         if not unread:
             return
         for comparison in unread:

@@ -7,8 +7,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hzero.config import (
+    FALLIBLE,
     LOSSLESS,
     PLAIN,
     ROLES,
@@ -237,6 +239,12 @@ class ShardPlan:
             differences=self.differences if codec.codec != "none" else 0,
             exceptions=(),
         )
+
+    def without_fallible(self) -> ShardPlan:
+        """The plan with codec ``none`` on tiers whose weights have one of `FALLIBLE`."""
+        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].codec in FALLIBLE}
+        weights = self.codecs.weights.model_copy(update=codecs)
+        return replace(self, codecs=self.codecs.model_copy(update={"weights": weights}))
 
     def __str__(self) -> str:
         """Grid, scopes and codecs, on one line without the preset's name."""

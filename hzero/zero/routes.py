@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
@@ -51,6 +50,7 @@ class Route:
         number: The number.
         codes: Whether its parameters hold codes.
         refreshes: Whether resident copies are kept.
+        resident_codec: Of resident payloads.
         refresh: From primary shards to resident copies, as payloads or decoded.
         whole: The same without codecs, where other refreshes send differences.
         difference: From a difference of primary shards to a message of those of a resident copy.
@@ -58,14 +58,21 @@ class Route:
         micro: Of gradients in every micro-step.
         boundary: Of gradients once per step.
         lossy: Whether a hop of weights loses something.
+        fallible: Whether a hop of weights may fail to hold a block, see `Codec.lost`.
         sums_travel: Whether a hop of gradients has codec ``none``, so that sums are made on the wire.
     """
 
     def __init__(self, plan: ShardPlan, number: int, codes: bool = False) -> None:
-        self.plan, self.number, self.codes = plan, number, codes
+        self.number, self.codes = number, codes
+        self.follow(plan)
+
+    def follow(self, plan: ShardPlan) -> None:
+        """Takes another plan from now on."""
+        self.plan = plan
         refresh, micro = plan.refresh_hops(), plan.micro_hops()
         self.refreshes = bool(refresh)
         if refresh:
+            self.resident_codec = Codec.from_config(plan.resident_codec)
             kept = None if plan.decoded else plan.resident_codec
             first = refresh[0].codec
             self.refresh = gather_program(plan, refresh, left=kept)
@@ -77,12 +84,8 @@ class Route:
         self.micro = reduce_program(plan, micro, plan.grid.world_size, shard_order=True)
         self.boundary = reduce_program(plan, plan.boundary_hops(), plan.gradient_rows, shard_order=not micro)
         self.lossy = any(hop.codec.codec not in LOSSLESS for hop in plan.gather_hops())
+        self.fallible = any(Codec.from_config(hop.codec).fallible for hop in plan.gather_hops())
         self.sums_travel = any(hop.codec.codec == "none" for hop in plan.reduce_hops())
-
-    @functools.cached_property
-    def resident_codec(self) -> Codec:
-        """That of resident payloads."""
-        return Codec.from_config(self.plan.resident_codec)
 
 
 class Routes:

@@ -136,7 +136,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
-        if has_overflow:
+        if has_overflow and not self.hzero.fall_back():
             self.hzero.guard.discarded(
                 self.loss_scaler, itertools.chain.from_iterable(self.fp16_groups), self._gradient_of
             )

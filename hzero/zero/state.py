@@ -235,6 +235,26 @@ class StageState:
             return self._lanes.waited_s
         return self.wire_log.seconds()
 
+    def fall_back(self) -> bool:
+        """Whether a step has to be discarded since a codec could not hold weights, which are NaN then. Collective.
+
+        From now on they travel without that codec.
+        """
+        if not self.weights.fallible:
+            return False
+        what = self._collectives.lost()
+        lost = torch.tensor(int(what is not None), dtype=torch.uint8, device=get_accelerator().current_device_name())
+        dist.all_reduce(lost, dist.ReduceOp.MAX)
+        if not int(lost):
+            return False
+        if speaks():
+            logger.warning(
+                "hzero: %s; this step is discarded, and weights travel without the codec from now on",
+                what or "codec exp could not hold some weights",
+            )
+        self.weights.fall_back()
+        return True
+
     def verify(self) -> None:
         """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
         self._collectives.verify()

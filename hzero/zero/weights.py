@@ -314,6 +314,18 @@ class Weights:
         for managed in self._managed.values():
             managed.put_away()
 
+    @property
+    def fallible(self) -> bool:
+        """Whether a codec may fail to hold a block of weights."""
+        return any(route.fallible for route in self._routes.all)
+
+    def fall_back(self) -> None:
+        """From now on weights travel without such codecs. All ranks must call this alike."""
+        for route in self._routes.all:
+            route.follow(route.plan.without_fallible())
+        self._put_away_all()
+        self.mark_stale()
+
     # ---- gather -----------------------------------------------------------------------------------------------------
 
     def gather(self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False) -> Any:
