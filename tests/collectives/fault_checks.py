@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hzero.codecs import Codec
-from hzero.collectives import Canary, Chain, HopError, TieredCollectives, WireLog
+from hzero.collectives import Canary, Chain, Collectives, HopError, WireLog
 from hzero.config import ALGORITHMS, ROLES
+from hzero.sharding.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
 from tests.collectives.faulty_transport import CORRUPTIONS, Fault, FaultyTransport
 from tests.collectives.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
@@ -23,46 +23,41 @@ from tests.rank_main import begin_anew
 
 def _faulty(
     grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block
-) -> tuple[TieredCollectives, FaultyTransport]:
+) -> tuple[Collectives, FaultyTransport]:
     plan = _collectives(grid, **block).plan
     transport = FaultyTransport(plan, timeout, seed=seed * WORLD + dist.get_rank())
-    return TieredCollectives(plan, transport, WireLog()), transport
+    return Collectives(plan, transport, WireLog()), transport
 
 
-def _operations(collectives: TieredCollectives, decoded: list) -> dict:
+def _operations(collectives: Collectives, decoded: list) -> dict:
     """A gather and a reduction of these collectives, of new contents at every call; ``decoded`` fills when one decodes."""
     plan, rank, turn = collectives.plan, dist.get_rank(), itertools.count()
 
+    gathering = gather_program(plan, plan.gather_hops(), left=plan.gather_hops()[-1].codec)
+    reducing = reduce_program(plan, plan.reduce_hops(), WORLD, shard_order=True)
+
     def gather() -> Chain:
-        bucket, codec = _bucket("weights", torch.float32), Codec.from_config(plan.gather_hops()[0].codec)
+        bucket = _bucket("weights", torch.float32)
         whole = _everyones(torch.float32, next(turn))[0]
         shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
 
-        def then(*arrived) -> list[torch.Tensor]:
+        def then(message: torch.Tensor) -> list[torch.Tensor]:
             decoded.append(True)
-            return collectives.decode_gathered(bucket, *arrived)
+            return [message]
 
-        return collectives.gather(
-            plan.gather_hops(), bucket, lambda: (codec.encode(shards, bucket.chunks), codec), then
-        )
+        return collectives.run(gathering, bucket, lambda: shards, then)
 
     def reduce() -> Chain:
-        return collectives.reduce(
-            plan.reduce_hops(),
-            _bucket("gradients", torch.float32),
-            _everyones(torch.float32, next(turn))[rank],
-            rows=WORLD,
-            shard_order=True,
-            into=lambda: decoded.append(True),
-        )
+        tensors = _everyones(torch.float32, next(turn))[rank]
+        bucket = _bucket("gradients", torch.float32)
+        return collectives.run(reducing, bucket, lambda: tensors, lambda sums: sums, into=lambda: decoded.append(True))
 
     return {"gather": gather, "reduce": reduce}
 
 
 def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
-    """Payloads and checksums, one or both, of every algorithm, by codec and without."""
+    """Of every algorithm, by codec and without; wherever in payload and checksum."""
     grid, rank, found = Grid(WORLD, 1, 1), dist.get_rank(), 0
-    spared = {"payload": {True}, "checksums": {False}, "both": set()}
     for index, (algorithm, codec) in enumerate(itertools.product(ALGORITHMS, ("none", "int8"))):
         codecs, setting = {"node": codec}, {"algorithm": algorithm, "below_bytes": 1 << 30}
         collectives, transport = _faulty(
@@ -72,13 +67,10 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
         for name, start in _operations(collectives, decoded).items():
             transport.faults = ()
             start().wait()  # what a duplicate repeats
-            for turn, (fault, hit) in enumerate(itertools.product(CORRUPTIONS, spared)):
+            for turn, fault in enumerate(CORRUPTIONS * 3):
                 if name == "reduce" and algorithm != "library":  # has one
                     continue
-                if (fault, hit) == ("truncate", "both"):  # of both to nothing: the payload is left as it is
-                    continue
                 transport.faults = [fault] if rank == turn % WORLD else []
-                transport.spares = lambda lane, what, hit=hit: ("checksums" in what) in spared[hit]
                 transport.done.clear()
                 decoded.clear()
                 chain = start()
@@ -88,19 +80,19 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
                     continue
                 with pytest.raises(HopError) as error:
                     chain.wait()
-                case, text = (name, algorithm, codec, fault, hit), str(error.value)
+                case, text = (name, algorithm, codec, fault), str(error.value)
                 assert transport.done and not decoded, case
                 role, kind = ("weights", "all-gather") if name == "gather" else ("gradients", "all-to-all")
                 assert f"{kind} of {role} of 6 parameters (ids 0..5) in codec {codec} on tier 'node'" in text, case
                 senders = {int(sender) for sender in re.findall(r"from rank (\d+) with", text)}
                 checksums = re.findall(r"with checksum ([0-9a-f]{32}), sent with ([0-9a-f]{32})", text)
                 assert senders and senders <= set(range(WORLD)) and all(a != b for a, b in checksums), (case, text)
-                if fault == "flip" and hit != "both" and algorithm != "doubling":
+                if fault == "flip" and algorithm != "doubling":
                     assert len(senders) == 1, (case, text)
                 found += 1
     everyones: list = [None] * WORLD
     dist.all_gather_object(everyones, found)
-    assert sum(everyones) == 2 * (3 + 1) * 8, everyones
+    assert sum(everyones) == 2 * (3 + 1) * 9, everyones
 
 
 def check_a_canary_names_wires_that_change_what_they_carry() -> None:
@@ -160,7 +152,6 @@ def check_everyone_ends_in_time_when_one_rank_stops() -> None:
     victims, errors, started = {"weights": 3, "gradients": 4}, {}, time.monotonic()
     for name, role in (("gather", "weights"), ("reduce", "gradients")):
         transport.faults = [faults[role]] if rank == victims[role] else []
-        transport.spares = lambda lane, what: "checksums" in what
         try:
             operations[name]().wait()
         except HopError as error:

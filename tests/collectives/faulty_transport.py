@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
 from hzero.collectives import Transport
-from hzero.collectives.transport import Ends, Lane, Pending
+from hzero.collectives.transport import Pending
+from hzero.collectives.wires import Lane
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.program import Kind
 
 #: What happens to a message: it arrives late or never, or in its place the former one of the lane, or with zeros from some
 #: byte on, or with one bit changed.
@@ -22,7 +25,6 @@ CORRUPTIONS: tuple[Fault, ...] = ("duplicate", "truncate", "flip")
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 #: Longest delay, in seconds.
 _DELAY_S = 0.002
-_NOTHING = Ends()
 
 
 class Done(NamedTuple):
@@ -65,52 +67,30 @@ class FaultyTransport(Transport):
         self._timeout_s = timeout.total_seconds() if timeout else 60.0
         self._former: dict[tuple[Lane, int], torch.Tensor] = {}
 
-    def all_gather(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
+    def start(self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, *rest: Any, **how: Any) -> Pending:
         """With faults in what arrives."""
-        return self._faulty(super().all_gather, lane, message, what, ends)
-
-    def all_to_all(self, lane: Lane, message: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
-        """With faults in what arrives."""
-        return self._faulty(super().all_to_all, lane, message, what, ends)
-
-    def reduce_scatter(self, lane: Lane, elements: torch.Tensor, what: str, ends: Ends = _NOTHING) -> Pending:
-        """With faults in what arrives."""
-        return self._faulty(super().reduce_scatter, lane, elements, what, ends)
-
-    def exchange(self, lane: Lane, held: torch.Tensor, distance: int, what: str, ends: Ends = _NOTHING) -> Pending:
-        """With faults in what arrives: the rows behind those that this rank had."""
-        start = super().exchange
-        arriving = held[distance : distance + min(distance, len(held) - distance)]
-        return self._faulty(lambda *_: start(lane, held, distance, what, ends), lane, held, what, ends, arriving)
-
-    def _faulty(
-        self,
-        start: Callable[..., Pending],
-        lane: Lane,
-        message: torch.Tensor,
-        what: str,
-        ends: Ends,
-        arriving: torch.Tensor | None = None,
-    ) -> Pending:
         fault = None
         if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
             fault = self._draw.choice(sorted(self.faults))
         if fault == "drop":
             self.done.append(Done(fault, lane, what))
             described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
-            work, lost = _Dropped(self._timeout_s), self._hops[lane]
-            return Pending(work, message, lambda: described, ends, lane=lost)  # type: ignore[arg-type]
-        pending = start(lane, message, what, ends)
-        wait, told = pending._work.wait, []
+            lost = self._groups[lane].lane
+            return Pending(_Dropped(self._timeout_s), [message], lambda: described, lost)
+        pending = super().start(lane, kind, message, what, *rest, **how)
+        work, told = pending._work, []
 
         def arrive() -> None:
             """The work's wait, then the fault, before anybody looks."""
-            wait()
+            work.wait()
             if not told:
                 told.append(True)
-                self._harm(fault, lane, what, pending._output if arriving is None else arriving)
+                arriving = pending.buffers[-1]
+                if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
+                    arriving = arriving[1 << (len(arriving) - 1).bit_length() - 1 :]
+                self._harm(fault, lane, what, arriving)
 
-        pending._work = _Arrives(pending._work, arrive)  # type: ignore[assignment]
+        pending._work = SimpleNamespace(wait=arrive)
         return pending
 
     def _harm(self, fault: Fault | None, lane: Lane, what: str, output: torch.Tensor) -> None:
@@ -130,29 +110,12 @@ class FaultyTransport(Transport):
             self.done.append(Done(fault, lane, what))
 
 
-class _Arrives:
-    """The work of a collective, with another wait."""
-
-    def __init__(self, work: Any, wait: Callable[[], None]) -> None:
-        self._work = work
-        self.wait = wait
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
 class _Dropped:
     """A collective that this rank never takes part in."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._ends = time.monotonic() + timeout_s
-
-    def is_completed(self) -> bool:
-        return time.monotonic() >= self._ends
-
-    def get_future(self) -> Any:
-        raise RuntimeError("a message that never arrives has no future")
 
     def wait(self) -> None:
         threading.Event().wait(max(self._ends - time.monotonic(), 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from hzero.codecs import Codec
 from hzero.collectives import Communicator, HopError, Transport
-from hzero.collectives.point_to_point import PointToPoint
 from hzero.topology.grid import Grid
 from tests.collectives.communicator_checks import SOME, _bits_equal, _communicator, _everyones
 from tests.collectives.tiered_checks import WORLD, _same_everywhere
@@ -84,26 +84,21 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
     rank = dist.get_rank()
     group = _communicator(Grid(WORLD, 1, 1), checksum=True)
 
-    def flipped(pending):
-        def flip(message: torch.Tensor) -> torch.Tensor:
-            message[0] ^= 4
-            return message
+    start = Transport.start
 
-        pending._then = flip
+    def harmed(self, lane, kind, message, *rest, **how):
+        pending = start(self, lane, kind, message, *rest, **how)
+        if rank == 1 and kind in ("broadcast", "receive"):
+            wait = pending._work.wait
+
+            def flip() -> None:
+                wait()
+                pending.buffers[-1][0] ^= 4
+
+            pending._work = SimpleNamespace(wait=flip)
         return pending
 
-    start, begin = Transport.broadcast, PointToPoint._start
-    harmed = lambda what: "checksums" not in what and rank == 1  # noqa: E731
-
-    def broadcast(self, lane, message, root, what, *rest):
-        pending = start(self, lane, message, root, what, *rest)
-        return flipped(pending) if harmed(what) else pending
-
-    def message(self, *args, ends=None, **keywords):
-        pending = begin(self, *args, **keywords, **({} if ends is None else {"ends": ends}))
-        return flipped(pending) if ends and rank == 1 else pending
-
-    with mock.patch.object(Transport, "broadcast", broadcast), mock.patch.object(PointToPoint, "_start", message):
+    with mock.patch.object(Transport, "start", harmed):
         chain = group.broadcast(torch.ones(9), 3, async_op=True)
         other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
         if rank == 1:

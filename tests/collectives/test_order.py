@@ -1,6 +1,6 @@
 """The order of collectives: over random schedules it is the same on all ranks of every communicator, and nobody waits for ever.
 
-Ranks are threads with a pipeline each, and wires are simulated: a hop arrives some time after all ranks of its communicator
+Ranks are threads with lanes of their own, and wires are simulated: a hop arrives some time after all ranks of its communicator
 have started their hop of the same number.
 """
 
@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.collectives import pipeline
+from hzero.collectives import lanes as module
 from hzero.collectives.errors import HopError
-from hzero.collectives.pipeline import Chain, Pipeline, shared_pipeline
-from hzero.collectives.streams import DeviceStreams, pipeline_of
+from hzero.collectives.lanes import Chain, DeviceStreams, Lanes, lanes_of, shared_lanes
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
 from hzero.topology import Grid
@@ -36,15 +35,13 @@ TIMEOUT_S = 20.0
 class _Hop:
     """A collective on a simulated wire."""
 
-    def __init__(self, wires: _Wires, key: Any, number: int, announced: bool) -> None:
-        self._wires, self._key, self._number, self.announced = wires, key, number, announced
+    def __init__(self, wires: _Wires, key: Any, number: int) -> None:
+        self._wires, self._key, self._number = wires, key, number
         self._due: int | None = None
 
-    def arrived(self) -> bool:
-        return self._wires.look(self)
-
-    def announce(self, arrived: Callable[[], None]) -> None:
-        self._wires.listen(self, arrived)
+    def wait(self) -> None:
+        while not self._wires.look(self):
+            time.sleep(0)
 
 
 class _Wires:
@@ -55,45 +52,31 @@ class _Wires:
     """
 
     def __init__(self, seed: int) -> None:
-        self.changed = threading.Condition(threading.RLock())
         self.started: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        self._lock = threading.Lock()
         self._random = random.Random(seed)
-        self._tick = 0
-        self._listeners: list[tuple[_Hop, Callable[[], None]]] = []
+        self._tick = 0  # time passes with everything that happens
 
     def start(self, rank: int, lane: Any, chain: Any) -> _Hop:
-        with self.changed:
+        with self._lock:
+            self._tick += 1
             key = (lane, tuple(GRID.tier_group(rank, lane[1])))
             mine = self.started[key][rank]
             mine.append(chain)
-            hop = _Hop(self, key, len(mine), self._random.random() < 0.5)
-            self._stir()
-            return hop
+            return _Hop(self, key, len(mine))
 
     def look(self, hop: _Hop) -> bool:
-        with self.changed:
+        with self._lock:
+            self._tick += 1
             key = hop._key
             if any(len(self.started[key][rank]) < hop._number for rank in key[1]):
                 return False
             if hop._due is None:
                 hop._due = self._tick + self._random.randrange(4)
-            self._stir()
             return self._tick >= hop._due
 
-    def listen(self, hop: _Hop, arrived: Callable[[], None]) -> None:
-        with self.changed:
-            if hop.announced:
-                self._listeners.append((hop, arrived))
 
-    def _stir(self) -> None:
-        """Time passes with everything that happens."""
-        self._tick += 1
-        self.changed.notify_all()
-        for _, arrived in self._listeners:
-            arrived()
-
-
-def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: str) -> None:
+def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str) -> None:
     """Submits what an engine submits, the same on all ranks, and waits in an order of its own."""
     plan = ShardPlan.from_config(parse_config({"preset": preset}), GRID, rank)
     common, own = random.Random(seed), random.Random(seed * 100 + rank)
@@ -104,12 +87,12 @@ def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: s
         "boundary": [("gradients", hop.tier) for hop in plan.boundary_hops()],
     }
 
-    def chain(kind: str, number: int, lanes: list[Any]) -> Any:
+    def chain(kind: str, number: int, used: list[Any]) -> Any:
         yield None
-        for lane in lanes:
+        for lane in used:
             yield wires.start(rank, lane, (kind, number))
         if kind == "micro" and hops["boundary"]:
-            crossing.append(pipeline.submit(chain("boundary", number, hops["boundary"]), hops["boundary"]))
+            crossing.append(lanes.submit(chain("boundary", number, hops["boundary"]), hops["boundary"]))
         return number
 
     crossing: list[Chain[Any]] = []
@@ -118,10 +101,10 @@ def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: s
         kind = common.choice([kind for kind in ("refresh", "fetch", "micro") if hops[kind]])
         after = [c for c in waiting if common.random() < 0.3] if kind == "fetch" else []
         rounds = common.choice((1, 1, 3))  # of an all-gather between nodes
-        lanes = [lane for lane in hops[kind] for _ in range(rounds if lane == ("weights", "node") else 1)]
-        waiting.append(pipeline.submit(chain(kind, number, lanes), lanes, after))
+        used = [lane for lane in hops[kind] for _ in range(rounds if lane == ("weights", "node") else 1)]
+        waiting.append(lanes.submit(chain(kind, number, used), used, after))
         if own.random() < 0.3:
-            pipeline.pump()
+            time.sleep(0)
         if common.random() < 0.3:  # a module needs some of what is in flight
             needed = [c for c in waiting if common.random() < 0.6]
             own.shuffle(needed)
@@ -132,16 +115,16 @@ def _run_rank(rank: int, seed: int, wires: _Wires, pipeline: Pipeline, preset: s
         each.wait()
     for each in crossing:
         each.wait()
-    pipeline.drain()
+    lanes.drain()
 
 
-def _play(seed: int, kind: type[Pipeline], preset: str) -> list[str]:
+def _play(seed: int, preset: str) -> list[str]:
     """One schedule. Returns what went wrong."""
     wires, wrong = _Wires(seed), []
 
     def run(rank: int) -> None:
         try:
-            _run_rank(rank, seed, wires, kind(), preset)
+            _run_rank(rank, seed, wires, Lanes(), preset)
         except BaseException as error:
             wrong.append(f"rank {rank}: {error!r}")
 
@@ -164,27 +147,29 @@ def _play(seed: int, kind: type[Pipeline], preset: str) -> list[str]:
 @pytest.mark.parametrize("preset", ["topo", "zero3"])
 def test_order_of_collectives(preset: str) -> None:
     for seed in range(SCHEDULES // 2):
-        wrong = _play(seed, Pipeline, preset)
+        wrong = _play(seed, preset)
         assert not wrong, (seed, wrong)
 
 
 class _ByHand:
     """A hop that arrives when the test says so."""
 
-    announced = True
-
     def __init__(self) -> None:
-        self._there = False
+        self._there = threading.Event()
 
-    def arrived(self) -> bool:
-        return self._there
-
-    def announce(self, arrived: Callable[[], None]) -> None:
-        self._wake = arrived
+    def wait(self) -> None:
+        assert self._there.wait(TIMEOUT_S)
 
     def arrive(self) -> None:
-        self._there = True
-        self._wake()
+        self._there.set()
+
+
+class _Started(list[_ByHand]):
+    """The hops of a chain that have been started."""
+
+    def arrive(self, number: int) -> None:
+        assert _soon(lambda: len(self) > number)
+        self[number].arrive()
 
 
 def _by_hand(hops: list[_ByHand], lanes: list[Any], result: Any) -> Any:
@@ -208,69 +193,69 @@ def _soon(condition: Callable[[], bool]) -> bool:
 
 
 def test_hops_start_while_nobody_waits_and_one_at_a_time_on_a_lane() -> None:
-    pipeline = Pipeline()
-    lanes: list[Any] = [("gradients", "gcd"), ("gradients", "node")]
-    first: list[_ByHand] = []
-    second: list[_ByHand] = []
-    one, two = (pipeline.submit(_by_hand(hops, lanes, n), lanes) for n, hops in enumerate((first, second)))
-    assert (len(first), len(second)) == (1, 0)
-    first[0].arrive()
+    lanes = Lanes()
+    used: list[Any] = [("gradients", "gcd"), ("gradients", "node")]
+    first, second = _Started(), _Started()
+    one, two = (lanes.submit(_by_hand(hops, used, n), used) for n, hops in enumerate((first, second)))
+    assert _soon(lambda: len(first) == 1) and not second
+    first.arrive(0)
     assert _soon(lambda: (len(first), len(second)) == (2, 1))
-    second[0].arrive()
-    first[1].arrive()
+    second.arrive(0)
+    first.arrive(1)
     assert _soon(lambda: one.done and len(second) == 2)
-    second[1].arrive()
+    second.arrive(1)
     assert _soon(lambda: two.done) and (one.wait(), two.wait()) == (0, 1)
 
 
 def test_nobody_takes_the_place_of_a_chain_that_failed_before_its_hop() -> None:
     """Its peers have started theirs, and would pair it with the next chain's; all its lanes fail until they are mended."""
 
-    pipeline = Pipeline()
-    lanes: list[Any] = [("gradients", "node")]
-    hops: list[_ByHand] = []
-    pipeline.submit(_failing(MemoryError("on this rank alone")), lanes)
+    lanes = Lanes()
+    used: list[Any] = [("gradients", "node")]
+    hops = _Started()
+    lanes.submit(_failing(MemoryError("on this rank alone")), used)
     with pytest.raises(MemoryError):
-        pipeline.submit(_by_hand(hops, lanes, 1), lanes).wait()
+        lanes.submit(_by_hand(hops, used, 1), used).wait()
     assert not hops
     other: list[Any] = [("weights", "node")]
-    pipeline.submit(_by_hand(hops, other, 1), other)
-    hops[0].arrive()
-    pipeline.mend(lanes)
-    assert pipeline.failures == 2
-    mended = pipeline.submit(_by_hand(hops, lanes, 2), lanes)
-    hops[1].arrive()
+    lanes.submit(_by_hand(hops, other, 1), other)
+    hops.arrive(0)
+    lanes.mend(used)
+    assert lanes.failures == 2
+    mended = lanes.submit(_by_hand(hops, used, 2), used)
+    hops.arrive(1)
     assert mended.wait() == 2
 
 
-def test_an_interrupt_in_a_chain_is_an_error_of_that_chain() -> None:
-    """Whoever waits for it would otherwise get None in place of its result."""
-    pipeline = Pipeline()
-    lanes: list[Any] = [("gradients", "node")]
-    hops: list[_ByHand] = []
+def test_an_interrupt_while_inputs_are_read_is_an_error_of_the_chain_too() -> None:
+    """Its peers have started its hops, which no other chain may take."""
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt("pressed")
+        yield
+
+    lanes = Lanes()
+    used: list[Any] = [("gradients", "node")]
+    hops = _Started()
     with pytest.raises(KeyboardInterrupt):
-        pipeline.submit(_failing(KeyboardInterrupt("pressed")), lanes)
+        lanes.submit(interrupted(), used)
     with pytest.raises(KeyboardInterrupt):
-        pipeline.submit(_by_hand(hops, lanes, 2), lanes).wait()
+        lanes.submit(_by_hand(hops, used, 2), used).wait()
     assert not hops
 
 
 def test_rounds_of_a_hop_follow_each_other_on_their_lane() -> None:
-    pipeline = Pipeline()
+    lanes = Lanes()
     node, gcd = ("weights", "node"), ("weights", "gcd")
-    first: list[_ByHand] = []
-    second: list[_ByHand] = []
-    one = pipeline.submit(_by_hand(first, [node, node, node, gcd], 1), [node, node, node, gcd])
-    two = pipeline.submit(_by_hand(second, [node, gcd], 2), [node, gcd])
-    for started in (1, 2, 3):
-        assert (len(first), len(second)) == (started, 0)
-        first[-1].arrive()
-        assert _soon(lambda want=started + 1: len(first) == want)
-    assert _soon(lambda: len(second) == 1)  # the lane is free
-    second[0].arrive()
-    first[3].arrive()
-    assert _soon(lambda: len(second) == 2)
-    second[1].arrive()
+    first, second = _Started(), _Started()
+    one = lanes.submit(_by_hand(first, [node, node, node, gcd], 1), [node, node, node, gcd])
+    two = lanes.submit(_by_hand(second, [node, gcd], 2), [node, gcd])
+    for number in range(3):
+        assert _soon(lambda want=number + 1: len(first) == want) and not second
+        first.arrive(number)
+    second.arrive(0)  # the lane is free
+    first.arrive(3)
+    second.arrive(1)
     assert (one.wait(), two.wait()) == (1, 2)
 
 
@@ -283,28 +268,27 @@ def test_a_chain_that_fails_between_two_rounds_fails_those_behind_it() -> None:
         yield hops[-1]
         raise HopError("round 2")
 
-    pipeline = Pipeline()
+    lanes = Lanes()
     node = ("weights", "node")
-    hops: list[_ByHand] = []
-    behind: list[_ByHand] = []
-    failing = pipeline.submit(breaks(hops), [node, node, node])
-    waiting = pipeline.submit(_by_hand(behind, [node], 1), [node])
-    hops[0].arrive()
+    hops, behind = _Started(), _Started()
+    failing = lanes.submit(breaks(hops), [node, node, node])
+    waiting = lanes.submit(_by_hand(behind, [node], 1), [node])
+    hops.arrive(0)
     for chain in (failing, waiting):
         with pytest.raises(HopError, match="round 2"):
             chain.wait()
-    assert not behind and not pipeline._queues[node]
+    assert not behind
 
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:
-    pipeline = Pipeline()
-    lanes: list[Any] = [("weights", "node")]
-    failed = pipeline.submit(_failing(HopError("gone")), lanes)
-    later = pipeline.submit(_by_hand([], lanes, 1), lanes, after=[failed])
+    lanes = Lanes()
+    used: list[Any] = [("weights", "node")]
+    failed = lanes.submit(_failing(HopError("gone")), used)
+    later = lanes.submit(_by_hand([], used, 1), used, after=[failed])
     for chain in (failed, later):
         with pytest.raises(HopError, match="gone"):
             chain.wait()
-    pipeline.drain()
+    lanes.drain()
 
 
 @pytest.mark.parametrize(
@@ -321,8 +305,8 @@ def test_a_chain_after_one_that_failed_fails_alike() -> None:
 def test_one_process_has_hops_of_processors_or_of_a_gpu(
     first: Any, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_of_world", None)
-    shared_pipeline(None if first is None else DeviceStreams(first))
+    monkeypatch.setattr(module, "_of_world", None)
+    shared_lanes(None if first is None else DeviceStreams(first))
     said = f"found a group of {device} beside hops of {'cpu' if first is None else 'cuda'}"
     with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():
-        pipeline_of(device, "torch")
+        lanes_of(device, "torch")
