@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from hzero.sharding.program import Cross, Decode, Encode, Kind, Order, Program, 
 
 T = TypeVar("T")
 
+#: Blocks of a message that codec ``exp`` could not hold, int64 ``[]``, and a description of the message.
+_Lost: TypeAlias = tuple[torch.Tensor, str]
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
 
@@ -69,7 +71,7 @@ class Collectives:
         self.lanes = lanes or Lanes()
         self._transport = transport
         self._unread: list[Comparison] = []
-        self._lost: list[tuple[torch.Tensor, str]] = []
+        self._lost: list[_Lost] = []
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def beside(self, wire_log: WireLog) -> Collectives:
@@ -121,7 +123,7 @@ class Collectives:
         scale: float,
         into: Callable[[], Sequence[torch.Tensor] | None],
     ) -> Hops[T]:
-        value, crossed = read(), False
+        value, crossed, lost = read(), False, list[_Lost]()
         del read  # it may hold what has been read
         if not program.steps:
             value = [self.used(tensor) for tensor in value]
@@ -130,7 +132,7 @@ class Collectives:
                 if not crossed:
                     yield None
                 crossed = True
-                value = yield from self._cross(step, bucket, value)
+                value = yield from self._cross(step, bucket, value, lost)
             elif isinstance(step, Sum) and step.target is None:
                 codec = Codec.from_config(step.codec)
                 added = into() if step is program.steps[-1] else None
@@ -141,6 +143,7 @@ class Collectives:
                 value = self._local(step, bucket, value, seed if crossed else own_seed, scale)
         if not crossed:
             yield None
+        self._note(lost)
         return then(value)
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -245,8 +248,8 @@ class Collectives:
 
     # ---- one hop ------------------------------------------------------------------------------------------------
 
-    def _cross(self, step: Cross, bucket: Bucket, message: torch.Tensor) -> Hops[torch.Tensor]:
-        """Moves a message over one tier.
+    def _cross(self, step: Cross, bucket: Bucket, message: torch.Tensor, lost: list[_Lost]) -> Hops[torch.Tensor]:
+        """Moves a message over one tier. ``lost`` gets the number of its blocks that the codec could not hold.
 
         Yields:
             The collective, once it is started.
@@ -275,7 +278,7 @@ class Collectives:
         yield pending
         arrived = self.received(pending)
         if codec.fallible:
-            self._note(codec.lost(arrived, bucket.chunks, outer=step.pieces), bucket)
+            lost.append((codec.lost(arrived, bucket.chunks, outer=step.pieces), bucket.label))
         return arrived if cut is None else cut.whole(arrived)
 
     def _timer(self, message: torch.Tensor) -> HopTimer:
@@ -375,12 +378,13 @@ class Collectives:
         if len(self._unread) >= _UNREAD:
             self.verify()
 
-    def _note(self, blocks: torch.Tensor, bucket: Bucket) -> None:
-        """Keeps the number of blocks of a message that codec ``exp`` could not hold, and that are decoded to NaN."""
-        self._lost.append((blocks, bucket.label))
+    def _note(self, lost: Sequence[_Lost]) -> None:
+        """At the end of a chain, whose hops all ranks have made: an error with `strict` on CPUs, or kept for `lost`."""
         if self._strict and self.lanes.streams is None:
-            self.verify()
-        elif len(self._lost) > _UNREAD:  # one of the older ones tells as much
+            self._refuse(_first(lost))
+            return
+        self._lost += lost
+        if len(self._lost) > _UNREAD:  # one of the older ones tells as much
             self._lost = [max(self._lost, key=lambda one: int(one[0]))]
 
     def lost(self) -> str | None:
@@ -388,13 +392,12 @@ class Collectives:
         lost, self._lost = self._lost, []
         if lost and self.lanes.streams is not None:
             self.lanes.streams.join()
-        for blocks, what in lost:
-            if count := int(self.used(blocks)):
-                return (
-                    f"{what} in codec exp: {count} blocks of 32,768 numbers have more than 512 exponents outside of the "
-                    "windows of their lines, which the codec cannot hold"
-                )
-        return None
+        return _first([(self.used(blocks), what) for blocks, what in lost])
+
+    @staticmethod
+    def _refuse(what: str | None) -> None:
+        if what is not None:
+            raise HopError(f"hzero: {what}; expected codec none, bf16 or int8 on this tier")
 
     def verify(self) -> None:
         """On an asynchronous device: waits for all that has arrived until now, and looks whether it has arrived whole.
@@ -402,8 +405,8 @@ class Collectives:
         Raises:
             HopError: A message arrived changed, or with `strict` has blocks that codec ``exp`` could not hold.
         """
-        if self._strict and (what := self.lost()) is not None:
-            raise HopError(f"hzero: {what}; expected codec none, bf16 or int8 on this tier")
+        if self._strict:
+            self._refuse(self.lost())
         unread, self._unread = self._unread, []
         if unread and self.lanes.streams is not None:
             self.lanes.streams.join()
@@ -464,6 +467,17 @@ class Cut(NamedTuple):
         """The message that has arrived, its records of their sizes."""
         parts = arrived.view(len(self.arriving), self.length)
         return torch.cat([mpc.whole(part, self.sizes, used) for part, used in zip(parts, self.arriving)])
+
+
+def _first(lost: Sequence[_Lost]) -> str | None:
+    """The first message with lost blocks, in words; the host waits."""
+    for blocks, what in lost:
+        if count := int(blocks):
+            return (
+                f"{what} in codec exp: {count} blocks of 32,768 numbers have more than 512 exponents outside of the windows of "
+                "their lines, which the codec cannot hold"
+            )
+    return None
 
 
 def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -17,16 +16,17 @@ from hzero.codecs import Codec
 from hzero.collectives import (
     Bucket,
     Chain,
+    Collectives,
     ErrorFeedback,
     HopError,
-    TieredCollectives,
     Transport,
     WireLog,
 )
-from hzero.collectives.transport import rounds, world_timeout
+from hzero.collectives.transport import world_timeout
 from hzero.config import ALGORITHMS, ROLES, CodecConfig
 from hzero.parsing import parse_config
 from hzero.sharding.plan import ShardPlan
+from hzero.sharding.program import Program, gather_program, reduce_program
 from hzero.sharding.records import chunk_numel
 from hzero.topology.grid import Grid
 from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew
@@ -49,7 +49,7 @@ GRIDS = {
 }
 
 
-def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None, **block) -> TieredCollectives:
+def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None, **block) -> Collectives:
     codecs = {"weights": weights or {}, "gradients": gradients or {}}
     block = {"preset": "lossless", "codecs": codecs, "transport": TRANSPORT, **block}
     if shard:
@@ -59,7 +59,7 @@ def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=No
         grid,
         dist.get_rank(),
     )
-    return TieredCollectives(plan, Transport(plan), WireLog(), ErrorFeedback() if feedback else None)
+    return Collectives(plan, Transport(plan), WireLog(), ErrorFeedback() if feedback else None)
 
 
 def _bucket(role: str, dtype: torch.dtype) -> Bucket:
@@ -72,15 +72,21 @@ def _everyones(dtype: torch.dtype, seed: int = 0) -> list[list[torch.Tensor]]:
     return [[torch.randn(n, generator=generator).to(dtype) for n in NUMELS] for _ in range(WORLD)]
 
 
-def _gather(collectives: TieredCollectives, whole: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _gather(collectives: Collectives, whole: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     bucket = _bucket("weights", dtype)
     rank = dist.get_rank()
     shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
-    hops = collectives.plan.gather_hops()
-    codec = Codec.from_config(hops[0].codec)
-    return collectives.gather(
-        hops, bucket, lambda: (codec.encode(shards, bucket.chunks), codec), partial(collectives.decode_gathered, bucket)
-    ).wait()
+    program = gather_program(collectives.plan, collectives.plan.gather_hops())
+    return collectives.run(program, bucket, lambda: shards, _same).wait()
+
+
+def _same(value):
+    return value
+
+
+def reduce(collectives: Collectives, hops, bucket: Bucket, tensors, rows: int = WORLD, **how) -> Chain:
+    program = reduce_program(collectives.plan, hops, rows, shard_order=rows == WORLD)
+    return collectives.run(program, bucket, lambda: tensors, _same, **how)
 
 
 def _same_everywhere(tensors: list[torch.Tensor]) -> None:
@@ -104,7 +110,7 @@ def check_gathered_differences_are_added() -> None:
         _add_gathered(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), leaf)))
 
 
-def _add_gathered(collectives: TieredCollectives) -> None:
+def _add_gathered(collectives: Collectives) -> None:
     bucket, rank, hops = _bucket("weights", torch.bfloat16), dist.get_rank(), collectives.plan.gather_hops()
     whole, copies = _everyones(torch.bfloat16)[:2]
     shards = [tensor[rank * chunk : (rank + 1) * chunk] for tensor, chunk in zip(whole, bucket.chunks)]
@@ -113,11 +119,14 @@ def _add_gathered(collectives: TieredCollectives) -> None:
     codec = Codec.from_config(hops[0].codec)
     decoded = bucket if codec.name == "none" else dataclasses.replace(bucket, dtype=torch.float32)
 
-    def add(message: torch.Tensor, codec: Codec, outer: int) -> list[torch.Tensor]:
-        collectives.decode_gathered_onto(bucket, message, codec, outer, after)
-        return collectives.decode_gathered(decoded, message, codec, outer)
+    program = gather_program(collectives.plan, hops, left=hops[-1].codec)
+    whole = gather_program(collectives.plan, hops).steps[-1]
 
-    added = collectives.gather(hops, bucket, lambda: (codec.encode(shards, bucket.chunks), codec), add).wait()
+    def add(message: torch.Tensor) -> list[torch.Tensor]:
+        collectives.add_decoded(program, bucket, message, after)
+        return collectives.run(Program((whole,)), decoded, lambda: message, _same).wait()
+
+    added = collectives.run(program, bucket, lambda: shards, add).wait()
     for old, part, new in zip(before, added, after):
         assert torch.equal(new, (old.float() + part.float()).bfloat16())
     _same_everywhere(after)
@@ -162,9 +171,7 @@ def check_reduce_exact() -> None:
         collectives = _collectives(grid)
         bucket = _bucket("gradients", dtype)
         rank = dist.get_rank()
-        shards = collectives.reduce(
-            collectives.plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, shard_order=True
-        ).wait()
+        shards = reduce(collectives, collectives.plan.reduce_hops(), bucket, everyones[rank]).wait()
         for index, chunk in enumerate(bucket.chunks):
             total = torch.stack([ranks[index].float() for ranks in everyones]).sum(0)
             want = total[rank * chunk : (rank + 1) * chunk]
@@ -187,11 +194,9 @@ def check_reduce_codecs_bounded_and_in_two_parts() -> None:
         everyones = _everyones(torch.float32)
         collectives = _collectives(grid, gradients=mix, shard={"weights": "package", "gradients": "node"})
         plan, bucket, rank = collectives.plan, _bucket("gradients", torch.float32), dist.get_rank()
-        whole = collectives.reduce(plan.reduce_hops(), bucket, everyones[rank], rows=WORLD, shard_order=True).wait()
-        inside = collectives.reduce(plan.micro_hops(), bucket, everyones[rank], rows=WORLD, shard_order=True).wait()
-        split = collectives.reduce(
-            plan.boundary_hops(), bucket, inside, rows=plan.gradient_rows, shard_order=False
-        ).wait()
+        whole = reduce(collectives, plan.reduce_hops(), bucket, everyones[rank]).wait()
+        inside = reduce(collectives, plan.micro_hops(), bucket, everyones[rank]).wait()
+        split = reduce(collectives, plan.boundary_hops(), bucket, inside, plan.gradient_rows).wait()
         for index, chunk in enumerate(bucket.chunks):
             # Rotated sums stay rotated inside a chain, and are rotated back where it is cut, which rounds them.
             assert torch.equal(whole[index].float(), split[index].float()) or isinstance(mix["node"], dict)
@@ -212,12 +217,10 @@ def check_overflow_survives() -> None:
         mine = _everyones(torch.float32)[rank]
         if rank == WORLD - 1:
             mine[4][7] = bad
-        shards = collectives.reduce(collectives.plan.reduce_hops(), bucket, mine, rows=WORLD, shard_order=True).wait()
+        shards = reduce(collectives, collectives.plan.reduce_hops(), bucket, mine).wait()
         owner = 7 // bucket.chunks[4]
         assert bool(torch.isfinite(shards[4]).all()) == (rank != owner)
-        again = collectives.reduce(
-            collectives.plan.reduce_hops(), bucket, _everyones(torch.float32)[rank], rows=WORLD, shard_order=True
-        ).wait()
+        again = reduce(collectives, collectives.plan.reduce_hops(), bucket, _everyones(torch.float32)[rank]).wait()
         assert all(bool(torch.isfinite(t).all()) for t in again)
 
 
@@ -243,22 +246,18 @@ def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
     collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
     plan, whole, rank = collectives.plan, _everyones(torch.float32)[0], dist.get_rank()
     weights, gradients = _bucket("weights", torch.float32), _bucket("gradients", torch.float32)
-    codec = Codec.from_config(plan.gather_hops()[0].codec)
+    gathering = gather_program(plan, plan.gather_hops())
 
     def gather(factor: int) -> Chain:
         shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, weights.chunks)]
-        decode = partial(collectives.decode_gathered, weights)
-        return collectives.gather(
-            plan.gather_hops(), weights, lambda: (codec.encode(shards, weights.chunks), codec), decode
-        )
+        return collectives.run(gathering, weights, lambda: shards, _same)
 
-    def reduce(factor: int) -> Chain:
-        tensors = [t * factor for t in whole]
-        return collectives.reduce(plan.reduce_hops(), gradients, tensors, rows=WORLD, shard_order=True)
+    def sums(factor: int) -> Chain:
+        return reduce(collectives, plan.reduce_hops(), gradients, [t * factor for t in whole])
 
-    once, summed = gather(1).wait(), reduce(1).wait()
+    once, summed = gather(1).wait(), sums(1).wait()
     for turn in range(20):
-        order = [(kind, factor) for factor in (1, 2, 4, 8) for kind in (gather, reduce)]
+        order = [(kind, factor) for factor in (1, 2, 4, 8) for kind in (gather, sums)]
         chains = [(kind, factor, kind(factor)) for kind, factor in order]
         random.Random(turn * WORLD + rank).shuffle(chains)
         for kind, factor, chain in chains:
@@ -271,8 +270,8 @@ def check_draining_waits_for_every_chain() -> None:
     collectives = _collectives(GRIDS[WORLD][0])
     plan, bucket = collectives.plan, _bucket("gradients", torch.float32)
     tensors = _everyones(torch.float32)[0]
-    chains = [collectives.reduce(plan.reduce_hops(), bucket, tensors, rows=WORLD, shard_order=True) for _ in range(3)]
-    collectives.pipeline.drain()
+    chains = [reduce(collectives, plan.reduce_hops(), bucket, tensors) for _ in range(3)]
+    collectives.lanes.drain()
     assert all(chain.done for chain in chains)
 
 
@@ -293,15 +292,9 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
             generator = torch.Generator().manual_seed(count)
             everyones = torch.randint(0, 256, (ranks, count), dtype=torch.uint8, generator=generator)
             for algorithm in ALGORITHMS:
-                started, gather = 0, transport.gather(algorithm, lane, everyones[rank].clone(), "a message")
-                while True:
-                    try:
-                        next(gather)
-                        started += 1
-                    except StopIteration as stop:
-                        assert torch.equal(stop.value, everyones[coordinates].view(-1)), (ranks, count, algorithm)
-                        break
-                assert started == rounds(algorithm, ranks)
+                message = everyones[rank].clone()
+                pending = transport.start(lane, "all_gather", message, "a message", algorithm=algorithm)
+                assert torch.equal(pending.wait(), everyones[coordinates].view(-1)), (ranks, count, algorithm)
 
 
 def check_a_peer_that_does_not_come_is_named() -> None:
@@ -311,14 +304,13 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     plan = _collectives(grid).plan
     transport = Transport(plan, timedelta(seconds=2))
     everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
-    transport.all_to_all(
-        ("gradients", "gcd"), everyone, "a first message"
-    ).wait()  # connects, which is not what is timed
+    lane = ("gradients", "gcd")
+    transport.start(lane, "all_to_all", everyone, "a first message").wait()  # connects, which is not what is timed
     if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
-        transport.all_to_all(("gradients", "gcd"), everyone, "gradients").wait()
+        transport.start(lane, "all_to_all", everyone, "gradients").wait()
     elif dist.get_rank():
         with pytest.raises(HopError) as error:
-            transport.all_to_all(("gradients", "gcd"), everyone, "gradients").wait()
+            transport.start(lane, "all_to_all", everyone, "gradients").wait()
         for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
             assert part in str(error.value), error.value
     begin_anew()

@@ -17,9 +17,9 @@ from deepspeed.utils import safe_get_full_grad
 
 import hzero
 from hzero.collectives import Communicator
-from hzero.collectives.streams import DeviceStreams
+from hzero.collectives.lanes import DeviceStreams
 from hzero.config import BASE_TIERS, PRESETS
-from hzero.zero.streams import stage_pipeline
+from hzero.zero.state import stage_lanes
 from tests.ranks import LONG
 from tests.zero.race_detector import recording
 from tests.zero.tensor_checks import tensor_groups, train_split
@@ -159,7 +159,7 @@ def _without_optimizer() -> Any:
 
 def _without_a_stage() -> Any:
     """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
-    stage_pipeline("torch")
+    stage_lanes("torch")
     settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
     world = dist.get_world_size()
     group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
@@ -185,7 +185,7 @@ def _without_a_stage() -> Any:
 
 def _beside_tensor_groups() -> Any:
     """Sums of activations in layers, between gathers of weights and reductions of gradients."""
-    stage_pipeline("torch")
+    stage_lanes("torch")
     block = block_of("topo", codecs={"tensor": "int8"}, canary={"every_steps": 1})
     with tensor_groups(2) as mpu:
         return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
@@ -245,7 +245,7 @@ def check_a_run_without_a_wait_has_races() -> None:
     wait = DeviceStreams.wait
 
     def not_for_results(self: DeviceStreams, event: Any) -> None:
-        if sys._getframe(1).f_code.co_name != "_wait":
+        if sys._getframe(1).f_code.co_name != "wait":
             wait(self, event)
 
     with mock.patch.object(DeviceStreams, "wait", not_for_results), recording() as trace:

@@ -14,7 +14,6 @@ import functools
 import itertools
 import sys
 import types
-import typing
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hzero.collectives import pipeline, transport
+from hzero.collectives import lanes, transport
 
 #: In place of a stream: the host, behind whose waits comes all that it starts later.
 HOST = -1
@@ -390,10 +389,10 @@ def recording() -> Iterator[Trace]:
     init = transport.Pending.__init__
 
     def of_transport(start: Any) -> Any:
-        def started(*args: Any) -> Any:
+        def started(*args: Any, **rest: Any) -> Any:
             recorder.in_transport = True
             try:
-                return start(*args)
+                return start(*args, **rest)
             finally:
                 recorder.in_transport = False
 
@@ -407,13 +406,11 @@ def recording() -> Iterator[Trace]:
 
     try:
         with contextlib.ExitStack() as patches:
-            for kind in typing.get_args(transport.Collective):
-                start = of_transport(getattr(transport.Transport, kind))
-                patches.enter_context(mock.patch.object(transport.Transport, kind, start))
             for owner, name, function in (
+                (transport.Transport, "start", of_transport(transport.Transport.start)),
                 (torch.Tensor, "record_stream", record_stream),
                 (transport.Pending, "__init__", pending),
-                (pipeline, "_of_world", None),  # one with streams, which ends with this device
+                (lanes, "_of_world", None),  # one with streams, which ends with this device
             ):
                 patches.enter_context(mock.patch.object(owner, name, function))
             if dist.get_rank() == 0:
