@@ -82,7 +82,8 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
                     chain.wait()
                 case, text = (name, algorithm, codec, fault), str(error.value)
                 assert transport.done and not decoded, case
-                role, kind = ("weights", "all-gather") if name == "gather" else ("gradients", "all-to-all")
+                summed = "reduce-scatter" if codec == "none" else "all-to-all"
+                role, kind = ("weights", "all-gather") if name == "gather" else ("gradients", summed)
                 assert f"{kind} of {role} of 6 parameters (ids 0..5) in codec {codec} on tier 'node'" in text, case
                 senders = {int(sender) for sender in re.findall(r"from rank (\d+) with", text)}
                 checksums = re.findall(r"with checksum ([0-9a-f]{32}), sent with ([0-9a-f]{32})", text)

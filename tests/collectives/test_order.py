@@ -39,7 +39,7 @@ class _Hop:
         self._wires, self._key, self._number = wires, key, number
         self._due: int | None = None
 
-    def wait(self) -> None:
+    def end(self) -> None:
         while not self._wires.look(self):
             time.sleep(0)
 
@@ -157,7 +157,7 @@ class _ByHand:
     def __init__(self) -> None:
         self._there = threading.Event()
 
-    def wait(self) -> None:
+    def end(self) -> None:
         assert self._there.wait(TIMEOUT_S)
 
     def arrive(self) -> None:

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -80,10 +79,10 @@ class _Late:
 def _late(seed: int, did: _Late) -> Iterator[None]:
     """Every hop of this rank arrives up to 2 ms later than it does, its own time later."""
     draw = random.Random(seed * 1000 + dist.get_rank())
-    init, arrived, announce = Pending.__init__, Pending.arrived, Pending.announce
+    init, end = Pending.__init__, Pending.end
 
-    def started(self: Any, work: Any, output: Any, what: Callable[[], str], *arguments: Any) -> None:
-        init(self, work, output, what, *arguments)
+    def started(self: Any, work: Any, buffers: Any, what: Callable[[], str], *rest: Any) -> None:
+        init(self, work, buffers, what, *rest)
         text = re.sub(r"rank \d+ among", "among", what())
         communicator = re.search(r"of (\w+) of .*(among \[.*\])", text)
         assert communicator, text
@@ -93,28 +92,14 @@ def _late(seed: int, did: _Late) -> Iterator[None]:
         did.delayed += delay > 0
         did.under_way.add(self.number)
 
-    def arrived_late(self: Any) -> bool:
-        there = time.monotonic() >= self.due and arrived(self)
-        if there and self.number in did.under_way:
+    def ended_late(self: Any) -> None:
+        end(self)
+        time.sleep(max(self.due - time.monotonic(), 0))
+        if self.number in did.under_way:
             did.overtaken += min(did.under_way) < self.number
-            did.under_way.remove(self.number)
-        return there
+            did.under_way.discard(self.number)
 
-    def announced_late(self: Any, wake: Callable[[], None]) -> None:
-        def ended() -> None:
-            left = self.due - time.monotonic()
-            if left > 0:
-                threading.Timer(left, wake).start()
-            else:
-                wake()
-
-        announce(self, ended)
-
-    with (
-        mock.patch.object(Pending, "__init__", started),
-        mock.patch.object(Pending, "arrived", arrived_late),
-        mock.patch.object(Pending, "announce", announced_late),
-    ):
+    with mock.patch.object(Pending, "__init__", started), mock.patch.object(Pending, "end", ended_late):
         yield
 
 
