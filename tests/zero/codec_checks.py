@@ -10,7 +10,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 
-import hzero
 from hzero.config import BASE_TIERS, TIERS
 from hzero.validation import ConfigError
 from tests.zero.training import (
