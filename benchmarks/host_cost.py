@@ -38,8 +38,9 @@ import hzero
 from hzero.codecs import reference
 from hzero.codecs.ops import OPERATORS
 from hzero.config import PRESETS, HZeroConfig
+from hzero.deepspeed import stage
+from hzero.engine import gradients, weights
 from hzero.validation import one_of
-from hzero.zero import gradients, stage, weights
 
 WORLD, HIDDEN, TOKENS = 8, 64, 16
 ACCUMULATION = 2

@@ -37,9 +37,9 @@ import torch
 import hzero
 from hzero.codecs import backends, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.formats import BLOCK_CODECS, RecordFormat
 from hzero.codecs.ops import flat
 from hzero.config import CodecConfig, CodecName
-from hzero.sharding.records import BLOCK_CODECS, RecordFormat
 from hzero.validation import ConfigError, validated
 
 PEERS = 4

@@ -17,7 +17,7 @@ import yaml
 from hzero.config import BASE_TIERS, PLAIN
 from hzero.plan.cost import Machine
 from hzero.plan.profile import load_profile
-from hzero.sharding.program import Cross, Kind
+from hzero.plan.program import Cross, Kind
 from hzero.topology import Grid
 
 #: From this size on an all-reduce is long: bandwidth sets its pace.

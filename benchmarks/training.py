@@ -143,7 +143,7 @@ def prepare() -> None:
     import torch._inductor.compile_fx  # noqa: F401 - an engine imports it
     import transformers.models.gpt_neox.modeling_gpt_neox  # noqa: F401
 
-    import hzero.zero  # noqa: F401
+    import hzero.deepspeed  # noqa: F401
 
     # An extension that DeepSpeed would compile and stage 3 never uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -34,7 +34,7 @@ def collectives(rounds: int) -> list[str]:
     """Rows of a table of all collectives over all ranks at once, in one tier, without codec."""
     world = dist.get_world_size()
     topology = {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": world}
-    groups = {name: hzero.collectives.Communicator({"transport": name, "topology": topology}) for name in TRANSPORTS}
+    groups = {name: hzero.comm.Communicator({"transport": name, "topology": topology}) for name in TRANSPORTS}
     found: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(rounds + 1):  # the first one connects
         for size, iterations in SIZES:

@@ -12,8 +12,8 @@ from matplotlib.patches import FancyBboxPatch
 
 from hzero.commands.experiment import compose
 from hzero.parsing import parse_config
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.traffic import node_bytes, plan_traffic, schemes_node_bytes
+from hzero.plan.shards import ShardPlan
+from hzero.plan.traffic import node_bytes, plan_traffic, schemes_node_bytes
 from hzero.topology.grid import Grid
 
 BLUE, RED, GREY = "#0072B2", "#D55E00", "#999999"

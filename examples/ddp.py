@@ -16,7 +16,7 @@ def train(steps: int, device: str = "cpu") -> list[float]:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     model = DistributedDataParallel(net.to(device))
-    state = hzero.collectives.DdpState(
+    state = hzero.comm.DdpState(
         {
             "codecs": {"node": "int4", "gpu": "int8"},  # gradients on their way to the sum; gcd is not named: none
             "gather": {"node": "int8", "gpu": "int8"},  # the mean on its way back
@@ -24,7 +24,7 @@ def train(steps: int, device: str = "cpu") -> list[float]:
             "topology": {"gpus_per_node": 2, "gcds_per_gpu": 1},  # leave it out on a real machine: it is discovered
         }
     )
-    model.register_comm_hook(state, hzero.collectives.ddp_hook)
+    model.register_comm_hook(state, hzero.comm.ddp_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []

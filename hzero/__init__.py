@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from hzero import autoload as _autoload
 
 if TYPE_CHECKING:
-    from hzero import collectives
-    from hzero.manifest import SaveError, newest_checkpoint
-    from hzero.stop import StopAndSave
-    from hzero.validation import ConfigError
-    from hzero.zero import DivergenceError, StaleWeightsError
-    from hzero.zero.install import (  # not the module zero.state
+    from hzero import comm
+    from hzero.deepspeed import DivergenceError, StaleWeightsError
+    from hzero.deepspeed.install import (  # not the module zero.state
         enable,
         exact_evaluation,
         exact_weights,
         initialize,
         state,
     )
+    from hzero.manifest import SaveError, newest_checkpoint
+    from hzero.stop import StopAndSave
+    from hzero.validation import ConfigError
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ __all__ = [
     "StaleWeightsError",
     "StopAndSave",
     "__version__",
-    "collectives",
+    "comm",
     "enable",
     "exact_evaluation",
     "exact_weights",
@@ -54,14 +54,14 @@ _LIGHT = {
 
 def __getattr__(name: str) -> Any:
     # torch imports this package with every `import torch`.
-    if name == "collectives":
-        return importlib.import_module("hzero.collectives")
+    if name == "comm":
+        return importlib.import_module("hzero.comm")
     if name in _LIGHT:
         return getattr(importlib.import_module(_LIGHT[name]), name)
     if name in __all__:
-        from hzero import zero
+        from hzero import deepspeed
 
-        return getattr(zero, name)
+        return getattr(deepspeed, name)
     raise AttributeError(f"module 'hzero' has no attribute {name!r}")
 
 

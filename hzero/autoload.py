@@ -83,8 +83,8 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
             if found is None:
                 return stock(config, param_dict, *args, **kwargs)
             blocks_read.append(True)
-            from hzero import zero
-            from hzero.zero.refusals import check_block, check_read
+            from hzero import deepspeed as zero
+            from hzero.deepspeed.refusals import check_block, check_read
 
             zero.enable()
             parsed = check_block(found)
@@ -121,7 +121,7 @@ def _check_as_written(own: Any, _: Any) -> None:
 
     if block.find(own.config) is None:
         return
-    from hzero.zero.refusals import check_written
+    from hzero.deepspeed.refusals import check_written
 
     try:
         check_written(own.config)
@@ -140,7 +140,7 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
 
     if "DEEPSPEED" in str(accelerator.distributed_type):
         if (config := _checkpoint_of(accelerator)) is not None:
-            from hzero.zero import clients
+            from hzero.deepspeed import clients
 
             clients.follow_accelerator(accelerator, config)
         return
@@ -163,7 +163,7 @@ def _follow_trainer(trainer: Any, _: Any) -> None:
     """Lets a Trainer obey the block's key ``checkpoint``."""
     enabled = getattr(trainer, "is_deepspeed_enabled", False)
     if enabled and (config := _checkpoint_of(trainer.accelerator)) is not None:
-        from hzero.zero import clients
+        from hzero.deepspeed import clients
 
         clients.follow_trainer(trainer, config)
 

@@ -22,7 +22,7 @@ Role: TypeAlias = Literal["weights", "gradients"]
 #: A parallel dimension of a model, over whose groups activations and their gradients travel; and, of a model with pipeline
 #: stages, the weights that ZeRO-1's owners send.
 Dimension: TypeAlias = Literal["tensor", "sequence", "expert", "pipeline", "optimizer"]
-#: How an all-gather between nodes moves its messages, see `hzero.collectives.transport.Transport.gather`.
+#: How an all-gather between nodes moves its messages, see `hzero.comm.transport.Transport.gather`.
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 #: What carries hops: torch.distributed, or MPI beside it.
 TransportName: TypeAlias = Literal["torch", "mpi"]
@@ -241,7 +241,7 @@ class CodecsConfig(Frozen):
 
     Attributes:
         tensor: Activations and their gradients in layers that are split over ranks, for example by DeepSpeed's AutoTP. In your
-            own model it applies, like the next two, to communicators that `hzero.collectives.for_dimension` has made.
+            own model it applies, like the next two, to communicators that `hzero.comm.for_dimension` has made.
         sequence: Activations and their gradients if sequences are split over ranks.
         expert: Activations and their gradients on the way to experts and back.
         pipeline: Activations and their gradients between the stages of a `PipelineModule`, in the codec of the outermost

@@ -1,6 +1,6 @@
 """Which checkpoints are complete: a note in each, with the size and hash of every file, that is written last.
 
-This module imports neither torch nor DeepSpeed; `hzero.zero.checkpoint` writes the notes and compares hashes on all ranks.
+This module imports neither torch nor DeepSpeed; `hzero.deepspeed.checkpoint` writes the notes and compares hashes on all ranks.
 """
 
 from __future__ import annotations

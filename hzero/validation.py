@@ -135,7 +135,7 @@ class _Hook:
 
 def tell_peers(error: BaseException) -> None:
     """Tells the other ranks that this one ends with an error, if a watchdog runs."""
-    if watchdog := sys.modules.get("hzero.collectives.watchdog"):
+    if watchdog := sys.modules.get("hzero.comm.watchdog"):
         watchdog.tell(error)
 
 

@@ -35,7 +35,7 @@ TRANSPORT = os.environ.get("HZERO_CHECKS_TRANSPORT", "torch")
 def begin_anew() -> None:
     """After waits that have failed on purpose: what ranks that are started again have. On all ranks."""
     if TRANSPORT == "mpi":
-        from hzero.collectives.mpi_wires import MpiWires, shared_communicators
+        from hzero.comm.mpi_wires import MpiWires, shared_communicators
 
         for work in [work for wires in shared_communicators._made.values() for work in wires.under_way]:
             with contextlib.suppress(RuntimeError):  # what is left of them would fail later

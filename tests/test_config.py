@@ -10,7 +10,7 @@ import pytest
 
 from hzero.config import DIMENSIONS, TIERS, CodecConfig
 from hzero.parsing import parse_config, parse_topology
-from hzero.sharding.plan import ShardPlan
+from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.topology.resolve import resolve_grid
 from hzero.validation import ConfigError

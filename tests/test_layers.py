@@ -17,11 +17,13 @@ LAYERS = [
     "hzero.validation", "hzero.files", "hzero.block", "hzero.terminal",
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
     "hzero.config", "hzero.parsing",
-    "hzero.topology", "hzero.sharding", "hzero.codecs", "hzero.collectives", "hzero.zero", "hzero.autoload", "hzero",
+    "hzero.topology", "hzero.codecs.formats", "hzero.plan.shards", "hzero.plan.program", "hzero.plan.buffers",
+    "hzero.plan.sequence", "hzero.plan.traffic", "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.deepspeed",
+    "hzero.autoload", "hzero",
     "hzero.commands.experiment", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",
 ]  # fmt: skip
 #: Layers that may import DeepSpeed.
-WITH_DEEPSPEED = {"hzero.zero", "hzero.commands"}
+WITH_DEEPSPEED = {"hzero.deepspeed", "hzero.commands"}
 
 
 @cache

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hzero
+from hzero.deepspeed.checkpoint import CheckpointFiles
 from hzero.manifest import NOTE, HashedFile, IncompleteError, Manifest, complete_in, publish, recover
-from hzero.zero.checkpoint import CheckpointFiles
 
 NAME = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

@@ -24,7 +24,7 @@ TORCH = "2.9.1+rocm7.0"
 #: Encodes three times and names the backend.
 CODEC = (
     "import torch\n"
-    "from hzero.codecs import Codec, backends\n"
+    "from hzero.codecs import backends\nfrom hzero.codecs.codec import Codec\n"
     "from hzero.config import CodecConfig\n"
     "codec = Codec.from_config(CodecConfig(codec='int8'))\n"
     "for _ in range(3): codec.decode(codec.encode([torch.ones(9)], [9]), [9], dtype=torch.float32)\n"

@@ -50,7 +50,7 @@ class Ddp(_TorchScheme):
 
     Args:
         job: Shared by all schemes.
-        hook: torch's hook ``fp16`` or ``powersgd``, or the configuration of hzero's (`hzero.collectives.DdpState`).
+        hook: torch's hook ``fp16`` or ``powersgd``, or the configuration of hzero's (`hzero.comm.DdpState`).
     """
 
     def __init__(self, job: Job, hook: str | dict[str, Any] | None = None) -> None:
@@ -64,8 +64,8 @@ class Ddp(_TorchScheme):
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
             self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif isinstance(hook, dict):
-            own = hzero.collectives.DdpState({**hook, "topology": job.topology})
-            self._ddp.register_comm_hook(own, hzero.collectives.ddp_hook)
+            own = hzero.comm.DdpState({**hook, "topology": job.topology})
+            self._ddp.register_comm_hook(own, hzero.comm.ddp_hook)
         elif job.dtype == torch.bfloat16:
             self._ddp.register_comm_hook(None, lambda _, bucket: _narrow_all_reduce(bucket))
         self._optimizer = job.adamw(self._ddp.parameters())

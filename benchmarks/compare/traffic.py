@@ -8,10 +8,10 @@ from typing import Any
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS, Tier
 from hzero.parsing import parse_config
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.program import Cross
-from hzero.sharding.sequence import Scheme, scheme_chains
-from hzero.sharding.traffic import plan_traffic, ring_links
+from hzero.plan.program import Cross
+from hzero.plan.sequence import Scheme, scheme_chains
+from hzero.plan.shards import ShardPlan
+from hzero.plan.traffic import plan_traffic, ring_links
 from hzero.topology import Grid
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import hzero
 from benchmarks.hybrid.model import Layout, Mpu, pipeline_of, split
 from benchmarks.training import adamw, batch, build, learning_rate, numels, start_rank
-from hzero.collectives import for_dimension
+from hzero.comm import for_dimension
 from hzero.files import replacing
 from hzero.topology import Grid
 

@@ -19,9 +19,9 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch.nn import functional as F  # noqa: N812
 
-from hzero.collectives import Communicator
-from hzero.collectives.activations import copy_to, reduce_from
-from hzero.collectives.process_groups import shared_groups, world_timeout
+from hzero.comm import Communicator
+from hzero.comm.activations import copy_to, reduce_from
+from hzero.comm.process_groups import shared_groups, world_timeout
 
 
 @dataclass(frozen=True)

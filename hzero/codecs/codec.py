@@ -15,10 +15,10 @@ from hzero.codecs import (
     zfp,
 )
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.formats import EXP_BLOCK, RecordFormat, record_format
 from hzero.codecs.layout import layout_of
 from hzero.codecs.scales import SCALE_DTYPES, SCALE_LEVELS, scale_limit
 from hzero.config import FALLIBLE, LOSSLESS, CodecConfig, CodecName
-from hzero.sharding.records import EXP_BLOCK, RecordFormat, record_format
 
 #: Largest relative error of rounding a normal number to each type, and largest absolute error of rounding any other.
 _ROUNDOFF = {

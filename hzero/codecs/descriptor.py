@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from hzero.codecs.arguments import Rounding
+from hzero.codecs.formats import EXP_BLOCK, RecordFormat
 from hzero.codecs.layout import layout_of
 from hzero.codecs.reference import noise_key
 from hzero.codecs.scales import scale_limit
-from hzero.sharding.records import EXP_BLOCK, RecordFormat
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
 VERSION, TENSORS, AXES, THREADS = 6, 40, 6, 256

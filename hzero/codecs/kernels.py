@@ -17,7 +17,7 @@ import torch
 from hzero.codecs import outputs, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.descriptor import Shape, axes_of, buckets_of
-from hzero.sharding.records import BLOCK_CODECS, RecordFormat
+from hzero.codecs.formats import BLOCK_CODECS, RecordFormat
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from hzero.sharding.records import RecordFormat
+from hzero.codecs.formats import RecordFormat
 
 
 @dataclass(frozen=True)

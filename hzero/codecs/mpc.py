@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hzero.codecs.formats import MPC_CHUNK, MPC_HEADER, RecordFormat
 from hzero.codecs.layout import Layout
-from hzero.sharding.records import MPC_CHUNK, MPC_HEADER, RecordFormat
 
 #: Rows and columns of a transposed square of bits.
 _SIDE = 32

@@ -19,8 +19,8 @@ import torch
 
 from hzero.codecs import backends, outputs, reference
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
+from hzero.codecs.formats import BLOCK_CODECS, ROTATIONS, SCALE_BYTES, RecordFormat
 from hzero.config import CODECS, CODED_SCALE_BLOCKS, NOT_SUMMED, SUMMED
-from hzero.sharding.records import BLOCK_CODECS, ROTATIONS, SCALE_BYTES, RecordFormat
 
 #: Names of the operators.
 OPERATORS = (

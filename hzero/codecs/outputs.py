@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hzero.codecs.arguments import Messages, Rows
-from hzero.sharding.records import RecordFormat
+from hzero.codecs.formats import RecordFormat
 
 
 def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, *_: Any) -> torch.Tensor:

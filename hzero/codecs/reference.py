@@ -19,10 +19,10 @@ import torch
 
 from hzero.codecs import exponents, mpc, scales, zfp
 from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
+from hzero.codecs.formats import RecordFormat
 from hzero.codecs.layout import Layout, layout_of
 from hzero.codecs.rotation import rotate
 from hzero.config import CodecName
-from hzero.sharding.records import RecordFormat
 
 _WORD = 0xFFFFFFFF
 #: Codecs with modules of their own.

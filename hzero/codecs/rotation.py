@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hzero.sharding.records import RecordFormat
+from hzero.codecs.formats import RecordFormat
 
 
 def rotate(rows: torch.Tensor, chunk: int, fmt: RecordFormat, factor: float = 1.0) -> None:

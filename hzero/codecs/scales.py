@@ -7,8 +7,8 @@ import math
 
 import torch
 
+from hzero.codecs.formats import FACTOR_SPAN, RecordFormat
 from hzero.codecs.layout import Layout
-from hzero.sharding.records import FACTOR_SPAN, RecordFormat
 
 #: Types of scales as they are multiplied, by the bytes of a stored one. Those of one byte are products with a factor.
 SCALE_DTYPES = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32}

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hzero.codecs.formats import ZFP_BLOCK, RecordFormat
 from hzero.codecs.layout import Layout
-from hzero.sharding.records import ZFP_BLOCK, RecordFormat
 
 #: Bits of a block before its planes: that it is not zero, and the exponent.
 _HEAD = 9

@@ -366,7 +366,7 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     """Results of a codec's operators: a payload, what it decodes to, and the sum of its two rows."""
     import torch
 
-    from hzero.codecs import Codec
+    from hzero.codecs.codec import Codec
     from hzero.config import CodecConfig
 
     codec, chunks = Codec.from_config(CodecConfig(**{"block_size": 128, **settings})), (517, 64)
@@ -393,7 +393,7 @@ def examine_deepspeed(findings: list[Finding]) -> str:
     """The installed version of DeepSpeed and what hzero supports there; every function that differs is a finding."""
     try:
         with quiet():
-            from hzero.zero import versions
+            from hzero.deepspeed import versions
         findings += [(UNUSABLE, f"deepspeed has another {one}") for one in versions.differences()]
         versions.check_deepspeed()
     except (ImportError, ConfigError) as error:

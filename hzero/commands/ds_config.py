@@ -96,10 +96,10 @@ def examine_config(
         discovered: As for `grid_of`.
     """
     with quiet():
-        from hzero.sharding.plan import ShardPlan
-        from hzero.zero import autotp
-        from hzero.zero.partition import Partition
-        from hzero.zero.refusals import check_written
+        from hzero.deepspeed import autotp
+        from hzero.deepspeed.partition import Partition
+        from hzero.deepspeed.refusals import check_written
+        from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None
     effect, beside = f"{path}: not in effect", ""

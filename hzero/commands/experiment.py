@@ -23,8 +23,8 @@ import hzero
 from hzero.config import Tier, TopologyConfig, TopologySource
 from hzero.files import expanded, read_json
 from hzero.parsing import parse_config, parse_topology
-from hzero.sharding.memory import BUCKET_NUMEL, LIVE_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
-from hzero.sharding.plan import ShardPlan
+from hzero.plan.buffers import BUCKET_NUMEL, LIVE_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
+from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, foreseen_grid, resolve_grid
 from hzero.topology.sources import machine_of
 from hzero.validation import ConfigError, Frozen, nearest, one_of, seconds_of, validated

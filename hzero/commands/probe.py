@@ -11,14 +11,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hzero.collectives import Bucket, Collectives, Transport, WireLog
-from hzero.collectives.transport import Lane
-from hzero.collectives.wirelog import HopTimer
+from hzero.comm import Bucket, Collectives, Transport, WireLog
+from hzero.comm.transport import Lane
+from hzero.comm.wirelog import HopTimer
 from hzero.config import DEFAULT_BLOCK_SIZE, NET_TIERS, ROLES, Algorithm, CodecConfig, CodecName, Tier, TransportName
 from hzero.parsing import parse_config
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
-from hzero.sharding.plan import Hop, ShardPlan
-from hzero.sharding.program import Decode, Order, Program, gather_program, reduce_program
+from hzero.plan.program import Decode, Order, Program, gather_program, reduce_program
+from hzero.plan.shards import Hop, ShardPlan
 from hzero.topology import Grid
 
 #: All-gathers and their algorithms; on tiers inside a node there is the library's only.

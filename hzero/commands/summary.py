@@ -14,8 +14,8 @@ from transformers import TrainerState
 from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
 from hzero.files import replacing
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.traffic import zero3_traffic
+from hzero.plan.shards import ShardPlan
+from hzero.plan.traffic import zero3_traffic
 from hzero.terminal import size_text
 
 #: Maximum number of steps at either end whose mean is given as first and last loss.

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainer
 from transformers.integrations import deepspeed as integration
 
 import hzero
-from hzero.collectives import blaming
+from hzero.comm import blaming
 from hzero.commands import summary
 from hzero.commands.corpus import Corpus
 from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
+from hzero.deepspeed import StageState
+from hzero.deepspeed.clients import save_together
 from hzero.launch import UNFINISHED
 from hzero.validation import ConfigError, from_rank_0, some
-from hzero.zero import StageState
-from hzero.zero.clients import save_together
 
 #: From this many parameters on, ``zero_init: auto`` partitions each layer as it is built.
 ZERO_INIT_FROM = 500_000_000

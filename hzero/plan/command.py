@@ -35,15 +35,15 @@ from rich.console import Console
 from hzero.commands.experiment import SHORT, full_names, key_of
 from hzero.config import PRESETS
 from hzero.plan import tables
+from hzero.plan import traffic as traffic_plan
 from hzero.plan.memory import footprint
 from hzero.plan.profile import CONSTANTS
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
+from hzero.plan.sequence import Scheme
+from hzero.plan.shards import ShardPlan
 from hzero.plan.step import predict
-from hzero.sharding import traffic as traffic_plan
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import Scheme
-from hzero.sharding.traffic import TierTraffic
+from hzero.plan.traffic import TierTraffic
 from hzero.validation import ConfigError, Parser
 
 #: Of `KEYS` those that each mode reads.

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hzero.config import NET_TIERS, Algorithm
 from hzero.plan.profile import Profile
-from hzero.sharding.program import Cross
+from hzero.plan.program import Cross
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hzero.commands.experiment import Architecture
-from hzero.sharding.memory import BUCKET_NUMEL, Buffers
+from hzero.plan.buffers import BUCKET_NUMEL, Buffers
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hzero.plan.buffers import IN_FLIGHT, StateMemory, plan_memory, zero3_memory
 from hzero.plan.job import Job
-from hzero.sharding.memory import IN_FLIGHT, StateMemory, plan_memory, zero3_memory
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import Scheme
+from hzero.plan.sequence import Scheme
+from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
 #: Share of transient memory that the allocator holds in addition, in blocks that are rounded up or fragmented.

@@ -14,9 +14,9 @@ from hzero.plan.cost import Machine
 from hzero.plan.job import Job
 from hzero.plan.links_file import LinksFile, links_for
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
+from hzero.plan.sequence import Scheme
+from hzero.plan.shards import ShardPlan
 from hzero.plan.step import Prediction
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError, one_of
 

@@ -20,9 +20,9 @@ from hzero.plan.cost import Machine
 from hzero.plan.job import Job, buckets_of
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Quality, Scenario
+from hzero.plan.sequence import stage_chains
+from hzero.plan.shards import ShardPlan
 from hzero.plan.step import Prediction, predict
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import stage_chains
 from hzero.terminal import size_text
 from hzero.validation import ConfigError
 

@@ -2,7 +2,7 @@
 
 One device represents all. Its lanes are compute and one stream per communicator: the stage has one for each role and tier,
 other engines one for each group. A lane runs one task at a time in order, and running tasks share resources. Which
-collectives there are, and in what order, comes from `hzero.sharding.sequence`.
+collectives there are, and in what order, comes from `hzero.plan.sequence`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hzero.codecs.formats import chunk_numel
+from hzero.plan.buffers import IN_FLIGHT
 from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Bucket, Job, buckets_of
 from hzero.plan.memory import footprint
-from hzero.sharding.memory import IN_FLIGHT
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.records import chunk_numel
-from hzero.sharding.sequence import Chain, Scheme, scheme_chains, stage_chains
-from hzero.sharding.traffic import CHECKSUM_BYTES
+from hzero.plan.sequence import Chain, Scheme, scheme_chains, stage_chains
+from hzero.plan.shards import ShardPlan
+from hzero.plan.traffic import CHECKSUM_BYTES
 from hzero.validation import ConfigError
 
 #: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.

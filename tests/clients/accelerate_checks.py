@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from tests.clients.cells import Run, assert_both, assert_equal, assert_trains, llama, mean, samples, slow
 from tests.clients.config import ACCUMULATION, BATCH, STEPS, config_of
-from tests.zero.training import shared_folder
+from tests.deepspeed.training import shared_folder
 
 
 class Loop:

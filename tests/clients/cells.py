@@ -19,8 +19,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hzero  # also has DeepSpeed serve the block
 from tests.clients.config import BATCH
+from tests.deepspeed.training import assert_losses, masters_of
 from tests.ranks import LONG
-from tests.zero.training import assert_losses, masters_of
 
 VOCAB, LENGTH = 53, 16
 

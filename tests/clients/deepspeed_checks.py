@@ -9,7 +9,7 @@ import torch
 import hzero
 from tests.clients.cells import Run, assert_both, batches, llama, mean, slow
 from tests.clients.config import ACCUMULATION, STEPS, config_of
-from tests.zero.training import assert_losses, engine_of, masters_of
+from tests.deepspeed.training import assert_losses, engine_of, masters_of
 
 
 def _train(engine: Any, steps: int) -> Run:

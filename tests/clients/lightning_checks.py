@@ -27,7 +27,7 @@ import hzero
 from hzero.manifest import NOTE
 from tests.clients.cells import Run, assert_both, assert_equal, batches, llama, mean, samples, slow
 from tests.clients.config import ACCUMULATION, BATCH, LR, STEPS, config_of
-from tests.zero.training import shared_folder
+from tests.deepspeed.training import shared_folder
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from tests.clients.accelerate_checks import Loop
 from tests.clients.cells import LENGTH, VOCAB, llama, mean, reset, samples
 from tests.clients.config import config_of
 from tests.clients.trainer_checks import trainer_of
-from tests.zero.checkpoint_checks import small_disk
-from tests.zero.training import assert_losses
+from tests.deepspeed.checkpoint_checks import small_disk
+from tests.deepspeed.training import assert_losses
 
 #: Samples in a step on every world, with micro-batches of one; steps in all, and the first and last of each world.
 BATCH, STEPS, PARTS = 12, 6, {4: (0, 2), 2: (2, 4), 6: (4, 6)}

@@ -12,10 +12,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hzero
-from hzero.zero import versions
+from hzero.deepspeed import versions
 from tests.clients.cells import Run, assert_both, assert_equal, assert_trains, llama, reset, samples, slow
 from tests.clients.config import ACCUMULATION, BATCH, CLIP, LR, STEPS, config_of
-from tests.zero.training import assert_losses, shared_folder
+from tests.deepspeed.training import assert_losses, shared_folder
 
 #: Of every Trainer.
 ARGUMENTS: dict[str, Any] = {

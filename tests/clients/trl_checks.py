@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.clients.cells import VOCAB, Run, assert_both, llama, samples
 from tests.clients.config import ACCUMULATION, BATCH, STEPS, config_of
 from tests.clients.trainer_checks import ARGUMENTS, logged
-from tests.zero.training import shared_folder
+from tests.deepspeed.training import shared_folder
 
 
 def tokenizer() -> Any:

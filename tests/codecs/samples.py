@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from hzero.codecs import Codec
+from hzero.codecs.codec import Codec
 from hzero.config import CodecConfig
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import Codec
+from hzero.codecs.codec import Codec
 from tests.codecs.samples import FLOATS, make, numbers, round_trip
 
 LOSSY = ("bf16", "int8", "int4")

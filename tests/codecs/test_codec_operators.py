@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import Codec
+from hzero.codecs.codec import Codec
 from hzero.config import SUMMED
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, numbers, same

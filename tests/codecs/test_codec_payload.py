@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import Codec
+from hzero.codecs.codec import Codec
 from hzero.config import CODED_SCALE_BLOCKS, NAMED, CodecConfig
 from tests.codecs.samples import FLOATS, make, numbers
 from tests.ranks import ROOT

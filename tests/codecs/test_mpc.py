@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import Codec, mpc
+from hzero.codecs import mpc
+from hzero.codecs.codec import Codec
 from tests.codecs.samples import make, numbers, round_trip, same_bits
 
 DIMENSIONS = (1, 2, 7, 32)

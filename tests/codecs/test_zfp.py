@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import Codec
+from hzero.codecs.codec import Codec
 from tests.codecs.samples import FLOATS, make, numbers, round_trip, same_bits
 
 RATES = (4, 5, 8, 13, 16, 24)

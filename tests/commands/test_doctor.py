@@ -370,7 +370,7 @@ def test_what_keeps_a_configuration_from_taking_effect_is_named(
 
 
 def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hzero.zero import versions
+    from hzero.deepspeed import versions
 
     findings: list[Any] = []
     assert examine_deepspeed(findings).startswith(f"{metadata.version('deepspeed')}: stage 3 is supported")

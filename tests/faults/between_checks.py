@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 import hzero
-from tests.zero.training import OFFLOAD, block_of, ds_config, engine_of, train
+from tests.deepspeed.training import OFFLOAD, block_of, ds_config, engine_of, train
 
 #: Relative difference from stock; int8 weights and int4 gradients of so small a model.
 TOLERANCE = {"lossless": 1e-5, "topo": 0.1}

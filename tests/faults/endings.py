@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group  # before hzero can replace it
 
-import hzero.zero  # noqa: F401  # or each rank would import it
+import hzero.deepspeed  # noqa: F401  # or each rank would import it
 from hzero import validation
-from hzero.collectives import watchdog
+from hzero.comm import watchdog
 from hzero.launch import free_port
 from hzero.validation import ConfigError, of_all_ranks
-from tests.zero import training
+from tests.deepspeed import training
 
 #: Ways to end, and a preset.
 WAYS = {

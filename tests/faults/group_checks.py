@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.sharding.traffic import plan_traffic
-from tests.zero.training import (
+from hzero.plan.traffic import plan_traffic
+from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,
     batch,

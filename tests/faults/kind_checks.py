@@ -19,9 +19,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import hzero
-from hzero.sharding.traffic import plan_traffic
-from tests.zero import training
-from tests.zero.training import ds_config, shared_folder
+from hzero.plan.traffic import plan_traffic
+from tests.deepspeed import training
+from tests.deepspeed.training import ds_config, shared_folder
 
 #: Of codec int8 relative to a block's largest magnitude, once more where a payload is encoded again.
 INT8 = 0.02

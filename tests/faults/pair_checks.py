@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from tests.zero.training import block_of, ds_config, engine_of
+from tests.deepspeed.training import block_of, ds_config, engine_of
 
 Pair = tuple[str | None, str | None]
 STOCK: Pair = (None, None)

@@ -13,8 +13,8 @@ import torch
 
 from hzero.codecs import reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.formats import ROTATIONS, RecordFormat
 from hzero.config import CODED_SCALE_BLOCKS, SUMMED
-from hzero.sharding.records import ROTATIONS, RecordFormat
 from tests.codecs.samples import FLOATS, numbers, same
 
 KINDS = ("normal", "constant", "zero", "subnormal", "huge", "nan", "infinite", "halves", "signs", "ties")

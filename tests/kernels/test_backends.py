@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from hzero.codecs import Codec, backends, device, host, reference
+from hzero.codecs import backends, device, host, reference
 from hzero.codecs.arguments import Rounding, Rows
+from hzero.codecs.codec import Codec
 from hzero.codecs.descriptor import BUCKET, VERSION
 from hzero.commands.doctor import examine_codecs
 from hzero.config import CodecConfig

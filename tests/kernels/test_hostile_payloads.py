@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hzero.codecs import host, ops, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
+from hzero.codecs.formats import ROTATIONS, RecordFormat
 from hzero.codecs.kernels import KernelBackend
 from hzero.config import CODECS, CODED_SCALE_BLOCKS
-from hzero.sharding.records import ROTATIONS, RecordFormat
 from tests.codecs.samples import FLOATS, numbers
 from tests.kernels.cases import compared
 from tests.kernels.emulated import LIBRARY, EmulatedKernels

@@ -14,8 +14,8 @@ import torch
 from hzero.codecs import backends, host, reference
 from hzero.codecs.arguments import Messages, Rounding, Rows
 from hzero.codecs.descriptor import AXES, TENSORS
+from hzero.codecs.formats import RecordFormat
 from hzero.codecs.kernels import KernelBackend
-from hzero.sharding.records import RecordFormat
 from tests.codecs import test_exponents as exponents
 from tests.codecs.samples import FLOATS, numbers, same
 from tests.codecs.test_exponents import source_of
@@ -234,7 +234,7 @@ def test_a_forked_process_can_go_on() -> None:
         pytest.skip(str(backend_of("baseline")))
     code = (
         "import os, torch\n"
-        "from hzero.codecs import Codec\n"
+        "from hzero.codecs.codec import Codec\n"
         "from hzero.config import CodecConfig\n"
         "torch.set_num_threads(2)\n"
         "x = torch.randn(3_000_000)\n"

@@ -24,7 +24,7 @@ _SETS = {
 _SHORT = """
 import sys, torch
 from hzero.codecs.arguments import Rows
-from hzero.sharding.records import RecordFormat
+from hzero.codecs.formats import RecordFormat
 from tests.kernels.test_kernels import backend_of
 
 payload = torch.zeros(8, dtype=torch.uint8)

@@ -20,9 +20,9 @@ from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Job, buckets_of
 from hzero.plan.memory import activations
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
+from hzero.plan.sequence import Scheme
+from hzero.plan.shards import ShardPlan
 from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, simulated, speeds
-from hzero.sharding.plan import ShardPlan
-from hzero.sharding.sequence import Scheme
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 from tests.ranks import ROOT

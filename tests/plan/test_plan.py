@@ -15,7 +15,7 @@ from hzero.config import PRESETS
 from hzero.parsing import parse_config
 from hzero.plan.scenario import read_scenario
 from hzero.plan.search import node_counts
-from hzero.sharding.plan import ShardPlan
+from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError
 
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.commands.experiment import compose
+from hzero.deepspeed.refusals import check_block
+from hzero.deepspeed.state import undeclared
 from hzero.parsing import parse_config
-from hzero.sharding.plan import ShardPlan
+from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve, resolve_grid
 from hzero.topology.discovery import RankReport, assemble
 from hzero.topology.grid import chosen_group
 from hzero.topology.machine import Device
 from hzero.topology.sources import PRESETS, machine_of, preset
 from hzero.validation import ConfigError
-from hzero.zero.refusals import check_block
-from hzero.zero.state import undeclared
 
 
 @given(st.integers(2, 20_000))

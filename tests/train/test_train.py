@@ -22,7 +22,7 @@ import pytest
 
 from hzero import cli
 from hzero.commands.experiment import compose
-from hzero.sharding.traffic import plan_traffic
+from hzero.plan.traffic import plan_traffic
 from tests.forks import fork, join, torchrun
 from tests.ranks import LONG, ROOT
 

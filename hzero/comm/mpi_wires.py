@@ -1,0 +1,313 @@
+"""MPI wires: messages as bytes over a communicator of MPI, in host memory or where the MPI library reads it, in a GPU's.
+
+MPI sums nothing here, announces nothing, and moves messages on only while somebody asks: `MpiWork.is_completed` does. None of its
+calls that could wait without end is made where a rank could not give up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from hzero.comm.errors import DisagreementError, MissingPeerError
+from hzero.comm.wires import Lane, NoAnswer, Pause, in_time
+from hzero.mpi import abort_at_exit, gpu_aware, import_mpi
+from hzero.validation import ConfigError, some
+
+#: Starts one message, and the bytes that have to arrive; None where it is sent.
+_Post: TypeAlias = tuple[Callable[[], Any], int | None]
+#: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
+#: under way, and a rank at most 12 lanes of a stage and 6 of each parallel dimension, so it stays below 500 messages: Cray
+#: MPICH faults with about 1,000 of a GPU's.
+MESSAGES, MESSAGE_BYTES = 16, 16 << 20
+#: Longest time between two looks that counts as waiting, in seconds: a process that was stopped has not looked for its peers.
+_UNSEEN_S = 1.0
+#: The tag of all messages, and the tags for making communicators: MPI guarantees 32,767.
+_TAG, _TAGS = 0x485A, 32749
+
+
+class MpiWork:
+    """Messages under way.
+
+    Args:
+        wires: Their communicator.
+        posts: Start one message each; a message is started when fewer than `MESSAGES` are under way.
+        kept: Buffers, which live until all messages have ended.
+    """
+
+    def __init__(self, wires: MpiWires, posts: Iterable[_Post], kept: Sequence[torch.Tensor]) -> None:
+        self._wires, self._posts, self._kept = wires, iter(posts), kept
+        self._requests: list[Any] = []
+        self._expected: list[int | None] = []
+        self._started = self._looked = time.monotonic()
+        self._error: RuntimeError | None = wires.broken
+        if self._error is None:
+            for device in {tensor.device for tensor in kept if tensor.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # MPI knows no streams
+            wires.under_way.add(self)
+            self._call(self._post)
+
+    def is_completed(self) -> bool:
+        """Moves messages on; whether `wait` would return, or raise, at once."""
+        now = time.monotonic()
+        if now - self._looked > _UNSEEN_S:
+            self._started += now - self._looked
+        self._looked = now
+        while self._requests and self._error is None:
+            if not self._call(self._look):
+                if now - self._started > self._wires.timeout_s:
+                    self._fail(RuntimeError(f"MPI: not all messages have ended within {self._wires.timeout_s:g} s"))
+                return self._error is not None
+        if self._error is None:
+            self._wires.under_way.discard(self)
+        return True
+
+    def wait(self) -> None:
+        """Waits until all messages have ended.
+
+        Raises:
+            RuntimeError: MPI says so, or they have not ended within the timeout; the communicator is not used again.
+        """
+        pause = Pause()
+        while not self.is_completed():
+            pause()
+        if self._error is not None:
+            raise self._error
+
+    def _post(self) -> bool:
+        for start, expected in itertools.islice(self._posts, MESSAGES - len(self._requests)):
+            self._requests.append(start())
+            self._expected.append(expected)
+        return True
+
+    def _look(self) -> bool:
+        """Whether messages have ended since the last look; starts the next ones."""
+        mpi = self._wires.mpi
+        statuses = [mpi.Status() for _ in self._requests]
+        try:
+            ended = mpi.Request.Testsome(self._requests, statuses)
+        except mpi.Exception:  # says no more than that a status has the error
+            codes = [status.Get_error() for status in statuses]
+            code = next((code for code in codes if code not in (mpi.SUCCESS, mpi.ERR_PENDING)), None)
+            if code is None:
+                raise
+            self._fail(self._error_of(code))
+            return True
+        if not ended:
+            return False
+        for index, status in zip(ended, statuses):
+            expected = self._expected[index]
+            if expected is not None and (found := status.Get_count(mpi.BYTE)) != expected:
+                self._fail(
+                    DisagreementError(f"a message of {found:,} bytes has come, expected {expected:,}: ranks disagree")
+                )
+                return True
+        left = [index for index, request in enumerate(self._requests) if request]
+        self._requests = [self._requests[index] for index in left]
+        self._expected = [self._expected[index] for index in left]
+        self._post()
+        return True
+
+    def _call(self, act: Callable[[], bool]) -> bool:
+        try:
+            return act()
+        except self._wires.mpi.Exception as error:
+            self._fail(self._error_of(error.Get_error_code()))
+            return True
+
+    def _error_of(self, code: int) -> RuntimeError:
+        mpi = self._wires.mpi
+        if mpi.Get_error_class(code) == mpi.ERR_TRUNCATE:
+            sizes = sorted({size for size in self._expected if size is not None})
+            return DisagreementError(
+                f"a message has come that is longer than the {some([f'{size:,}' for size in sizes], 4)} bytes that were "
+                "expected: ranks disagree"
+            )
+        return RuntimeError(f"MPI: {mpi.Get_error_string(code)}")
+
+    def _fail(self, error: RuntimeError) -> None:
+        """Gives up: peers may not have, so nothing fits together any more, on any communicator of this process."""
+        MpiWires.broken = self._error = error
+        abort_at_exit()
+
+
+class MpiWires:
+    """A communicator of MPI as `hzero.comm.wires.Wires`.
+
+    All-to-alls are pairwise exchanges of this class, and so are all-gathers but those of short messages between many ranks,
+    which MPI does in fewer rounds. Message i of every rank goes to the rank i places behind it, so at any time a rank has as many
+    messages to send as to receive, and those with the lowest i can always end.
+
+    Args:
+        mpi: mpi4py's ``MPI``.
+        comm: The communicator, which nobody else uses.
+        timeout_s: Longest wait for one collective or message.
+
+    Attributes:
+        broken: Why no communicator of this process can send any more; None while all is well.
+        under_way: Work that has not ended, whose buffers MPI may still use.
+    """
+
+    own_sums = False
+    broken: RuntimeError | None = None
+
+    def __init__(self, mpi: Any, comm: Any, timeout_s: float) -> None:
+        self.mpi, self.comm, self.timeout_s = mpi, comm, timeout_s
+        self.under_way: set[MpiWork] = set()
+        self._own, self._size = comm.Get_rank(), comm.Get_size()
+
+    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
+        """As `Wires.all_gather`."""
+        if message.nbytes <= MESSAGE_BYTES and 2 * (self._size - 1) > MESSAGES:
+            post = partial(self.comm.Iallgather, self._buffer(message), self._buffer(output))
+            return MpiWork(self, [(post, None)], (output, message))
+        return self._swap(output, lambda _: message, (output, message))
+
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
+        """As `Wires.all_to_all`."""
+        return self._swap(output, message.view(self._size, -1).__getitem__, (output, message))
+
+    def _swap(self, output: torch.Tensor, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
+        rows = output.view(self._size, -1)
+        rows[self._own].copy_(part(self._own))
+        places = [((self._own - i) % self._size, (self._own + i) % self._size) for i in range(1, self._size)]
+        posts = (self._pair(rows[source], source, part(target), target) for source, target in places)
+        return MpiWork(self, itertools.chain.from_iterable(posts), kept)
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> MpiWork:
+        """As `Wires.exchange`."""
+        return MpiWork(self, self._pair(output, source, message, target), (output, message))
+
+    def broadcast(self, message: torch.Tensor, root: int) -> MpiWork:
+        """As `Wires.broadcast`."""
+        posts = [(partial(self.comm.Ibcast, self._buffer(piece), root), None) for piece in _pieces(message)]
+        return MpiWork(self, posts, (message,))
+
+    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> MpiWork:
+        """Raises NotImplementedError; see `own_sums`."""
+        raise NotImplementedError("MPI sums nothing here")
+
+    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> MpiWork:
+        """As `Wires.message`."""
+        return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
+
+    def _pair(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> Iterator[_Post]:
+        both = zip(self._one_way(received, source, sends=False), self._one_way(sent, target, sends=True))
+        return itertools.chain.from_iterable(both)
+
+    def _one_way(self, message: torch.Tensor, peer: int, *, sends: bool) -> Iterator[_Post]:
+        start = self.comm.Isend if sends else self.comm.Irecv
+        for piece in _pieces(message):
+            yield partial(start, self._buffer(piece), peer, _TAG), None if sends else piece.nbytes
+
+    def _buffer(self, tensor: torch.Tensor) -> list[Any]:
+        """Address and size, which are all that MPI takes of what DLPack says, of a host's memory as of a GPU's."""
+        return [self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self.mpi.BYTE]
+
+
+def _pieces(message: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Messages of at most `MESSAGE_BYTES`; none of an empty one."""
+    return message.view(-1).split(MESSAGE_BYTES) if message.numel() else ()
+
+
+class Communicators:
+    """The communicators of this process, which live as long as it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Lane, tuple[int, ...], timedelta], MpiWires] = {}
+
+    @staticmethod
+    def check() -> None:
+        """Raises ConfigError where nothing new can be made, since a wait of this process has failed."""
+        if MpiWires.broken is not None:
+            raise ConfigError(
+                f"transport: found 'mpi', and an earlier wait of this process has failed ({MpiWires.broken}), so its ranks may "
+                "send what others no longer expect; start the ranks again"
+            )
+
+    def get(self, lane: Lane, ranks: Sequence[int], timeout: timedelta) -> MpiWires:
+        """The communicator of ``ranks``, in this order; made at the first call. All its ranks must call alike.
+
+        Args:
+            lane: What it is for.
+            ranks: Of the world.
+            timeout: Longest wait for one collective or message, and for all ranks to come.
+
+        Raises:
+            ConfigError: MPI cannot be used.
+            MissingPeerError: Not all ranks have come within the timeout.
+        """
+        self.check()
+        key = (lane, tuple(ranks), timeout)
+        if key not in self._made:
+            world = world_of_mpi()
+            name = f"{lane[0]} {lane[1]}"
+            group = world.Get_group().Incl(list(ranks))
+            make = partial(world.Create_group, group, zlib.crc32(repr(key[:2]).encode()) % _TAGS)
+            what, within_s = (
+                f"hzero: rank {dist.get_rank()} makes the MPI communicator of {name}",
+                timeout.total_seconds(),
+            )
+            try:
+                made = in_time(make, within_s)
+            except NoAnswer:
+                abort_at_exit()
+                raise MissingPeerError.of(f"{what}: no end within {within_s:g} s: ") from None
+            except RuntimeError as error:
+                raise MissingPeerError(f"{what}: {error}") from error
+            self._made[key] = MpiWires(import_mpi(), made, within_s)
+        return self._made[key]
+
+
+#: Those of this process.
+shared_communicators = Communicators()
+
+
+def world_of_mpi() -> Any:
+    """MPI's world, once it is known to be torch.distributed's.
+
+    Raises:
+        ConfigError: It is not, or mpi4py or the MPI library cannot do what is needed.
+    """
+    mpi = import_mpi()
+    world, where = mpi.COMM_WORLD, "transport: found 'mpi'"
+    own, ours = (world.Get_rank(), world.Get_size()), (dist.get_rank(), dist.get_world_size())
+    if own != ours:
+        raise ConfigError(
+            f"{where}, but MPI has this process as rank {own[0]} of {own[1]}, and torch.distributed as rank {ours[0]} of "
+            f"{ours[1]}; start the ranks with mpiexec, or with srun and its --mpi; possible without: 'torch'"
+        )
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ConfigError(f"{where}, but MPI has been initialised without MPI_THREAD_MULTIPLE, mpi4py's default")
+    if "nccl" in dist.get_backend_config() and not gpu_aware():
+        raise ConfigError(
+            f"{where} on GPUs, but this MPI library does not say that it reads their memory ({library(mpi)}; on Cray MPICH "
+            "MPICH_GPU_SUPPORT_ENABLED=1); possible without: 'torch'"
+        )
+    return world
+
+
+def world_ranks(comm: Any) -> list[int]:
+    """Rank in the world of each rank of a communicator.
+
+    Raises:
+        ConfigError: It is none that this process is in, or as `world_of_mpi`.
+    """
+    world = world_of_mpi()
+    if not isinstance(comm, import_mpi().Intracomm) or not comm:
+        raise ConfigError(f"communicator: comm: found {comm!r}, expected an mpi4py.MPI.Intracomm with this rank in it")
+    group = comm.Get_group()
+    return list(group.Translate_ranks(range(group.Get_size()), world.Get_group()))
+
+
+def library(mpi: Any) -> str:
+    """Name and version of the MPI library."""
+    return " ".join(mpi.Get_library_version().split("\n")[0].split())

@@ -1,0 +1,391 @@
+"""Transport: the wires of each lane, and the collectives that hops are made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from hzero.comm.checksum import Comparison, signed, verified
+from hzero.comm.errors import DisagreementError, HopError, MissingPeerError
+from hzero.comm.mpi_wires import shared_communicators
+from hzero.comm.process_groups import shared_groups, world_timeout
+from hzero.comm.watchdog import shared_watchdog
+from hzero.comm.wires import Lane, LaneHops, TorchWires, Wires, Work
+from hzero.config import ROLES, TIERS, Algorithm, TransportName
+from hzero.plan.program import Kind
+from hzero.plan.shards import ShardPlan
+from hzero.validation import some
+
+
+def _nothing() -> None:
+    pass
+
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        work: What is under way.
+        buffers: What it reads and fills, the output last.
+        what: Describes it, for errors.
+        lane: The hops of its lane.
+        done: Called when it has been waited for.
+        then: Makes what `wait` returns of the output.
+        passed: Asks whether the device is past it, once it has been waited for.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        buffers: Sequence[torch.Tensor],
+        what: Callable[[], str],
+        lane: LaneHops | None = None,
+        done: Callable[[], None] = _nothing,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        passed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.buffers = tuple(buffers)
+        self._work: Work | None = work
+        self._what, self._lane, self._done, self._then = what, lane, done, then
+        self._number = lane.start(what, buffers[-1].nbytes, passed) if lane is not None else 0
+        self._started = time.monotonic()
+
+    def __str__(self) -> str:
+        return self._what()
+
+    def end(self) -> None:
+        """Waits for the collective; on a device the current stream does.
+
+        Raises:
+            HopError: The collective failed, a peer is gone or the group's timeout passed.
+        """
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except DisagreementError as error:
+            raise HopError(f"{self._what()} failed: {error}") from error
+        except RuntimeError as error:
+            failed = f"{self._what()} failed after {time.monotonic() - self._started:.1f} s: "
+            raise MissingPeerError.of(failed, error, self._lane, self._number) from error
+        self._work = None
+        if self._lane is not None:
+            self._lane.ended += 1
+        self._done()
+
+    def wait(self) -> torch.Tensor:
+        """Waits as `end` does, and returns what has arrived."""
+        self.end()
+        return self.buffers[-1] if self._then is None else self._then(self.buffers[-1])
+
+
+#: Takes a comparison, and the message that it is of.
+Compare: TypeAlias = Callable[[Comparison, torch.Tensor], None]
+
+
+def compare_at_once(comparison: Comparison, message: torch.Tensor) -> None:
+    """Raises `HopError` where checksums differ; the host waits."""
+    comparison.check()
+
+
+def sum_of(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of ``parts``, which is overwritten."""
+    first, *others = parts
+    if len(others) == 1:  # one addition rounds once in any type
+        return first.add_(others[0])
+    total = first.to(torch.float32)
+    for other in others:
+        total.add_(other)
+    return total.to(parts.dtype)
+
+
+def wires_of(
+    transport: TransportName, lane: Lane, ranks: list[int], timeout: timedelta, backend: str | None = None
+) -> Wires:
+    """The wires of a lane between ranks of the world, in this order; made at the first call. All its ranks must call alike.
+
+    Args:
+        transport: ``torch`` makes a process group, ``mpi`` a communicator of MPI.
+        lane: What they are for.
+        ranks: Of the world.
+        timeout: Longest wait for one collective.
+        backend: Of a process group; None takes the world's.
+
+    Raises:
+        ConfigError: MPI cannot be used.
+        MissingPeerError: Not all ranks have come to make a communicator of MPI.
+    """
+    if transport == "mpi":
+        return shared_communicators.get(lane, ranks, timeout)
+    return TorchWires(shared_groups.get(lane, ranks, timeout, backend), timeout)
+
+
+def most_failures(
+    own: int, transport: TransportName, group: dist.ProcessGroup | None, ranks: Sequence[int], timeout: timedelta
+) -> int:
+    """The largest number of failed chains of a rank, by which new lanes are named: none is used again after a failure.
+
+    A rank that has failed alone may not have started a hop that its peers have, and its next one would be paired with it.
+    Collective over the ranks.
+
+    Args:
+        own: That of this rank.
+        transport: ``torch`` asks on the group, ``mpi`` on a communicator of its own.
+        group: Of the ranks.
+        ranks: Of the world.
+        timeout: Longest wait for all ranks over MPI; a group has its own.
+
+    Raises:
+        ConfigError: MPI cannot make new communicators.
+        HopError: A rank does not answer.
+    """
+    try:
+        if transport == "mpi":
+            wires = shared_communicators.get(("failures", "node"), ranks, timeout)
+            told = torch.empty(8 * len(ranks), dtype=torch.uint8)
+            wires.all_gather(told, torch.tensor([own]).view(torch.uint8)).wait()
+            return int(told.view(torch.int64).max())
+        every = [own] * len(ranks)
+        dist.all_gather_object(every, own, group=group)
+        return max(every)
+    except HopError:
+        raise
+    except RuntimeError as error:
+        peers = some([str(rank) for rank in ranks], 8)
+        raise MissingPeerError.of(
+            f"hzero: rank {dist.get_rank()} wants to make new wires with ranks {peers}: ", error
+        ) from error
+
+
+class _Group:
+    """The ranks of a lane.
+
+    Attributes:
+        wires: Their wires.
+        ranks: Of the world, in the order of coordinates.
+        own: Coordinate of this rank.
+        lane: The hops of the lane.
+        messages: Messages so far, the same on all ranks.
+    """
+
+    def __init__(self, wires: Wires, ranks: list[int], own: int, lane: LaneHops) -> None:
+        self.wires, self.ranks, self.own, self.lane, self.messages = wires, ranks, own, lane, 0
+
+
+class Transport:
+    """Tier groups over torch.distributed or MPI, and collectives on them.
+
+    Every rank makes only its own groups: for each channel one of each tier, innermost first; a tier of size 1 has
+    none. The number of calls and the memory do not depend on the size of the world.
+
+    Args:
+        plan: The shard plan of this rank; it says which transport.
+        timeout: Longest wait for one hop; None takes the world's timeout.
+        channels: Names of what has communicators of its own.
+        ranks: Rank in the world of each rank of the plan; None where they are the same.
+        backend: Of process groups; None takes the world's.
+        failures: Number of failed chains, see `most_failures`; the same on all ranks.
+        sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
+            they are made here, in float32 and in peer order, and rounded once.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        timeout: timedelta | None = None,
+        *,
+        channels: Sequence[str] = ROLES,
+        ranks: Sequence[int] | None = None,
+        backend: str | None = None,
+        failures: int = 0,
+        sums: bool = True,
+    ) -> None:
+        self._timeout = timeout or world_timeout()
+        self._everyone = ranks if ranks is not None else range(plan.grid.world_size)
+        self._rank = self._everyone[plan.rank]
+        self._checksum, self._sums = plan.checksum, sums
+        self._groups: dict[Lane, _Group] = {}
+        for tier in TIERS:
+            if plan.grid.size(tier) == 1:
+                continue
+            members = [self._everyone[rank] for rank in plan.tier_group(tier)]
+            for channel in channels:
+                named = (f"{channel} #{failures}" if failures else channel), tier
+                wires = wires_of(plan.transport, named, members, self._timeout, backend)
+                hops = shared_watchdog().lane(named, members, self._timeout.total_seconds())
+                self._groups[channel, tier] = _Group(wires, members, members.index(self._rank), hops)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Its lanes."""
+        return list(self._groups)
+
+    def direction(self, lane: Lane, wires: Wires, source: int, target: int) -> None:
+        """Makes a lane of messages from one rank of the plan to another: each direction has its own.
+
+        In a ring every rank sends before it receives.
+        """
+        if lane not in self._groups:
+            ranks = [self._everyone[source], self._everyone[target]]
+            hops = shared_watchdog().lane(lane, sorted(ranks), self._timeout.total_seconds())
+            self._groups[lane] = _Group(wires, ranks, ranks.index(self._rank), hops)
+
+    def start(
+        self,
+        lane: Lane,
+        kind: Kind,
+        message: torch.Tensor,
+        what: str,
+        done: Callable[[], None] = _nothing,
+        *,
+        algorithm: Algorithm = "library",
+        root: int = 0,
+        dtype: torch.dtype = torch.uint8,
+        compare: Compare = compare_at_once,
+        passed: Callable[[], bool] = lambda: True,
+    ) -> Pending:
+        """Starts a collective over the ranks of a lane, k of them.
+
+        ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
+        of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
+        for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
+
+        With checksums each part is followed by 16 bytes. Sums are made here then, in float32, since a library that sums on its
+        way has no message to check. They are also made here on gloo and MPI (`Wires.own_sums`).
+
+        Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
+        with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles
+        the messages that a rank holds, so ceil(log2 k) rounds do. ``pairs`` is one round, in which every rank sends its message
+        to each peer. PCCL (arXiv 2504.18658) measures on Frontier where rings lose by latency.
+
+        Args:
+            lane: The lane.
+            kind: The collective, the same on all ranks.
+            message: uint8, contiguous; of a rank that only receives, what is filled.
+            what: Describes the message, for errors.
+            done: Called when the collective has been waited for.
+            algorithm: Of an all-gather, the same on all ranks.
+            root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
+            dtype: Type of the elements that are summed.
+            compare: Takes the checksums, and the message for the current stream.
+            passed: As for `Pending`.
+
+        Returns:
+            The collective; of several rounds the last one, once the others have ended.
+
+        Raises:
+            HopError: It cannot be started, since peers are gone.
+        """
+        group = self._groups[lane]
+        described = partial(self._describe, kind, lane, group, what, message.nbytes)
+        try:
+            with record_function(f"hzero: {kind} {lane[1]}: {what}"):
+                return self._started(group, kind, message, described, done, algorithm, root, dtype, compare, passed)
+        except HopError:  # of a round
+            raise
+        except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
+            raise MissingPeerError.of(f"{described()} cannot start: ", error) from error
+
+    def _started(
+        self,
+        group: _Group,
+        kind: Kind,
+        message: torch.Tensor,
+        what: Callable[[], str],
+        done: Callable[[], None],
+        algorithm: Algorithm,
+        root: int,
+        dtype: torch.dtype,
+        compare: Compare,
+        passed: Callable[[], bool],
+    ) -> Pending:
+        wires, ranks = group.wires, len(group.ranks)
+        if kind == "reduce_scatter" and wires.own_sums and self._sums and not self._checksum:
+            elements = message.view(dtype)
+            sums = elements.new_empty(elements.numel() // ranks)
+            work = wires.reduce_scatter(sums, elements)
+            return Pending(work, (message, sums.view(torch.uint8)), what, group.lane, done, None, passed)
+        group.messages += 1
+        if self._checksum:
+            parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
+            message = signed(message, parts, group.messages, group.own)
+        then = partial(self._arrived, group, group.messages, kind, root, dtype, compare, what)
+        if kind == "all_gather" and algorithm == "doubling":
+            held = message.new_empty(ranks, message.numel())
+            held[0] = message
+            distance = 1
+            while 2 * distance < ranks:
+                Pending(_exchange(group, held, distance), (held,), what, group.lane).end()
+                distance *= 2
+            turned = lambda held: then(held.roll(group.own, 0))  # noqa: E731
+            return Pending(_exchange(group, held, distance), (held,), what, group.lane, done, turned, passed)
+        output = message
+        if kind == "broadcast":
+            work = wires.broadcast(message, root)
+        elif kind in ("send", "receive"):
+            work = wires.message(message, root, sends=kind == "send")
+        elif kind == "all_gather" and algorithm == "library":
+            output = message.new_empty(message.numel() * ranks)
+            work = wires.all_gather(output, message)
+        else:
+            message = message.repeat(ranks) if kind == "all_gather" else message
+            output = torch.empty_like(message)
+            work = wires.all_to_all(output, message)
+        return Pending(work, (message, output), what, group.lane, done, then, passed)
+
+    def _arrived(
+        self,
+        group: _Group,
+        number: int,
+        kind: Kind,
+        root: int,
+        dtype: torch.dtype,
+        compare: Compare,
+        what: Callable[[], str],
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """What has arrived, without checksums, and summed."""
+        output = output.view(-1)
+        if self._checksum:
+            senders = {"broadcast": [root], "send": [group.own], "receive": [1 - group.own]}
+            to_all = kind not in ("all_to_all", "reduce_scatter")
+            output, comparison = verified(
+                output,
+                senders.get(kind) or list(range(len(group.ranks))),
+                number,
+                0 if to_all else group.own,
+                group.ranks,
+                what,
+            )
+            compare(comparison, output)
+        if kind == "reduce_scatter":
+            return sum_of(output.view(dtype).view(len(group.ranks), -1)).view(torch.uint8)
+        return output
+
+    def _describe(self, kind: Kind, lane: Lane, group: _Group, what: str, size: int) -> str:
+        ranks = group.ranks
+        if kind in ("send", "receive"):
+            way = f"{'to' if kind == 'send' else 'from'} rank {ranks[1 - group.own]}"
+            return f"hzero: {what} {way} (rank {self._rank}, {size:,} bytes)"
+        shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
+        return f"hzero: {kind.replace('_', '-')} of {what} on tier {lane[1]!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+
+
+def _exchange(group: _Group, held: torch.Tensor, distance: int) -> Work:
+    """A round of ``doubling``.
+
+    Rank i holds the messages of the ranks i, i + 1, .. i + distance - 1 (modulo k) in the first rows of ``held``,
+    uint8 ``[k][b]``. It sends them, or as many as are missing, to rank i - distance, and receives as many from rank
+    i + distance in the rows that follow.
+    """
+    ranks, own = len(held), group.own
+    rows = min(distance, ranks - distance)
+    sent, received = held[:rows].view(-1), held[distance : distance + rows].view(-1)
+    return group.wires.exchange(received, sent, (own + distance) % ranks, (own - distance) % ranks)

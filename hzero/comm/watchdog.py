@@ -1,0 +1,226 @@
+"""Watchdog: when a wait fails, it names the ranks that did not come.
+
+Once a second a thread tells the store of torch.distributed where this rank is: its step, the hops that it has started on each
+lane, and the last one. The hot path only counts (`LaneHops.start`). A rank whose wait fails reads the records of the ranks
+that it waited for. No record says which line of code a rank is in: a thread cannot look into another one without a risk of
+crashing the process. Host and process are there, for ``py-spy dump``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from hzero.comm.process_groups import connection_to_store
+from hzero.comm.wires import Lane, LaneHops, NoAnswer, in_time
+from hzero.validation import PeerError, hook_errors, some
+
+#: Shortest time between two records of a rank in seconds, and most records that all ranks write per second.
+PERIOD_S, WRITES_PER_S = 1.0, 2000
+#: Periods without a new record after which a rank counts as frozen or gone.
+_SILENT = 4
+#: How long the store may take to answer, in seconds.
+_ANSWER_S = 3.0
+#: Records that one question may read: at least the first, and at most so many that all ranks together read the second.
+_READ, _READ_BY_ALL = 64, 2**18
+#: Ranks to blame, as far as they are known, and the same in words.
+Missing: TypeAlias = tuple[Sequence[int], str]
+
+
+class Watchdog:
+    """Writes this rank's record, warns of long waits, and finds out who did not come.
+
+    A rank writes every second or, in worlds of more than 2,000 ranks, so seldom that all of them together write 2,000
+    records a second: every 38 s with 75,264 ranks. It counts as frozen or gone after 4 periods without a new record.
+    A question reads at most 64 records, or 2^18 divided by the ranks where that is more: those of the ranks that follow in
+    the group, so that the ranks of a large group read all of them together.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks of the world.
+        connect: Makes a connection to the store, which nobody else uses.
+
+    Attributes:
+        step: Optimizer steps that this rank has finished.
+        micro: Micro-steps that it has begun since.
+        pid: This process.
+        period_s: Seconds between two records.
+    """
+
+    def __init__(self, rank: int, world_size: int, connect: Callable[[], Any]) -> None:
+        self.step, self.micro, self.pid = 0, 0, os.getpid()
+        self.period_s = max(PERIOD_S, world_size / WRITES_PER_S)
+        self._rank, self._world_size, self._world = rank, world_size, dist.group.WORLD
+        self._store, self._lanes = functools.cache(connect), dict[str, LaneHops]()
+        self._error: Missing | None = None  # the first rank that has ended with an error
+        self._missing: tuple[int, Missing] = -1, ((), "")  # hops that had ended when a wait failed, and who was missing
+        self._answered, self._warned = time.monotonic(), (-1, -1)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hzero watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that enters the interpreter at its end would abort the process
+
+    def lane(self, lane: Lane, ranks: Sequence[int], timeout_s: float) -> LaneHops:
+        """The count of a lane between ranks of the world, which all transports of this process share."""
+        name = f"{' '.join(lane)} {zlib.crc32(repr([*ranks]).encode())}"
+        return self._lanes.setdefault(name, LaneHops(name, ranks, timeout_s))
+
+    def stop(self) -> None:
+        """Ends the thread; the last record stays in the store."""
+        self._stopped.set()
+        self._thread.join(_ANSWER_S)
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while dist.group.WORLD is self._world and not self._stopped.is_set():
+                self._write()
+                late = [lane for lane in list(self._lanes.values()) if lane.waited_s() > lane.timeout_s / 2]
+                if late and self._warned != (self.step, self.micro):
+                    self._warned = self.step, self.micro
+                    # This thread must go on writing, or others would take the rank for frozen.
+                    threading.Thread(target=self._warn, args=(late[0], late[0].started), daemon=True).start()
+                self._stopped.wait(self.period_s)
+
+    def _warn(self, lane: LaneHops, number: int) -> None:
+        what = f"{lane.what()}: no end after {lane.waited_s():.0f} s; {self._find(lane, number)[1]}"
+        print(f"hzero: warning: rank {self._rank}: {what}", file=sys.stderr, flush=True)
+
+    def _write(self) -> None:
+        lanes = [lane for lane in list(self._lanes.values()) if lane.started]
+        last = max(lanes, key=lambda lane: lane.since, default=None)
+        record = {
+            "who": self._who(),
+            "last": f"; its last hop: {last.what().removeprefix('hzero: ')}" if last is not None else "",
+            "time": time.time(),
+            "hops": {lane.name: (lane.started, lane.size) for lane in lanes},
+            "waits": any(lane.waited_s() for lane in lanes),
+            "missing": self._missing[1] if self._missing[0] == self._ended() else None,  # None: no wait has failed
+        }
+        self._store().set(f"hzero rank {self._rank}", json.dumps(record))
+        if self._error is None:  # read now: the store may go with that rank
+            self._error = json.loads(self._store().compare_set("hzero error", "", "null"))
+        self._answered = time.monotonic()
+
+    def _who(self) -> str:
+        after = f"after step {self.step}" + (f", micro-step {self.micro}" if self.micro else "")
+        return f"rank {self._rank} (host {socket.gethostname()}, pid {self.pid}, {after})"
+
+    def _ended(self) -> int:
+        return sum(lane.ended for lane in list(self._lanes.values()))
+
+    def tell(self, error: BaseException) -> None:
+        """Tells all ranks that this one ends with an error; the first that is no other rank's fault counts."""
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        told = json.dumps(((self._rank,), f"{self._who()}, which has ended with {what}"))
+        with contextlib.suppress(NoAnswer, RuntimeError):
+            if not isinstance(error, PeerError):
+                in_time(lambda: self._store().compare_set("hzero error", "null", told), _ANSWER_S)
+        if self._rank == 0:  # the store may go with this rank, and others still read it
+            time.sleep(2 * self.period_s)
+
+    def missing(self, lane: LaneHops | None = None, number: int = 0) -> Missing:
+        """Who did not come to a collective that has failed or timed out.
+
+        A rank that has ended with an error of its own is to blame. Else one that has written nothing for several periods.
+        Else those that others blame which have given up. Else those that are behind. The answer takes about as long as a
+        rank's silence has to last, or twice as long.
+
+        Args:
+            lane: Of the hop; None for a collective outside hops.
+            number: Of the hop on its lane.
+        """
+        failed, found = self._missing
+        if failed != self._ended():  # else hops on several lanes have failed for one reason
+            self._missing = self._ended(), ((), "")  # others read that this rank asks too
+            found = self._find(lane, number)
+        if lane is not None:
+            lane.ended = lane.started  # nobody waits for it any more
+        self._missing = self._ended(), found
+        with contextlib.suppress(NoAnswer, RuntimeError):  # before this rank ends
+            in_time(self._write, _ANSWER_S)
+        return found
+
+    def _find(self, lane: LaneHops | None, number: int) -> Missing:
+        try:
+            found = in_time(lambda: self._compare(lane, number), 2 * _SILENT * self.period_s + _ANSWER_S)
+        except (NoAnswer, RuntimeError):
+            silent_s = time.monotonic() - self._answered
+            found = (0,), f"rank 0 or torchrun's agent: its store has not answered for {silent_s:.0f} s: frozen or gone"
+        ranks, text = self._error or found
+        return ranks, f"waited for {text}" if ranks else "no rank that it asked is missing; others may name one"
+
+    def _compare(self, lane: LaneHops | None, number: int) -> Missing:
+        """Compares this rank with those that are in the same collective, until somebody is to blame.
+
+        No clock of another host is used: a rank is silent if its record does not change while this rank looks.
+        """
+        self._write()
+        store, group = self._store(), range(self._world_size) if lane is None else lane.ranks
+        own, most = group.index(self._rank), max(_READ, _READ_BY_ALL // self._world_size)
+        ranks = [*group[own + 1 :], *group[:own]][:most]
+        keys = [f"hzero rank {rank}" for rank in ranks]
+        before, began = [store.compare_set(key, "", "null") for key in keys], time.monotonic()
+        found: Missing = self._error or ((), "")
+        while not found[0]:
+            time.sleep(self.period_s / 4)
+            now, periods = store.multi_get(keys), (time.monotonic() - began) / self.period_s
+            silent = {rank for rank, old, new in zip(ranks, before, now) if old == new}
+            if not silent or periods > _SILENT:
+                records, last = dict(zip(ranks, map(json.loads, now))), periods > 2 * _SILENT
+                found = _judged(records, silent, lane, number, last)
+                if last:
+                    break
+        return found
+
+
+def _judged(records: dict[int, Any], silent: set[int], lane: LaneHops | None, number: int, last: bool) -> Missing:
+    """Whom the records show to be missing; ``last``: also ranks that wait, and may still answer whom they blame."""
+    unequal, gone, blamed, behind = dict[int, str](), dict[int, str](), dict[int, str](), dict[int, str]()
+    for rank, record in records.items():
+        if record is None:
+            gone[rank] = f"rank {rank}, which has never said where it is"
+            continue
+        who, hop = record["who"], record["last"]
+        started, size = (-1, 0) if lane is None else record["hops"].get(lane.name, (0, 0))
+        if lane is not None and started == lane.started == number and size != lane.size:
+            unequal[rank] = f"{who}, whose message has {size:,} bytes instead of {lane.size:,}: ranks disagree"
+        elif record["missing"] is not None:
+            blamed.update(dict.fromkeys(record["missing"][0], f"{who}, which has {record['missing'][1]}"))
+        elif rank in silent:
+            gone[rank] = f"{who}, no sign of life for {time.time() - record['time']:.0f} s: frozen or gone{hop}"
+        elif started < number and (last or not record["waits"]):
+            behind[rank] = f"{who}, at hop {started} instead of {number}{hop}" if lane else f"{who}, in no collective"
+    found = unequal or gone or blamed or behind
+    return sorted(found), some(list(dict.fromkeys(found.values())), 8, "; ")
+
+
+# ---- the watchdog of this process ----------------------------------------------------------------------------------
+
+_of_world: tuple[Any, Watchdog] | None = None
+
+
+def shared_watchdog() -> Watchdog:
+    """The watchdog of this process, for as long as torch.distributed's world lives; started by the first call."""
+    global _of_world
+    if _of_world is None or _of_world[0] is not dist.group.WORLD:
+        hook_errors()
+        _of_world = dist.group.WORLD, Watchdog(dist.get_rank(), dist.get_world_size(), connection_to_store())
+    return _of_world[1]
+
+
+def tell(error: BaseException) -> None:
+    """Tells the other ranks, if there is a world, that this one ends with an error."""
+    if _of_world is not None and _of_world[0] is dist.group.WORLD and _of_world[1].pid == os.getpid():  # no fork
+        _of_world[1].tell(error)

@@ -1,0 +1,19 @@
+"""The stage inside DeepSpeed: installation, weights, gradients. Only this and the trainer import DeepSpeed."""
+
+from hzero.deepspeed.install import enable, exact_evaluation, exact_weights, initialize, state
+from hzero.deepspeed.pipeline_state import PipelineState
+from hzero.deepspeed.state import StageState
+from hzero.engine.audit import StaleWeightsError
+from hzero.engine.guard import DivergenceError
+
+__all__ = [
+    "DivergenceError",
+    "PipelineState",
+    "StageState",
+    "StaleWeightsError",
+    "enable",
+    "exact_evaluation",
+    "exact_weights",
+    "initialize",
+    "state",
+]

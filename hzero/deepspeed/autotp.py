@@ -1,0 +1,122 @@
+"""DeepSpeed's AutoTP: the sums of its linear layers over a tensor group, tier by tier and with the codecs of the block."""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+import torch
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from hzero.block import KEY
+from hzero.comm import Communicator, for_dimension
+from hzero.comm.activations import copy_to, reduce_from
+from hzero.config import HZeroConfig, Tier, tiers_inside
+from hzero.deepspeed.partition import speaks
+from hzero.topology import Grid
+from hzero.validation import ConfigError, some
+
+logger = logging.getLogger("hzero")
+
+
+def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None) -> None:
+    """Refuses what does not go with codecs of AutoTP's sums.
+
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        block: The block, parsed.
+        world: Grid of the world; None where it is not known: tensor groups may then cross every tier inside a node.
+
+    Raises:
+        ConfigError: DeepSpeed is to hide its sums behind compute, a codec does not hold their numbers, or codecs that the user
+            has written have no effect.
+    """
+    tiers = _crossed(world, config.tensor_parallel_config.autotp_size)
+    coded = [tier for tier in tiers if block.codecs.tensor[tier].codec != "none"]
+    exp = next((tier for tier in coded if block.codecs.tensor[tier].codec == "exp"), None)
+    written = "tensor" in block.written_dimensions
+    whose = "" if written else f" of preset {block.preset!r}"
+    if exp is not None and not config.bfloat16_config.enabled:
+        raise ConfigError(
+            f"{KEY}.codecs.tensor.{exp}: found 'exp'{whose}, which holds bfloat16 numbers, without bf16.enabled; possible with "
+            "it, or mpc, none"
+        )
+    if config.tensor_parallel_config.tp_overlap_comm and coded:
+        raise ConfigError(
+            f"tensor_parallel.tp_overlap_comm: found True, with {KEY}.codecs.tensor{whose}, whose sums are waited for; possible: "
+            "false, or codec none"
+        )
+    if written and not coded:
+        raise ConfigError(
+            f"{KEY}.codecs.tensor: none on the tiers that tensor groups of {config.tensor_parallel_config.autotp_size} ranks "
+            f"{'cross' if world is not None else 'can cross'} ({', '.join(tiers)}), and so without effect"
+        )
+
+
+def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Communicator | None:
+    """Gives the sums of AutoTP's linear layers to a communicator of dimension ``tensor``. Collective over the world.
+
+    Without codecs for the tiers that they cross they stay DeepSpeed's own, and so do those of layers with a forward that is
+    neither ``LinearLayer``'s nor ``LinearAllreduce``'s, which are named in a warning.
+
+    Args:
+        module: An engine's model, which AutoTP has divided or not.
+        config: The block.
+        world: Grid of the world.
+
+    Returns:
+        The communicator; None where all sums stay DeepSpeed's.
+    """
+    found: dict[str, Any] = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, TensorParallel_Layer) and layer.is_tp_parallel
+    }
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    if all(config.codecs.tensor[tier].codec == "none" for tier in _crossed(world, first.tp_world_size)):
+        return None
+    group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
+    left = []
+    for name, layer in found.items():
+        if "forward" in vars(layer) or getattr(layer, "gather_output", False) or type(layer).forward not in _FORWARDS:
+            left.append(f"{name} ({type(layer).__name__})")
+        else:
+            layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
+    if left and speaks():
+        logger.warning(
+            "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
+            some(left, 4),
+        )
+    return group
+
+
+def give_back(module: torch.nn.Module, group: Communicator | None = None) -> None:
+    """Undoes `take_over`: for the next engine of the same model, or, with its communicator, of one engine alone."""
+    for layer in module.modules():
+        if "hzero_group" in vars(layer) and group in (None, layer.hzero_group):
+            del layer.hzero_group, layer.forward
+
+
+def _crossed(world: Grid | None, size: int) -> tuple[Tier, ...]:
+    """Tiers that AutoTP's tensor groups cross, all of them alike: neighbours in the order of ranks."""
+    if world is None:
+        return tiers_inside("node")  # outside which no tensor group is allowed
+    return world.of_ranks(range(size)).crossed
+
+
+def _column(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """``LinearLayer.forward``: each rank has some outputs, so in backward the gradients of the input are summed."""
+    return torch.nn.functional.linear(copy_to(tensor, layer.hzero_group), layer.weight, layer.bias)
+
+
+def _row(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """``LinearAllreduce.forward``: each rank has some inputs, so outputs are summed, and then get the bias."""
+    output = reduce_from(torch.nn.functional.linear(tensor, layer.weight), layer.hzero_group)
+    return output if layer.bias is None else output + layer.bias
+
+
+_FORWARDS: dict[Any, Any] = {LinearLayer.forward: _column, LinearAllreduce.forward: _row}

@@ -1,0 +1,481 @@
+"""Checkpoints of engines whose block has the key ``"checkpoint"``: whole or absent, for any number of ranks, without code.
+
+DeepSpeed writes and reads its own files, by its own code and under its own names, so every tool of DeepSpeed takes them. It
+does so through an object, the engine's checkpoint engine; `CheckpointFiles` is one. A save goes into a hidden folder beside
+its place. Each rank hashes what it writes and keeps an error instead of raising it, since the others would wait for it in the
+middle of DeepSpeed's collective save. Then the ranks compare: if all files are there, rank 0 writes their sizes and hashes into
+the folder (`hzero.manifest`) and gives it its name; otherwise it removes the folder, and all ranks raise one error.
+
+A load compares sizes and hashes first, each rank those of its share of the files, so that all ranks together read the
+checkpoint once. Ranks of another number read what `hzero.deepspeed.reshard` makes of the files.
+
+The files are pickles, which may name any function of Python to be called. So a load accepts tensors and plain types only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import pkgutil
+import re
+import shutil
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed.runtime.engine
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+from hzero.block import KEY
+from hzero.comm import blaming
+from hzero.config import CheckpointConfig
+from hzero.deepspeed.refusals import read_block
+from hzero.deepspeed.reshard import MODEL, OPTIMIZER, Layout, Resharding
+from hzero.files import read_text, replacing
+from hzero.manifest import (
+    NOTE,
+    HashedFile,
+    IncompleteError,
+    Manifest,
+    SaveError,
+    complete_in,
+    hidden,
+    location,
+    publish,
+    recover,
+)
+from hzero.validation import ConfigError, from_rank_0, on_all_ranks, some
+
+logger = logging.getLogger("hzero")
+
+
+class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
+    """Writes and reads the files of an engine's checkpoints.
+
+    Args:
+        engine: The engine.
+        config: The key ``checkpoint`` of its block.
+
+    Raises:
+        ConfigError: DeepSpeed's configuration asks for another writer, or for files that rank 0 cannot see.
+    """
+
+    def __init__(self, engine: Any, config: CheckpointConfig) -> None:
+        stock = engine.checkpoint_engine
+        if type(stock) is not TorchCheckpointEngine:
+            raise ConfigError(
+                f"{KEY}.checkpoint: found with DeepSpeed's {type(stock).__name__}; expected one of the two"
+            )
+        if engine.use_node_local_storage():
+            raise ConfigError(
+                f"{KEY}.checkpoint: found with checkpoint.use_node_local_storage, where no rank sees all files; expected false"
+            )
+        self.__dict__.update(vars(stock))
+        self.config = config
+        self._engine, self._stock_save, self._stock_load = engine, engine.save_checkpoint, engine.load_checkpoint
+        self._saving = False
+        self._failure: str | None = None
+        self._written: dict[str, tuple[int, str]] = {}
+        self._resharding: Resharding | None = None
+        # The one function that writes past this object, on rank 0.
+        copy_scripts = engine._copy_recovery_script
+        engine._copy_recovery_script = lambda path: self._attempt(path, lambda: copy_scripts(path))
+
+    # ---- save -------------------------------------------------------------------------------------------------------
+
+    @on_all_ranks()
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,  # Trainer looks for it in the signature
+    ) -> Any:
+        """``DeepSpeedEngine.save_checkpoint``, whole or not at all. Collective.
+
+        Raises:
+            SaveError: A rank could not write. What was there before is still there.
+        """
+        folder = Path(save_dir or "")
+        tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+        partial = hidden(folder / tag)[0]
+        # Before any rank writes: a complete checkpoint may have the name under which they write.
+        from_rank_0(lambda: recover(partial.parent))
+        self._saving, self._failure, self._written = True, None, {}
+        try:
+            done = self._stock_save(
+                save_dir, str(partial.relative_to(folder)), client_state or {}, False, exclude_frozen_parameters
+            )
+        finally:
+            self._saving = False
+        everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        with blaming():
+            dist.gather_object((self._failure, self._written), everyones)
+            from_rank_0(lambda: self._publish(folder, tag, partial, save_latest, everyones or []))
+        return done
+
+    def _publish(self, folder: Path, tag: str, partial: Path, latest: bool, everyones: Sequence[Any]) -> None:
+        """On rank 0: gives what all ranks have written its name, or removes it and says why."""
+        failures = [f"{failure} (rank {rank})" for rank, (failure, _) in enumerate(everyones) if failure is not None]
+        target = folder / tag
+        if not failures:
+            note = Manifest(
+                folder=partial,
+                step=self._engine.global_steps,
+                ranks=len(everyones),
+                batch=self._engine.train_batch_size(),
+                written=time.time(),
+                files={name: file for _, written in everyones for name, file in written.items()},
+            )
+            try:
+                note.write()
+                publish(target)
+            except OSError as error:
+                failures = [f"{error.filename or partial}: {error.strerror or error} (rank 0)"]
+        if failures:
+            kept = "earlier checkpoints are unchanged"
+            if (place := location(target)) == target:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:  # the folder takes no renames anymore
+                kept = f"{str(place)!r} is complete, and the next save gives it its name"
+            raise SaveError(f"{str(target)!r} could not be saved: {some(failures, 1, '; ')}; {kept}")
+        # From here on it is whole.
+        try:
+            if latest:
+                with replacing(folder / "latest") as file:
+                    file.write(tag)
+        except OSError as error:
+            logger.warning("hzero: %s cannot be written: %s", error.filename, error.strerror or error)
+            with contextlib.suppress(OSError):  # it names an older one; without it a load takes the newest
+                (folder / "latest").unlink()
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Makes a folder of the checkpoint."""
+        self._attempt(path, lambda: os.makedirs(path, exist_ok=exist_ok))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file."""
+        if self._saving:
+            self._attempt(path, lambda: self._write(state_dict, Path(path)))
+        else:  # an export of the weights
+            super().save(state_dict, path)
+
+    def _write(self, state_dict: Any, path: Path) -> None:
+        file = HashedFile(path)
+        try:
+            # A zip archive, of which a load maps the parts that it needs. The hash replaces its checksums.
+            torch.save(state_dict, file)  # type: ignore[arg-type]
+        finally:
+            written = file.close()  # raises the error of the disk
+        self._written[path.name] = written
+
+    def _attempt(self, path: str | os.PathLike[str], action: Callable[[], object]) -> None:
+        """While a checkpoint is saved: keeps an error, and does nothing after one."""
+        if not self._saving:
+            action()
+        elif self._failure is None:
+            try:
+                action()
+            except Exception as error:
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
+                self._failure = f"{Path(getattr(error, 'filename2', None) or path).name}: {reason}"
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    @on_all_ranks()
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **more: Any,
+    ) -> Any:
+        """``DeepSpeedEngine.load_checkpoint`` of a complete checkpoint, on any number of ranks. Collective.
+
+        Without a tag it takes that of ``latest`` if it is complete, or was written without the key after the complete ones;
+        otherwise the newest complete one.
+
+        Raises:
+            ConfigError: It is incomplete, holds code or other parameters, or no accumulation makes its batch.
+        """
+        folder, resumes = Path(load_dir), load_optimizer_states and not load_module_only
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        tag, notes = from_rank_0(lambda: self._candidates(folder, None if tag is None else str(tag)))
+        if notes:
+            note = newest_intact(notes, self.config.verify)
+            tag = os.path.relpath(note.folder, folder)
+            if resumes and self.config.same_batch:
+                self._keep_batch(note)
+        elif tag is None:
+            return self._stock_load(load_dir, None, *what, **more)  # says that there is nothing
+        engine, name = deepspeed.runtime.engine, "get_fp32_state_dict_from_zero_checkpoint"
+        weights = getattr(engine, name)
+        self._resharding = self._other_layout(folder / tag, resumes)
+        try:
+            # Stock loads weights alone from the tag that `latest` names (deepspeedai/DeepSpeed#8499).
+            setattr(engine, name, functools.partial(weights, tag=tag))
+            if self._resharding is not None:
+                own = str(self._resharding.path(0, MODEL))  # this rank may have written none
+                self._engine._get_all_ckpt_names = lambda *_: [own]
+            with only_tensors(self.config.trust):
+                return self._stock_load(load_dir, tag, *what, **more)
+        finally:
+            setattr(engine, name, weights)
+            vars(self._engine).pop("_get_all_ckpt_names", None)
+            self._resharding = None
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Reads a file."""
+        if self._resharding is not None:
+            return self._resharding.load(next(kind for kind in (MODEL, OPTIMIZER) if path.endswith(kind)))
+        return load(path, map_location, self.config.trust)
+
+    @staticmethod
+    def _candidates(folder: Path, tag: str | None) -> tuple[str | None, list[Manifest]]:
+        """On rank 0: the notes of the checkpoints that may be loaded, best first, or the tag of one that has no note."""
+        named, changed = None, 0.0
+        with contextlib.suppress(ConfigError, OSError):
+            if latest := read_text(folder / "latest").strip():
+                named, changed = location(folder / latest), (folder / "latest").stat().st_mtime
+        if tag is None:
+            complete = [Manifest.read(path) for path in complete_in(folder) if (path / NOTE).exists()]
+            folders = [note.folder for note in complete]
+            if named in folders:
+                return None, complete[folders.index(named) :]
+            if named is None or (named / NOTE).exists() or not any(named.glob("*model_states.pt")):
+                if not complete and any(folder.glob(f"*/{NOTE}")):
+                    raise IncompleteError(f"checkpoint: {str(folder)!r} holds no complete checkpoint{_beside(folder)}")
+                if complete or named is None:
+                    return None, complete
+            # DeepSpeed names a checkpoint when it is written, so the later of the two is the newer checkpoint.
+            elif any(note.written > changed for note in complete):
+                logger.warning("hzero: %r was written without the key checkpoint; skipped", str(named))
+                return None, complete
+        asked = named if tag is None and named is not None else location(folder / str(tag))
+        if (asked / NOTE).exists():
+            return None, [Manifest.read(asked)]
+        if not asked.exists():
+            raise IncompleteError(f"checkpoint: no folder {str(asked)!r}{_beside(folder)}")
+        logger.warning("hzero: %r was written without the key checkpoint: nothing is compared", str(asked))
+        return os.path.relpath(asked, folder), []
+
+    def _keep_batch(self, note: Manifest) -> None:
+        """Adapts the accumulation, so that a step has as many samples as a step of the checkpoint's run.
+
+        Raises:
+            ConfigError: No accumulation does.
+        """
+        engine = self._engine
+        before, batch = engine.gradient_accumulation_steps(), engine.train_batch_size()
+        if note.batch == batch:
+            return
+        if any(of.__module__.split(".")[0] in ("lightning", "pytorch_lightning") for of in type(engine.module).__mro__):
+            raise ConfigError(
+                f"accumulate_grad_batches: found {before}, which makes {batch} samples in a step; expected "
+                f"{note.batch * before / batch:g}, for the {note.batch} of {str(note.folder)!r}"
+            )
+        accumulation = accumulation_for(note, before, batch, engine.train_micro_batch_size_per_gpu())
+        engine.set_train_batch_size(note.batch)
+        if (accelerate := sys.modules.get("accelerate.state")) is not None:
+            shared = accelerate.GradientState._shared_state  # which counts micro-steps in Accelerate's loops
+            if shared and shared["plugin_kwargs"].get("num_steps", 1) == before:
+                shared["plugin_kwargs"]["num_steps"] = accumulation
+
+    def _other_layout(self, folder: Path, resumes: bool) -> Resharding | None:
+        """What reads a checkpoint of another layout as if these ranks had written it; None for one of theirs."""
+        engine, optimizer = self._engine, self._engine.optimizer
+        written = len(list(folder.glob(f"*zero_pp_rank_*_mp_rank_00_{OPTIMIZER}")))
+        group = getattr(optimizer, "dp_process_group", None)
+        ranks = dist.get_world_size(group)
+        if engine.mp_world_size > 1 or engine.zero_optimization_stage() == 1:
+            if resumes and written not in (0, ranks):
+                raise ConfigError(
+                    f"checkpoint: {str(folder)!r} was written by {written} data-parallel ranks; found {ranks}; expected as many "
+                    "with tensor parallelism or pipeline stages"
+                )
+            return None
+        if not hasattr(optimizer, "fp16_groups"):  # an engine without an optimizer
+            return None
+        layout = Layout.of(ranks, engine._get_zero_param_shapes())
+        groups = [optimizer.sub_group_to_group_id[index] for index in range(len(optimizer.fp16_groups))]
+        read = functools.partial(load, map_location="cpu", trust=self.config.trust)
+        found = Resharding(folder, layout, dist.get_rank(group), groups, read)
+        if resumes and written not in (0, found.old.world_size):  # DeepSpeed would begin with a new optimizer
+            raise IncompleteError(
+                f"checkpoint: {str(folder)!r} is incomplete: it has {written} of {found.old.world_size} files *{OPTIMIZER}"
+            )
+        return None if found.old == layout else found
+
+
+def configures(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``DeepSpeedEngine._configure_checkpointing`` that lets `CheckpointFiles` write and read if the block has the key."""
+
+    @functools.wraps(stock)
+    def configure(engine: Any, *args: Any, **kwargs: Any) -> None:
+        stock(engine, *args, **kwargs)
+        config = read_block(engine._config._param_dict)
+        if config is not None and config.checkpoint is not None:
+            with on_all_ranks():
+                files = CheckpointFiles(engine, config.checkpoint)
+            engine.checkpoint_engine, engine.save_checkpoint = files, files.save_checkpoint
+            if not engine.load_universal_checkpoint():
+                engine.load_checkpoint = files.load_checkpoint
+
+    return configure
+
+
+# ---- what all ranks decide together ----------------------------------------------------------------------------------
+
+#: Checkpoints whose files this process has compared with their hashes, with the times of their notes.
+_compared: set[tuple[Path, float]] = set()
+
+
+def newest_intact(candidates: Sequence[Manifest], verify: bool) -> Manifest:
+    """The first of some checkpoints whose files are as they were written, the same on all ranks. Collective.
+
+    Args:
+        candidates: Their notes, the same on all ranks.
+        verify: Whether to compare hashes; otherwise sizes.
+
+    Raises:
+        IncompleteError: None is.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problems = []
+    for note in candidates:
+        key = note.folder.absolute(), note.written
+        share = sorted(note.files)[rank::world]
+        changes: list[Any] = [None] * world
+        with blaming():
+            dist.all_gather_object(changes, note.changed(share, hashes=verify and key not in _compared))
+        changed = next((change for change in changes if change is not None), None)
+        if changed is None:
+            _compared.add(key)
+            return note
+        problems.append(f"checkpoint: {str(note.folder)!r} is incomplete: {changed}")
+        if rank == 0 and note is not candidates[-1]:
+            logger.warning("hzero: %s; skipped", problems[-1])
+    tried = [note.folder for note in candidates]
+    raise IncompleteError(problems[0] + from_rank_0(lambda: _beside(tried[0].parent, *tried)))
+
+
+def _beside(folder: Path, *tried: Path) -> str:
+    """The end of a message that names the newest complete checkpoint in a folder, or else around it."""
+    for place in (folder, folder.parent):
+        for path in complete_in(place):
+            if path not in (folder, *tried):
+                return f"; the newest complete one is {str(path)!r}"
+    return "; there is no complete one beside it"
+
+
+def accumulation_for(note: Manifest, before: int, batch: int, micro_batch: int) -> int:
+    """The accumulation that makes a step as large as those of a checkpoint's run; rank 0 says so.
+
+    Args:
+        note: Of the checkpoint.
+        before: The accumulation in effect.
+        batch: Samples of all ranks in a step with it.
+        micro_batch: Samples of a rank in a micro-step.
+
+    Raises:
+        ConfigError: No accumulation does.
+    """
+    at_once = batch // before
+    if note.batch % at_once:
+        raise ConfigError(
+            f"checkpoint: {str(note.folder)!r} was trained with {note.batch} samples in a step; found "
+            f"{at_once // micro_batch} ranks with micro-batches of {micro_batch}, which is {at_once} at once; expected a divisor "
+            f"of {note.batch}, or {KEY}.checkpoint.same_batch false"
+        )
+    after = note.batch // at_once
+    if dist.get_rank() == 0:
+        print(
+            f"hzero: gradient_accumulation_steps {before} -> {after}, so that a step keeps the {note.batch} samples of "
+            f"{str(note.folder)!r}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return after
+
+
+# ---- loading without running code ------------------------------------------------------------------------------------
+
+#: What DeepSpeed's own files need beyond tensors and Python's plain types.
+_ALLOWED = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+@contextlib.contextmanager
+def only_tensors(trust: bool, what: str = "the checkpoint") -> Iterator[None]:
+    """Makes every ``torch.load`` accept nothing but tensors, plain types and `_ALLOWED`, whatever its caller asks for.
+
+    DeepSpeed asks for ``weights_only=False`` wherever it loads; torch's own variable overrules it.
+
+    Args:
+        trust: True changes nothing.
+        what: Begins the error.
+
+    Raises:
+        ConfigError: A file needs more.
+    """
+    if trust:
+        yield
+        return
+    forbids, forces = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = {name: os.environ.pop(name, None) for name in (forbids, forces)}
+    os.environ[forces] = "1"
+    torch.serialization.add_safe_globals([pkgutil.resolve_name(name) for name in _ALLOWED])
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise _refusal(what, error) from None
+    finally:
+        del os.environ[forces]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def load(path: str, map_location: Any, trust: bool, *, mmap: bool = False) -> Any:
+    """``torch.load`` of a checkpoint's file.
+
+    Args:
+        path: The file.
+        map_location: As for ``torch.load``.
+        trust: Whether it may hold more than tensors.
+        mmap: Whether tensors of a zip archive are read where they are used, and not all at once.
+
+    Raises:
+        ConfigError: It needs more than `_ALLOWED`, is damaged, or is no file of torch.
+    """
+    if not os.path.isfile(path):  # torch would wait for a pipe
+        raise ConfigError(f"{path!r} is no regular file")
+    try:
+        with only_tensors(trust, repr(path)):
+            return torch.load(path, map_location, weights_only=not trust, mmap=mmap and zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise _refusal(repr(path), error) from None
+
+
+def _refusal(what: str, error: Exception) -> ConfigError:
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):  # as torch names what it refuses
+        return ConfigError(
+            f'{what} needs {found[1]}, which is no tensor and could run code, so it is not loaded; "checkpoint": '
+            '{"trust": true} loads it all the same, if you trust whoever wrote it'
+        )
+    reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return ConfigError(f"{what} cannot be loaded as tensors: {reason.splitlines()[0][:200]}")

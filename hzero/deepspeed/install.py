@@ -1,0 +1,288 @@
+"""Installs the stage into DeepSpeed; the functions that users call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init
+
+from hzero.block import KEY, find
+from hzero.deepspeed import autotp, checkpoint
+from hzero.deepspeed.partition import Partition, check_mpu, group_of
+from hzero.deepspeed.pipeline_engine import HZeroPipelineEngine
+from hzero.deepspeed.pipeline_state import PipelineState
+from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
+from hzero.deepspeed.stage import HZeroStage3, StockStage3
+from hzero.deepspeed.state import StageState
+from hzero.deepspeed.versions import check_deepspeed
+from hzero.engine.weights import Weights
+from hzero.plan.buffers import BUCKET_NUMEL, LIVE_NUMEL
+from hzero.plan.shards import ShardPlan
+from hzero.topology import resolve_grid
+from hzero.validation import ConfigError, on_all_ranks
+
+
+def enable() -> None:
+    """Installs the stage into DeepSpeed.
+
+    Nobody has to call it: `hzero.autoload` does, as soon as DeepSpeed reads a configuration with an ``"hzero"`` block,
+    in ``zero_optimization`` or at the top level. From then on such a configuration gives an engine with the stage that
+    `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
+    are.
+
+    The call replaces ten things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by
+    subclasses), the constructor of its parameter offload (which the stage wraps, to take over gathers), its gathers and
+    partitions of lists of parameters (which may belong to several engines), the end of its steps (which may change
+    parameters of another engine), its broadcast of a model (whose errors then name the parameter), its sanity check
+    (which the stage extends, to refuse unsupported features before anything is built), the engine's ``zero_grad`` (which
+    also drops a window that an exception has cut short), and its choice of a writer of checkpoints (which obeys the block's key
+    ``checkpoint``). It starts no collective, reads
+    no configuration and allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again
+    does nothing, and it cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken
+    over.
+
+    Raises:
+        ConfigError: The stage does not support this version of DeepSpeed.
+    """
+    if stage3.DeepSpeedZeroOptimizer_Stage3 is HZeroStage3:
+        return
+    check_deepspeed()
+    # SuperOffload subclasses the stock class, by the name that is about to be replaced.
+    import deepspeed.runtime.superoffload.superoffload_stage3
+
+    DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
+    DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
+    DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
+    DeepSpeedEngine._configure_checkpointing = checkpoint.configures(DeepSpeedEngine._configure_checkpointing)
+    DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
+    Init._all_gather, Init._partition = (
+        Weights.gathers_exactly(Init._all_gather),
+        Weights.notes_changes(Init._partition),
+    )
+    StockStage3._reassign_or_swap_out_partitioned_parameters = Weights.notes_steps(
+        StockStage3._reassign_or_swap_out_partitioned_parameters
+    )
+    deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
+    stage3.DeepSpeedZeroOptimizer_Stage3 = HZeroStage3  # engine._configure_zero_optimizer imports the name late
+
+
+def _checked(stock: Any) -> Any:
+    """``DeepSpeedEngine._do_sanity_check`` that also refuses features the stage does not support, before anything is built."""
+
+    @functools.wraps(stock)
+    @on_all_ranks()
+    def check(self: DeepSpeedEngine) -> None:
+        config = read_block(self._config._param_dict)
+        if config is not None:
+            pipeline = isinstance(self, PipelineEngine)
+            check_config(self._config, self.optimizer_name(), pipeline=pipeline)
+            if pipeline:
+                check_mpu(self.mpu, config.topology)
+                check_pipeline(self._config, config)
+                if not isinstance(self, HZeroPipelineEngine):  # such as DualPipeVEngine
+                    raise ConfigError(
+                        f"{KEY}: found the engine {type(self).__name__}, which {KEY} does not support; possible: a "
+                        "PipelineModule with deepspeed.initialize"
+                    )
+                return stock(self)
+            if (size := self.autotp_size()) > 1:
+                world = resolve_grid(config.topology, dist.get_world_size())
+                partition = Partition.of_autotp(size, world, dist.get_rank())
+                autotp.check(self._config, config, world)
+            else:
+                check_mpu(self.mpu, config.topology)
+                partition = Partition.of(group_of(self.mpu), config.topology)
+            ShardPlan.from_config(config, partition.grid, partition.rank)
+        return stock(self)
+
+    return check
+
+
+def _after_errors(stock: Any) -> Any:
+    """``DeepSpeedEngine.zero_grad`` that also drops a window which an exception has cut short; stock leaves it in its buckets."""
+
+    @functools.wraps(stock)
+    def zero_grad(self: DeepSpeedEngine) -> None:
+        stock(self)
+        if isinstance(self.optimizer, HZeroStage3) and self.optimizer.cut_short:
+            self.optimizer.zero_grad()
+
+    return zero_grad
+
+
+def _naming(stock: Any) -> Any:
+    """``DeepSpeedEngine._broadcast_model`` whose error names the parameter where the configuration has the block."""
+
+    @functools.wraps(stock)
+    @on_all_ranks()
+    def broadcast(self: DeepSpeedEngine) -> None:
+        try:
+            stock(self)
+        except Exception:
+            if find(self._config._param_dict) is not None and (found := unsendable(self.module, None)) is not None:
+                raise found from None
+            raise
+
+    return broadcast
+
+
+def _with_weights(stock: Any) -> Any:
+    """``DeepSpeedZeRoOffload.__init__`` that takes over the gathers of its module where the configuration has the block.
+
+    The optimizer makes such an object, and so does an engine without an optimizer.
+    """
+
+    @functools.wraps(stock)
+    @on_all_ranks()
+    def init(self: DeepSpeedZeRoOffload, *args: Any, **kwargs: Any) -> None:
+        ds_config = kwargs.get("ds_config", args[2] if len(args) > 2 else None)
+        config = read_block(ds_config)
+        module = kwargs["module"] if "module" in kwargs else args[0]
+        Weights.release_all(module)
+        autotp.give_back(module)
+        if config is None:
+            return stock(self, *args, **kwargs)
+        try:
+            stock(self, *args, **kwargs)
+        except Exception:
+            if (found := unsendable(module, None)) is not None:
+                raise found from None
+            raise
+        persistent = {param.ds_id for param in self.persistent_parameters}
+        for param in self.module.parameters():
+            param.ds_persist = param.ds_id in persistent  # zero.Init may have applied the stock threshold
+        # A size of 0 turns prefetching off; it does not mean refreshes.
+        bucket_numel = int(kwargs.get("prefetch_bucket_size") or BUCKET_NUMEL)
+        group = self.dp_process_group
+        if group is None:  # of an engine without an optimizer
+            group = next(self.module.parameters()).ds_process_group
+        self.forward_hooks += check_kinds(self.module, group)  # stock removes them with its own
+        try:
+            live_numel = int(kwargs.get("max_live_parameters", LIVE_NUMEL))
+            self.hzero = StageState(self.module, config, bucket_numel, group, live_numel)
+        except BaseException:
+            autotp.give_back(self.module)
+            raise
+        self.partition_all_parameters = functools.partial(_partition_all, self.partition_all_parameters, self.hzero)
+        # An engine without an optimizer announces checkpoints to this object only.
+        self.checkpoint_event_prologue = self.partition_all_parameters
+        self.checkpoint_event_epilogue = self.hzero.replaced
+        self.destroy = functools.partial(_destroy, self.destroy, self.hzero)
+        return None
+
+    return init
+
+
+def _partition_all(stock: Any, own: StageState) -> None:
+    stock()
+    own.weights.drop_units()
+
+
+def _destroy(stock: Any, own: StageState) -> None:
+    stock()
+    own.destroy()
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with the stage installed: same arguments, same four results.
+
+    The stage is ZeRO-3 with a shard degree for each kind of state. DeepSpeed partitions every parameter, its gradient
+    and its optimizer states over the world, and owns these primary shards: optimizer step, gradient norm, clipping, loss
+    scaling and checkpoints are stock. Where the ``"hzero"`` block shards the weights over the package or the node, each
+    rank also keeps a resident payload: its share of a second copy of the weights, encoded, complete inside that scope.
+    Collectives cross one tier of links at a time (``gcd``, ``gpu``, ``node``), each with the codec that the block names.
+
+    Forward and backward gather the weights of a module when they reach it, as ZeRO-3 does, but from the resident
+    payloads, so over the tiers inside the weights' scope only. All ranks decode the same bytes and compute with the same
+    bits. Gradients are reduced in the same buckets as in stock ZeRO-3, but over the tiers inside their own scope only;
+    the partial sums are added up in float32 accumulators. At the boundary, the last micro-step before an optimizer
+    step, the sums cross the outer tiers once, while backward goes on, and each rank's shard goes to the stock optimizer.
+    Then the resident payloads are rebuilt, crossing the outer tiers once; the next forward waits, module by module, for
+    what it needs. So with weights over the package and gradients over the node, links between nodes carry each weight
+    and each gradient once per optimizer step, however many micro-steps it has.
+
+    The price is memory. Per rank and parameter, a resident payload takes the codec's bytes (2 in bf16, about 1 in
+    ``int8``) divided by the ranks of the weights' scope, and the accumulators take 4 bytes divided by the ranks of the
+    gradients' scope, on top of ZeRO-3's memory. Error feedback adds float32 residuals. `hzero plan` gives the bytes
+    before a run, ``hzero.state(engine).memory(engine.optimizer)`` those of an engine.
+
+    With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``
+    change them. Until the boundary a gradient is a partial sum inside its scope, and reading it raises. The stage does
+    not shard activations. It works beside tensor parallelism of a model's own, with an ``mpu`` whose tensor groups lie inside
+    nodes, and beside AutoTP: then it shards over the data-parallel ranks. It refuses expert parallelism and, by name, the
+    other DeepSpeed features that it does not support. A configuration without the block gives a stock engine.
+
+    A model with pipeline stages, a ``PipelineModule``, has ZeRO-1 at most in DeepSpeed, and the block goes with stage 1 then:
+    activations between stages, sums of gradients and updated weights cross tier by tier with codecs (`HZeroStage1`).
+
+    Args:
+        *args: As for ``deepspeed.initialize``.
+        **kwargs: As for ``deepspeed.initialize``.
+
+    Returns:
+        Engine, optimizer, data loader and learning-rate scheduler, as DeepSpeed returns them.
+
+    Raises:
+        ConfigError: The block is wrong, does not fit the world, or meets a DeepSpeed feature that the stage does not
+            support. Nothing has been built then.
+    """
+    enable()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def state(engine: Any) -> Any:
+    """The plan, wire log and configuration of an engine.
+
+    Returns:
+        A `StageState`; of an engine with pipeline stages a `PipelineState`; None for an engine without the block.
+    """
+    return getattr(getattr(engine, "optimizer", None), "hzero", None)
+
+
+@contextlib.contextmanager
+def exact_weights(engine: Any) -> Iterator[None]:
+    """Inside, forward and backward of ``engine`` read exact weights instead of decoded ones.
+
+    Gathers are then DeepSpeed's own, flat over the world: meant for evaluation, not for training. A stock engine is
+    always exact. All ranks must enter and leave together, outside of a forward or backward. With pipeline stages the weights
+    are sent once more, uncoded, and a second copy of them takes memory meanwhile.
+    """
+    own = state(engine)
+    if isinstance(own, PipelineState):
+        exact = engine.optimizer.exact() if own.lossy else contextlib.nullcontext()
+    else:
+        exact = own.weights.exact() if own is not None else contextlib.nullcontext()
+    with exact:
+        yield
+
+
+def exact_evaluation() -> Any:
+    """A callback of Hugging Face's Trainer that makes its evaluation read exact weights, as the block's key of this name does.
+
+    The logged ``eval_loss`` and the choice of the best checkpoint are then those of the weights that are saved; otherwise
+    they are those of the decoded weights. It acts from the start of training on; an evaluation before it needs the key.
+
+    Returns:
+        A ``transformers.TrainerCallback``.
+    """
+    from transformers import TrainerCallback
+
+    class ExactEvaluation(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            weights = Weights.of(next(model.parameters()))
+            if weights is not None:
+                weights.follow_mode()
+
+    return ExactEvaluation()
+
+
+__all__ = ["enable", "exact_evaluation", "exact_weights", "initialize", "state"]

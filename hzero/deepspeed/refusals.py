@@ -1,0 +1,341 @@
+"""DeepSpeed features that the stage does not support, each refused by name; and the block, read and checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from torch.utils.hooks import RemovableHandle
+
+from hzero.block import KEY, PARENT, find, lifted
+from hzero.codecs.ops import FLOATS
+from hzero.config import TIERS, HZeroConfig
+from hzero.deepspeed import autotp
+from hzero.deepspeed.versions import check_features, uses_experts
+from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
+from hzero.plan.shards import ShardPlan
+from hzero.topology.resolve import declared_grid
+from hzero.validation import ConfigError
+
+#: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
+ZeroParameter: TypeAlias = Any
+
+
+def read_block(ds_config: Any) -> HZeroConfig | None:
+    """The block of a DeepSpeed configuration, parsed; None where it has none. Raises as `hzero.block.find` and `parse_config`."""
+    block = find(ds_config)
+    return None if block is None else parse_config(block)
+
+
+def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool | None = False) -> None:
+    """Refuses, by name, DeepSpeed features that the stage does not support.
+
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        optimizer: Name of the optimizer.
+        pipeline: Whether the model is a ``PipelineModule``; None if that is not known yet.
+
+    Raises:
+        ConfigError: Naming the key, what was found and what is possible.
+    """
+    check_features(config, pipeline=pipeline)
+    zero = config.zero_config
+    if pipeline and zero.stage != 1:
+        raise ConfigError(
+            f"{KEY} needs zero_optimization.stage 1 with a PipelineModule, found {int(zero.stage)}; set it to 1 or remove the "
+            f"{KEY} block"
+        )
+    if not pipeline and zero.stage != 3 and (pipeline is False or zero.stage != 1):
+        why = ", which is for a PipelineModule" if zero.stage == 1 else ""
+        raise ConfigError(
+            f"{KEY} needs zero_optimization.stage 3, found {int(zero.stage)}{why}; set it to 3 or remove the {KEY} block"
+        )
+    offload_param = getattr(zero.offload_param, "device", "none")
+    offload_optimizer = getattr(zero.offload_optimizer, "device", "none")
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("compile.deepcompile", True, bool(getattr(config.compile_config, "deepcompile", False)), "false"),
+        ("hybrid_engine.enabled", True, bool(config.hybrid_engine.enabled), "false"),
+        ("zero_optimization.zenflow", "a block", zero.zenflow is not None, "no such key"),
+        ("expert_parallel (AutoEP)", "enabled", uses_experts(config), "disabled"),
+        (
+            "zero_optimization.offload_optimizer.super_offload",
+            True,
+            bool(getattr(zero.offload_optimizer, "super_offload", False)),
+            "false",
+        ),
+        ("optimizer.type", optimizer, str(optimizer).lower() == "muon", "another optimizer"),
+        ("zero_optimization.offload_param.device", str(offload_param), _is_set(offload_param), "none"),
+        (
+            "zero_optimization.offload_optimizer.device",
+            str(offload_optimizer),
+            _is_set(offload_optimizer, "cpu"),
+            "none or cpu",
+        ),
+        ("zero_optimization.reduce_scatter", False, not zero.reduce_scatter, "true"),
+        (
+            "zero_optimization.zero_hpz_partition_size",
+            zero.zero_hpz_partition_size,
+            zero.zero_hpz_partition_size > 1,
+            f'1; {KEY} has "shard": {{"weights": "node"}} for it',
+        ),
+        ("zero_optimization.zero_quantized_weights", True, zero.zero_quantized_weights, f"false; {KEY} has codecs"),
+        (
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            True,
+            zero.zero_quantized_nontrainable_weights,
+            f"false; {KEY} has codecs",
+        ),
+        ("zero_optimization.zero_quantized_gradients", True, zero.zero_quantized_gradients, f"false; {KEY} has codecs"),
+        ("torch_autocast.enabled", True, config.torch_autocast_enabled, "false; use bf16 or fp16"),
+        (
+            "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+            True,
+            zero.use_all_reduce_for_fetch_params,
+            "false",
+        ),
+        ("zero_optimization.stage3_allgather_sequential", True, zero.allgather_sequential, "false"),
+    ]
+    for key, found, is_refused, possible in refused:
+        if is_refused:
+            raise ConfigError(f"{key}: found {found}, which {KEY} does not support; possible: {possible}")
+
+
+def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+    """Refuses what has no effect, or is not supported, in an engine with pipeline stages, beyond `check_config`.
+
+    Args:
+        config: The configuration, as DeepSpeed has read it.
+        block: The block, parsed.
+
+    Raises:
+        ConfigError: Naming the key, what was found and what is possible.
+    """
+    check_of_pipelines(find(config._param_dict) or {}, KEY)
+    low, sums = config.bfloat16_config.enabled, config.grad_accum_dtype
+    autotp_size = config.tensor_parallel_config.autotp_size
+    for role, tier in itertools.product(("pipeline", "optimizer"), TIERS):
+        if block.codecs[role][tier].codec == "exp" and not low:  # type: ignore[index]
+            raise ConfigError(
+                f"{KEY}.codecs.{role}.{tier}: found 'exp', which holds bfloat16 numbers, with float32; possible with "
+                "bf16.enabled, or codec none"
+            )
+    refused: list[tuple[str, Any, bool, str]] = [
+        ("fp16.enabled", True, bool(config.float16_config.enabled), "false; use bf16"),
+        ("data_types.grad_accum_dtype", sums, sums not in (None, "fp32"), "fp32"),
+        (
+            "communication_data_type",
+            config.communication_data_type,
+            bool(config.communication_data_type),
+            "no such key",
+        ),
+        ("gradient_allreduce_op", config.gradient_allreduce_op, config.gradient_allreduce_op != "mean", "mean"),
+        ("prescale_gradients", True, bool(config.prescale_gradients), "false"),
+        ("gradient_predivide_factor", config.gradient_predivide_factor, config.gradient_predivide_factor != 1.0, "1.0"),
+        (
+            "zero_optimization.offload_optimizer.device",
+            "cpu",
+            _is_set(getattr(config.zero_config.offload_optimizer, "device", "none")),
+            "none",
+        ),
+        ("zero_optimization.overlap_comm", True, bool(config.zero_config.overlap_comm), "false"),
+        *((f"zero_optimization.{key}", True, bool(getattr(config.zero_config, key)), "false") for key in UNLOADABLE),
+        (
+            "tensor_parallel.autotp_size",
+            autotp_size,
+            autotp_size > 1,
+            "1; tensor groups are those of the PipelineModule",
+        ),
+    ]
+    for key, found, is_refused, possible in refused:
+        if is_refused:
+            raise ConfigError(
+                f"{key}: found {found}, which {KEY} does not support with pipeline stages; possible: {possible}"
+            )
+
+
+def check_block(block: Mapping[str, Any]) -> HZeroConfig:
+    """The block, parsed, after a check of all that it names on this machine.
+
+    Raises:
+        ConfigError: As `parse_config`; or its topology is no preset and no file, or its transport is not installed.
+    """
+    config = parse_config(block)
+    declared_grid(config.topology, f"{KEY}.topology")
+    if config.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(f"{KEY}.transport: found 'mpi', and mpi4py is not installed (hzero[mpi])")
+    return config
+
+
+def check_read(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+    """`check_config` of a configuration that DeepSpeed has just read, before there is a model or a grid.
+
+    Args:
+        config: The configuration.
+        block: The block, parsed.
+
+    Raises:
+        ConfigError: As `check_config`; or the codecs of AutoTP's sums do not go with it on any grid.
+    """
+    check_config(config, config.optimizer_name, pipeline=None)
+    if config.tensor_parallel_config.autotp_size > 1:
+        autotp.check(config, block)
+
+
+def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:
+    """`check_block` and `check_read` of a configuration as it is written, before there are ranks.
+
+    Values "auto" are left out, since a client will fill them in, and ``train_batch_size`` if the number of ranks is not known.
+
+    Args:
+        config: The configuration.
+        ranks: Ranks that will share a batch; None if that is not known.
+
+    Returns:
+        The configuration, as DeepSpeed has read it.
+
+    Raises:
+        ConfigError: As `check_block` and `check_read`.
+        Exception: DeepSpeed refuses the configuration, with errors of many types.
+    """
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    block = find(config)
+    parsed = None if block is None else check_block(block)
+    without = _filled_in(config if block is None else lifted(config, block))
+    if ranks is None:
+        without = {**sizes, **without}
+        without.pop("train_batch_size", None)
+    elif not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(without):
+        without["train_micro_batch_size_per_gpu"] = 1
+    if "stage" in (config.get(PARENT) or {}) and "stage" not in without[PARENT]:
+        without[PARENT]["stage"] = 3  # DeepSpeed's default is not the value that the client fills in
+    read = DeepSpeedConfig(without) if ranks is None else _config_of(ranks)(without)
+    if parsed is not None:
+        check_read(read, parsed)
+        if read.zero_config.stage == 1:
+            check_pipeline(read, parsed)
+    return read
+
+
+def _config_of(ranks: int) -> type[DeepSpeedConfig]:
+    """DeepSpeed's configuration of a run on this number of ranks, which it would ask the process group for."""
+
+    class Config(DeepSpeedConfig):  # type: ignore[misc]
+        world_size = property(lambda self: ranks, lambda self, asked: None)
+
+    return Config
+
+
+def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _filled_in(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+def _is_set(device: Any, *allowed: str) -> bool:
+    name = str(getattr(device, "value", device))
+    return name not in ("none", "None", *allowed)
+
+
+def check_types(module: torch.nn.Module, plan_of: Callable[[ZeroParameter], ShardPlan]) -> None:
+    """Refuses codec ``exp`` for weights of another type than bfloat16.
+
+    Args:
+        module: The model.
+        plan_of: Gives the plan of a parameter.
+
+    Raises:
+        ConfigError: Naming the tier, the parameter and its type.
+    """
+    for name, param in module.named_parameters():
+        tiers = [hop.tier for hop in plan_of(param).gather_hops() if hop.codec.codec == "exp"]
+        if tiers and param.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "
+                "possible with bf16.enabled, or codec none"
+            )
+
+
+def check_kinds(module: torch.nn.Module, group: Any) -> list[RemovableHandle]:
+    """Refuses parameters that DeepSpeed itself cannot gather in a forward. Collective.
+
+    Those that the backend cannot send are refused at once. A module whose parameters are all empty is refused when its
+    forward runs: nothing would make DeepSpeed gather them, and an unused one does no harm.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed.
+        group: The ranks over which they are; None is the world.
+
+    Returns:
+        Hooks of the modules whose parameters are all empty.
+
+    Raises:
+        ConfigError: Naming the parameter that the backend cannot send.
+    """
+    if (found := unsendable(module, group)) is not None:
+        raise found
+    hooks = []
+    for path, one in module.named_modules():
+        own = dict(one.named_parameters(recurse=False))
+        runs = type(one).forward is not torch.nn.Module.forward
+        in_leaf = any(hasattr(param, "ds_z3_leaf_module") for param in own.values())
+        if own and runs and not in_leaf and not any(param.ds_numel for param in own.values()):  # type: ignore[attr-defined]
+            refuse = partial(_refuse_empty, f"{path}{'.' if path else ''}{next(iter(own))}")
+            hooks.append(one.register_forward_pre_hook(torch.compiler.disable(refuse), prepend=True))
+    return hooks
+
+
+def _refuse_empty(name: str, *_: Any) -> None:
+    raise ConfigError(
+        f"parameter {name}: found no elements; DeepSpeed gathers nothing for a module whose parameters are all empty, and its "
+        "forward would fail; remove the parameter or make it a buffer"
+    )
+
+
+def unsendable(module: torch.nn.Module, group: Any) -> ConfigError | None:
+    """The error for the first parameter that DeepSpeed cannot send over ``group``; None if it can send all. Collective."""
+    world, sent = dist.get_world_size(group), set(FLOATS)
+    for name, param in module.named_parameters():
+        shard = getattr(param, "ds_tensor", None)
+        dtype = param.dtype if shard is None else shard.dtype
+        try:
+            if shard is None:
+                param.data.view(torch.uint8)  # as DeepSpeed broadcasts it
+            if dtype not in sent and world > 1:  # a backend refuses a type before it sends anything, on all ranks
+                part = torch.zeros(1, device=get_accelerator().current_device_name()).to(dtype)
+                dist.all_gather_into_tensor(part.new_empty(world), part, group=group)
+        except (RuntimeError, TypeError, ValueError) as error:
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            return ConfigError(
+                f"parameter {name}: found a {type(param).__name__} of {dtype} and shape {shape}, which DeepSpeed cannot "
+                f"send over {dist.get_backend(group)}: {' '.join(str(error).split())}; make it a buffer, or change its type"
+            )
+        sent.add(dtype)
+    return None
+
+
+def mixed_types(trained: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> ConfigError | None:
+    """The error for trained parameters of several types; None if they have one.
+
+    Args:
+        trained: The parameters.
+        names: Of the parameters.
+    """
+    types = Counter(param.dtype for param in trained)
+    if len(types) < 2:
+        return None
+    usual = types.most_common(1)[0][0]
+    other = next(param for param in trained if param.dtype != usual)
+    return ConfigError(
+        f"parameter {names.get(other)}: found {other.dtype}, but {usual} of other trained parameters; DeepSpeed's ZeRO-3 "
+        "trains one type: convert the parameter, or freeze it"
+    )

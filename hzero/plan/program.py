@@ -1,0 +1,378 @@
+"""Programs: the steps of one bucket's hops as data, with their codecs, layouts and bytes. No process group, no tensor.
+
+A program is made once for each way that buckets take. `hzero.comm` executes it and nothing else. `hzero plan` adds up its
+bytes and buffers, predictions time its steps, and tests compare the wire log with it.
+
+A message is ``[pieces][tensor][rows][record]`` (docs/payload_format.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hzero.codecs.formats import record_format
+from hzero.config import LOSSLESS, NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
+from hzero.plan.shards import Hop, ShardPlan
+
+#: The algorithm of all-gathers inside nodes.
+_LIBRARY = NodeAllGather()
+Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send", "receive"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which shard each row of a tensor holds.
+
+    Attributes:
+        sizes: Axes of the rows, row-major.
+        strides: Distance in shards between neighbours on each axis.
+        table: Shard of each row, where ranks are numbered in no regular order.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    table: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_rows(cls, rows: int) -> Order:
+        """Rows as they come."""
+        return cls((rows,), (1,))
+
+    @classmethod
+    def of_hops(cls, plan: ShardPlan, *, outermost_first: bool = False) -> Order:
+        """Rows in the order in which a plan's hops take and leave them: innermost tier first, or outermost."""
+        turn = slice(None, None, -1) if outermost_first else slice(None)
+        tiers, sizes = TIERS[turn], plan.hop_sizes[turn]
+        if plan.grid.regular:
+            return cls(sizes, plan.hop_strides[turn])
+        places = itertools.product(*map(range, sizes))
+        table = tuple(plan.grid.rank(**dict(zip(tiers, place))) for place in places)
+        return cls((len(table),), (1,), table)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Tensors become a message.
+
+    Attributes:
+        codec: Of the message.
+        order: Of the tensors' rows.
+        pieces: Of the message.
+        residual: Name of the residuals that are added, and under which what is lost is kept; None: nothing is.
+    """
+
+    codec: CodecConfig
+    order: Order
+    pieces: int = 1
+    residual: str | None = None
+
+
+@dataclass(frozen=True)
+class Recode:
+    """A message gets another codec: it is decoded and encoded again, with one seed on all ranks.
+
+    Attributes:
+        source: Its codec.
+        target: The new one.
+        pieces: Of both.
+        rows: Of a piece.
+    """
+
+    source: CodecConfig
+    target: CodecConfig
+    pieces: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of the axes ``[crossed][ranks][rest]`` of a message's rows the first two change places.
+
+    Attributes:
+        crossed: Ranks of the hops before the next one.
+        ranks: Of the next hop; its peers' parts come to the front.
+    """
+
+    crossed: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Cross:
+    """One collective.
+
+    Attributes:
+        role: The kind of state.
+        kind: The collective. A ``reduce_scatter`` leaves the sum, rounded once to the type of the elements.
+        tiers: Tiers whose coordinates differ among the ranks of a group; one, but for flat collectives of other engines.
+        ranks: Ranks of a group.
+        codec: Codec of the messages.
+        rows: Shards of every tensor in the message of one rank: the part that an all-gather sends, the whole of which a
+            reduction leaves a part.
+        pieces: Of the message that arrives.
+        algorithms: Of an all-gather, by the bytes of the message.
+        root: Coordinate of the rank that broadcasts; of the rank that sends or receives a message its number in the plan.
+    """
+
+    role: Role
+    kind: Kind
+    tiers: tuple[Tier, ...]
+    ranks: int
+    codec: CodecConfig
+    rows: int
+    pieces: int = 1
+    algorithms: NodeAllGather = _LIBRARY
+    root: int = 0
+
+    @property
+    def received(self) -> float:
+        """Messages of this size that enter a rank."""
+        if self.kind in ("broadcast", "receive"):
+            return 1
+        if self.kind == "send":
+            return 0
+        if self.kind == "all_gather":
+            return self.ranks - 1
+        return (2 if self.kind == "all_reduce" else 1) * (1 - 1 / self.ranks)
+
+    def message_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
+        return record_format(self.codec).message_bytes(chunks, self.rows, itemsize)
+
+    def array_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Bytes of the whole array over the group, as nccl-tests count sizes."""
+        return self.message_bytes(chunks, itemsize) * (self.ranks if self.kind == "all_gather" else 1)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The messages of peers become their sum, in float32 and in the order of the peers.
+
+    Attributes:
+        codec: Of the messages.
+        peers: Their number.
+        rows: Of each.
+        target: Codec of the sum; None leaves float32 tensors.
+        pieces: Of the message of the sum.
+    """
+
+    codec: CodecConfig
+    peers: int
+    rows: int
+    target: CodecConfig | None = None
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A message becomes tensors of the bucket's type.
+
+    Attributes:
+        codec: Of the message.
+        order: Of the tensors' rows.
+        pieces: Of the message.
+    """
+
+    codec: CodecConfig
+    order: Order
+    pieces: int = 1
+
+
+Step: TypeAlias = Encode | Recode | Turn | Cross | Sum | Decode
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one bucket.
+
+    Attributes:
+        steps: In order.
+        codec: Of the last message.
+        pieces: Of the last message.
+    """
+
+    steps: tuple[Step, ...]
+    codec: CodecConfig = PLAIN
+    pieces: int = 1
+
+    @functools.cached_property
+    def crossings(self) -> tuple[Cross, ...]:
+        """The collectives."""
+        return tuple(step for step in self.steps if isinstance(step, Cross))
+
+
+# ---- of the stage and the communicator ------------------------------------------------------------------------------
+
+
+def gather_program(
+    plan: ShardPlan,
+    hops: Sequence[Hop],
+    *,
+    held: CodecConfig | None = None,
+    rows: int = 1,
+    left: CodecConfig | None = None,
+    residual: str | None = None,
+) -> Program:
+    """From this rank's shards to those of a whole scope. Where successive tiers have one codec, payloads pass.
+
+    Args:
+        plan: The shard plan.
+        hops: Tiers to cross, outermost first; at least one, or ``held``.
+        held: Codec of the message that this rank holds; None: it holds tensors, of one shard each.
+        rows: Shards of every tensor in that message.
+        left: Codec of the message that is left; None: tensors are, shards in order, and the scope is the world.
+        residual: As for `Encode`, of the tensors.
+
+    Returns:
+        The program. Its message has as many pieces as all hops have ranks, those of the last hop outermost.
+    """
+    codec = held if held is not None else hops[0].codec
+    steps: list[Step] = [] if held is not None else [Encode(codec, Order.of_rows(1), 1, residual)]
+    pieces = 1
+    for hop in hops:
+        steps += _recoded(codec, hop.codec, pieces, rows)
+        codec = hop.codec
+        algorithms = plan.node_all_gather if hop.tier in NET_TIERS else _LIBRARY
+        sent, pieces = pieces * rows, pieces * hop.size
+        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, pieces, algorithms))
+    if left is None:
+        steps.append(Decode(codec, Order.of_hops(plan), pieces))
+        return Program(tuple(steps), codec, pieces)
+    return Program((*steps, *_recoded(codec, left, pieces, rows)), left, pieces)
+
+
+def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_order: bool) -> Program:
+    """From tensors of ``rows`` shards to float32 sums of this rank's.
+
+    A hop with codec ``none`` is a reduce-scatter. With any other codec the parts for all peers are encoded, received parts are
+    summed in float32, and the sums are encoded for the next hop. What a lossless codec carries stays in codec ``none`` before
+    and after the hop.
+
+    Args:
+        plan: The shard plan.
+        hops: Tiers to cross, innermost first.
+        rows: Shards that each tensor holds.
+        shard_order: Whether they are in shard order, as in whole gradients, or in hop order.
+
+    Returns:
+        The program. It leaves tensors, in hop order; without hops those that were given.
+    """
+    steps: list[Step] = []
+    order = Order.of_hops(plan) if shard_order else Order.of_rows(rows)
+    encoded = False
+    for index, hop in enumerate(hops):
+        held, pieces = in_memory(hop), _pieces(hops[index:])
+        following = hops[index + 1] if index + 1 < len(hops) else None
+        if not encoded:
+            kept = hop.tier in plan.error_feedback and held is not PLAIN
+            steps.append(Encode(held, order, pieces, hop.tier if kept else None))
+        kind: Kind = "reduce_scatter" if hop.codec.codec == "none" else "all_to_all"
+        steps += _recoded(held, hop.codec, pieces, rows // pieces)
+        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
+        steps += _recoded(hop.codec, held, pieces, rows // pieces)
+        rows //= hop.size
+        order = Order.of_rows(rows)
+        if held is PLAIN and kind == "all_to_all":
+            steps.append(Sum(PLAIN, hop.size, rows, PLAIN, pieces // hop.size))
+        summed = held is PLAIN
+        if following is None:
+            steps.append(Sum(held, 1 if summed else hop.size, rows))
+            break
+        target = in_memory(following)
+        # What the encoding of a sum loses may have to be kept.
+        encoded = (summed and target is PLAIN) or (
+            not summed and target is not PLAIN and following.tier not in plan.error_feedback
+        )
+        if not summed:
+            steps.append(Sum(held, hop.size, rows, target if encoded else None, following.size if encoded else 1))
+        elif not encoded:
+            steps.append(Decode(PLAIN, order, 1))
+    return Program(tuple(steps))
+
+
+def all_to_all_program(plan: ShardPlan) -> Program:
+    """From one tensor, part i for rank i, to one with part i of rank i. Hops take the codecs of weights.
+
+    It crosses the innermost tier first. On every tier a rank sends to each peer all parts whose way leads over that peer's
+    coordinate. So between nodes a rank sends one message to each other node, where an all-to-all over the world would send one
+    to each rank; and every part crosses each tier at most once.
+    """
+    hops, world = plan.gather_hops()[::-1], plan.grid.world_size
+    codec, crossed = hops[0].codec, 1
+    steps: list[Step] = [Encode(codec, Order.of_hops(plan))]
+    for hop in hops:
+        steps.append(Turn(crossed, hop.size))
+        crossed *= hop.size
+        steps += _recoded(codec, hop.codec, 1, world)
+        codec = hop.codec
+        steps.append(Cross("weights", "all_to_all", (hop.tier,), hop.size, codec, world))
+    # Rows are now those of the senders, outermost tier first.
+    steps.append(Decode(codec, Order.of_hops(plan, outermost_first=True), 1))
+    return Program(tuple(steps))
+
+
+def broadcast_program(plan: ShardPlan, source: int) -> Program:
+    """From a tensor of one rank to that of all, the outermost tier first, so that a node receives the payload once.
+
+    A rank takes part in a hop once its coordinates on the tiers further inside are the source's.
+    """
+    home, place = plan.grid.coordinates(source), plan.grid.coordinates(plan.rank)
+    steps: list[Step] = []
+    codec: CodecConfig | None = None
+    for hop in plan.gather_hops():
+        if any(getattr(place, tier) != getattr(home, tier) for tier in TIERS[: TIERS.index(hop.tier)]):
+            continue
+        if codec is None and plan.rank == source:
+            steps.append(Encode(hop.codec, Order.of_rows(1)))
+        elif codec is not None:
+            steps += _recoded(codec, hop.codec, 1, 1)
+        codec = hop.codec
+        root = getattr(home, hop.tier)
+        steps.append(Cross("weights", "broadcast", (hop.tier,), hop.size, codec, 1, root=root))
+    assert codec is not None, "there is more than one rank"
+    return Program((*steps, Decode(codec, Order.of_rows(1))))
+
+
+def message_program(plan: ShardPlan, source: int, target: int) -> Program:
+    """From a tensor of one rank to another rank, in the codec of the outermost tier between them.
+
+    Args:
+        plan: The shard plan of either.
+        source: The rank that sends.
+        target: The rank that receives.
+    """
+    tier = plan.grid.tier_between(source, target)
+    codec, order = plan.codecs.weights[tier], Order.of_rows(1)
+    if plan.rank == source:
+        return Program((Encode(codec, order), Cross("weights", "send", (tier,), 2, codec, 1, root=target)), codec)
+    return Program((Cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)), codec)
+
+
+def in_memory(hop: Hop) -> CodecConfig:
+    """The codec of a reduction's message before and after a hop: with a lossless one on the wire ``none``."""
+    return PLAIN if hop.codec.codec in LOSSLESS else hop.codec
+
+
+def _pieces(hops: Sequence[Hop]) -> int:
+    """Number of pieces to encode a message in for the first of ``hops``.
+
+    While successive hops have messages in codec ``none``, sums are passed on unchanged: the pieces of all those hops are laid
+    out at once.
+    """
+    exact = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
+    return math.prod([hop.size for hop in exact] or [hops[0].size])
+
+
+def _recoded(source: CodecConfig, target: CodecConfig, pieces: int, rows: int) -> list[Step]:
+    same = record_format(source) == record_format(target)
+    return [] if same else [Recode(source, target, pieces, rows)]

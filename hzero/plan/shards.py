@@ -1,0 +1,357 @@
+"""Shard plan: the tiers that each state crosses, how often, and over which ranks. No process group, no tensor."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hzero.codecs.formats import element_bytes
+from hzero.config import (
+    FALLIBLE,
+    LOSSLESS,
+    PLAIN,
+    ROLES,
+    SCOPES,
+    TIERS,
+    CodecConfig,
+    CodecsConfig,
+    HZeroConfig,
+    NodeAllGather,
+    Role,
+    Scope,
+    Tier,
+    TierCodecs,
+    TransportName,
+    tiers_inside,
+    tiers_outside,
+)
+from hzero.topology import Grid
+from hzero.validation import ConfigError
+
+#: The key that declares a scope which machines do not have by default.
+_DECLARED_BY: dict[Scope, str] = {"hive": "gpus_per_hive", "group": "nodes_per_group", "cluster": "clusters"}
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective on one tier.
+
+    Attributes:
+        tier: The tier.
+        size: Ranks of its group.
+        codec: Codec of its messages.
+    """
+
+    tier: Tier
+    size: int
+    codec: CodecConfig
+
+
+def lossy_crossings(codecs: TierCodecs, grid: Grid) -> list[Tier]:
+    """The tiers that the ranks of a grid cross in a codec that loses something."""
+    return [tier for tier in grid.crossed if codecs[tier].codec not in LOSSLESS]
+
+
+def plain(hops: Sequence[Hop]) -> tuple[Hop, ...]:
+    """The same hops without codecs."""
+    return tuple(replace(hop, codec=PLAIN) for hop in hops)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One rank's view of the stage: which hops weights and gradients make, and what the rank keeps in between.
+
+    A machine has three tiers, innermost first: ``gcd`` (devices of a package), ``gpu`` (packages of a node) and ``node``.
+    The scope that ends at a tier is the package, the node or the world; the scope inside all tiers is the device. A declared
+    machine may have more: ``hive`` below ``gpu``, ``group`` and ``cluster`` above ``node``, each with its scope. Every
+    parameter is cut into as many shards as the world has ranks, and rank r owns shard r: that is DeepSpeed's partition,
+    which the optimizer and checkpoints use. A scope then says where a state stops being replicated. Optimizer states are
+    sharded over the world; weights and gradients each have a scope of their own, and scopes nest: weights <= gradients <=
+    world.
+
+    Weights travel inwards. Once per step `refresh_hops` cross the tiers outside the weights' scope, and each rank
+    keeps the `resident_rows` shards that it received, as a payload. Every forward and backward of a module crosses only
+    the tiers inside, by `fetch_hops`: none where the scope is the device, so there the payload is complete, or is kept
+    decoded (`decoded`). Gradients travel outwards. Every micro-step `micro_hops` cross the tiers inside
+    the gradients' scope and leave `gradient_rows` shards per rank to accumulate; once per step `boundary_hops` cross the
+    others. A tier of size 1 is no hop.
+
+    A rank thus holds 1/(ranks of the scope) of the weights and of the gradient accumulators, the more the smaller the
+    scope: memory is the price of crossing outer tiers less often. `hzero.plan.buffers` and `hzero.plan.traffic`
+    count both from a plan alone.
+
+    The plan is arithmetic on the grid: it makes no process group and no tensor, chooses nothing at run time, and costs
+    the same for 8 ranks and for 75,264.
+
+    Two nodes of two packages of two devices, with the preset ``lossless`` (weights over the package, gradients over the
+    node), seen from rank 5:
+
+        >>> from hzero.parsing import parse_config
+        >>> from hzero.topology import Grid
+        >>> plan = ShardPlan.from_config(parse_config({"preset": "lossless"}), Grid(2, 2, 2), rank=5)
+        >>> [list(plan.tier_group(tier)) for tier in ("gcd", "gpu", "node")]
+        [[4, 5], [5, 7], [1, 5]]
+        >>> [hop.tier for hop in plan.refresh_hops()], plan.resident_rows, [hop.tier for hop in plan.fetch_hops()]
+        (['node', 'gpu'], 4, ['gcd'])
+        >>> [hop.tier for hop in plan.micro_hops()], plan.gradient_rows, [hop.tier for hop in plan.boundary_hops()]
+        (['gcd', 'gpu'], 2, ['node'])
+        >>> plan.row_order()
+        [0, 4, 2, 6, 1, 5, 3, 7]
+
+    Rank 5 receives shards 1 (node hop), then 3 and 7 (gpu hop), and keeps the four shards 1, 5, 3, 7: the second half of
+    `row_order`. Its package's other device, rank 4, keeps 0, 4, 2, 6; their gcd hop gives both the whole weights. Of
+    gradients it keeps the sums of shards 1 and 5 over its node, until the node hop leaves shard 5, summed over the world.
+
+    Attributes:
+        grid: The machine.
+        rank: This rank.
+        weights_scope: Scope over which the weights are resident.
+        gradients_scope: Scope over which gradients accumulate.
+        codecs: Codec of each role and tier.
+        error_feedback: Tiers whose gradient encoding keeps its residual.
+        refresh_message_bytes: Min bytes that a rank sends in one refresh message.
+        node_all_gather: Algorithm of the all-gathers between nodes.
+        checksum: Whether every message carries a checksum.
+        decoded: Whether resident weights are kept decoded: whole, in their own type.
+        differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
+        accumulator_bytes: Bytes of an element of the gradient accumulators: 4 in float32, 2 in bfloat16.
+        exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
+        transport: What carries the messages.
+        unit_numel: Max elements of a layer that forward and backward gather as a whole; 0: of none.
+        adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
+        notes: Settings that have no effect here.
+    """
+
+    grid: Grid
+    rank: int
+    weights_scope: Scope
+    gradients_scope: Scope
+    codecs: CodecsConfig
+    error_feedback: tuple[Tier, ...] = ()
+    adaptations: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    refresh_message_bytes: int = 0
+    node_all_gather: NodeAllGather = field(default_factory=NodeAllGather)
+    checksum: bool = False
+    decoded: bool = False
+    differences: int = 0
+    accumulator_bytes: int = 4
+    exceptions: tuple[tuple[str, CodecConfig], ...] = ()
+    transport: TransportName = "torch"
+    unit_numel: int = 0
+
+    @classmethod
+    def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
+        """The plan of one rank.
+
+        A preset's degree that is a single device here becomes the smallest scope of more than one device, so that a
+        preset never means whole copies by accident. A degree that the user wrote is kept.
+
+        Raises:
+            ConfigError: The machine has no such scope.
+        """
+        adaptations: list[str] = []
+        notes: list[str] = []
+        if grid.groups_text:
+            (adaptations if grid.nodes_per_group is None else notes).append(grid.groups_text)
+        scopes: dict[Role, Scope] = {"weights": config.shard.weights, "gradients": config.shard.gradients}
+        for role, scope in scopes.items():
+            if scope not in grid.scopes:
+                raise ConfigError(
+                    f"hzero.shard.{role}: found {scope!r}, which this machine does not have ({grid}); possible: "
+                    f"{', '.join(grid.scopes)}; {_DECLARED_BY[scope]} in hzero.topology declares it"
+                )
+        from_preset: dict[Role, bool] = {"weights": config.preset_shard, "gradients": config.preset_gradients}
+        for role in reversed(ROLES):
+            if from_preset[role] and scopes[role] != "device" and grid.scope_size(scopes[role]) == 1:
+                # Weights may not become wider than gradients that the user fixed.
+                widest = SCOPES[-1] if role == "gradients" else scopes["gradients"]
+                allowed = grid.scopes[grid.scopes.index(scopes[role]) : grid.scopes.index(widest) + 1]
+                wider = next((scope for scope in allowed if grid.scope_size(scope) > 1), scopes[role])
+                if wider != scopes[role]:
+                    adaptations.append(
+                        f"preset {config.preset}: a {scopes[role]} is one device here, so {role} are sharded over the {wider}"
+                    )
+                    scopes[role] = wider
+        weights, gradients = scopes["weights"], scopes["gradients"]
+        unused = [
+            f"{config.codecs[role][tier].codec} of {role} on {tier}"
+            for role in ROLES
+            for tier in config.codecs[role].written
+            if grid.size(tier) == 1 and config.codecs[role][tier].codec != "none"
+        ]
+        if unused:
+            notes.append(f"codecs on tiers of size 1 are unused: {', '.join(unused)}")
+        excepted = any(codec.codec != "none" for codec in config.codecs.exceptions.values())
+        for tier in config.error_feedback:
+            if config.codecs.gradients[tier].codec == "none" and not excepted:
+                notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
+        if config.save_residuals and not config.error_feedback:
+            notes.append("save_residuals has no effect: without error_feedback there are no residuals")
+        if config.accumulators != "fp32" and gradients == "world":
+            notes.append(f"accumulators {config.accumulators} has no effect: gradients over the world keep none")
+        refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
+        differs = config.refresh_differences and any(config.codecs.weights[tier].codec != "none" for tier in refreshed)
+        if config.refresh_differences and not differs:
+            how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
+            notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
+        coarse = [t for t in tiers_inside(weights) if grid.size(t) > 1 and config.codecs.weights[t].codec == "int4"]
+        if differs and coarse:
+            adaptations.append(
+                f"refresh_differences: on {', '.join(coarse)} every use gathers the weights themselves, and no differences, "
+                "in int4; codec none sends the copy as it is"
+            )
+        return cls(
+            grid,
+            rank,
+            weights,
+            gradients,
+            config.codecs,
+            config.error_feedback,
+            tuple(adaptations),
+            tuple(notes),
+            config.refresh_message_bytes,
+            config.node_all_gather,
+            config.checksum,
+            weights == "device" and config.resident != "payload",
+            config.full_refresh_every if differs else 0,
+            2 if config.accumulators == "bf16" else 4,
+            tuple(config.codecs.exceptions.items()),
+            config.transport,
+            config.unit_numel if config.unit == "layer" else 0,
+        )
+
+    def exception_of(self, name: str) -> int | None:
+        """The first of `exceptions` whose pattern a parameter's name matches; None if none does."""
+        matching = (at for at, (pattern, _) in enumerate(self.exceptions) if fnmatch.fnmatchcase(name, pattern))
+        return next(matching, None)
+
+    def with_codec(self, codec: CodecConfig) -> ShardPlan:
+        """The plan of parameters with a codec of their own: it takes every tier, for both roles."""
+        codecs = TierCodecs(gcd=codec, gpu=codec, node=codec, group=codec)
+        return replace(
+            self,
+            codecs=CodecsConfig(weights=codecs, gradients=codecs),
+            differences=self.differences if codec.codec != "none" else 0,
+            exceptions=(),
+        )
+
+    def without_fallible(self) -> ShardPlan:
+        """The plan with codec ``none`` on tiers whose weights have one of `FALLIBLE`."""
+        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].codec in FALLIBLE}
+        weights = self.codecs.weights.model_copy(update=codecs)
+        return replace(self, codecs=self.codecs.model_copy(update={"weights": weights}))
+
+    def __str__(self) -> str:
+        """Grid, scopes and codecs, on one line without the preset's name."""
+        codecs = " / ".join(self._codecs_text(role) for role in ROLES)
+        scopes = f"weights over the {self.weights_scope}, gradients over the {self.gradients_scope}"
+        excepted = "".join(f"; {codec.codec} for {pattern}" for pattern, codec in self.exceptions)
+        chosen = " (groups chosen)" if self.grid.automatic and self.grid.size("group") > 1 else ""
+        return f"{self.grid}{chosen}; {scopes}; {codecs}{excepted}"
+
+    def _codecs_text(self, role: Role) -> str:
+        """The codec of a role, or those of its tiers, outermost first, where they differ."""
+        used = [f"{hop.codec.codec} on {hop.tier}" for hop in self._hops(role, TIERS[::-1])]
+        names = {name.partition(" ")[0] for name in used}
+        return next(iter(names), "nothing is sent") if len(names) < 2 else ", ".join(used)
+
+    def _hops(self, role: Role, tiers: tuple[Tier, ...]) -> tuple[Hop, ...]:
+        return tuple(
+            Hop(tier, self.grid.size(tier), self.codecs[role][tier]) for tier in tiers if self.grid.size(tier) > 1
+        )
+
+    def gather_hops(self) -> tuple[Hop, ...]:
+        """Hops from primary shards to whole weights, outermost first."""
+        return self._hops("weights", TIERS[::-1])
+
+    def refresh_hops(self) -> tuple[Hop, ...]:
+        """Hops from primary shards to resident payloads: once per step. None where weights are sharded over the world."""
+        return self._hops("weights", tiers_outside(self.weights_scope)[::-1])
+
+    def fetch_hops(self) -> tuple[Hop, ...]:
+        """Hops from resident payloads to whole weights, at every use."""
+        return self._hops("weights", tiers_inside(self.weights_scope)[::-1])
+
+    def reduce_hops(self) -> tuple[Hop, ...]:
+        """Hops from whole gradients to this rank's shard, innermost first."""
+        return self._hops("gradients", TIERS)
+
+    def micro_hops(self) -> tuple[Hop, ...]:
+        """Hops of every micro-step."""
+        return self._hops("gradients", tiers_inside(self.gradients_scope))
+
+    def boundary_hops(self) -> tuple[Hop, ...]:
+        """Hops of the boundary, once per step."""
+        return self._hops("gradients", tiers_outside(self.gradients_scope))
+
+    @property
+    def resident(self) -> bool:
+        """Whether a resident payload is kept: ranks exist outside the weights' scope."""
+        return bool(self.refresh_hops())
+
+    @property
+    def resident_codec(self) -> CodecConfig:
+        """Settings of the resident payloads' codec: that of the first fetch hop, else that of the last refresh hop.
+
+        None where the refresh sends differences, which are added to the payload.
+        """
+        if self.differences:
+            return PLAIN
+        fetch = self.fetch_hops()
+        return fetch[0].codec if fetch else self.refresh_hops()[-1].codec
+
+    @property
+    def own_row(self) -> int:
+        """Row of this rank's shard among its `resident_rows`."""
+        place, row = self.grid.coordinates(self.rank), 0
+        for hop in self.refresh_hops()[::-1]:
+            row = row * hop.size + getattr(place, hop.tier)
+        return row
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait in accumulators for the boundary."""
+        return self.gradients_scope != "world"
+
+    def refresh_numel(self, bucket_numel: int, itemsize: int) -> int:
+        """Max elements of the parameters that share one refresh message.
+
+        ``bucket_numel``, or more where a rank's part of the message would have less than `refresh_message_bytes`: on many
+        ranks the latency of a hop, and not its bandwidth, would set the pace.
+        """
+        element = element_bytes(self.gather_hops()[0].codec, itemsize)
+        return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
+
+    @property
+    def resident_rows(self) -> int:
+        """Shards of every parameter that this rank's resident payload holds."""
+        return self.grid.world_size // self.grid.scope_size(self.weights_scope)
+
+    @property
+    def gradient_rows(self) -> int:
+        """Shards of every parameter that this rank's accumulators hold."""
+        return self.grid.world_size // self.grid.scope_size(self.gradients_scope)
+
+    @property
+    def hop_sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes of hop order: those of all tiers, gcd first."""
+        return tuple(self.grid.size(tier) for tier in TIERS)
+
+    @property
+    def hop_strides(self) -> tuple[int, ...]:
+        """Distance in shards between neighbours on each axis of hop order. Requires regularly numbered ranks."""
+        return tuple(self.grid.stride(tier) for tier in TIERS)
+
+    def tier_group(self, tier: Tier) -> Sequence[int]:
+        """Ranks of this rank's group of a tier."""
+        return self.grid.tier_group(self.rank, tier)
+
+    def row_order(self) -> list[int]:
+        """Shard of every row of hop order. Its cost grows with the world."""
+        places = itertools.product(*map(range, self.hop_sizes))
+        return [self.grid.rank(**dict(zip(TIERS, place))) for place in places]

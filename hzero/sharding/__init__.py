@@ -1,1 +1,0 @@
-"""Shard plan, index maps, bytes and memory: pure arithmetic."""

@@ -1,0 +1,151 @@
+"""Collectives inside a model against torch.distributed's, forward and backward. Run by test_tiered.py on several ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hzero.codecs.codec import Codec
+from hzero.comm import Communicator, activations
+from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
+from tests.comm.tiered_checks import WORLD, _same_everywhere
+
+DTYPES = (torch.float32, torch.bfloat16)
+#: No sizes that blocks or ranks divide, but for the dimensions that are split.
+SHAPE = (3, WORLD * 2, WORLD, 5)
+
+
+def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By torch.distributed, from this rank's tensor."""
+    total = tensors[dist.get_rank()].contiguous().float()
+    dist.all_reduce(total)
+    return total
+
+
+def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.chunk(WORLD, dim)[dist.get_rank()]
+
+
+def _exchanged(tensors: Sequence[torch.Tensor], split: int, gather: int) -> torch.Tensor:
+    """By torch.distributed's all-to-all."""
+    sent = [part.contiguous() for part in tensors[dist.get_rank()].chunk(WORLD, split)]
+    whole = torch.stack(sent)
+    arrived = torch.empty_like(whole)
+    dist.all_to_all_single(arrived, whole)
+    return torch.cat(list(arrived), gather)
+
+
+#: Function, what forward gives of all ranks' tensors, what backward gives of all ranks' gradients, and whether each of these
+#: is a sum, a copy or neither.
+Case = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], Callable[..., torch.Tensor], str]
+CASES: dict[str, Case] = {
+    "copy_to": (activations.copy_to, lambda all_: all_[dist.get_rank()], _sum, " sum"),
+    "reduce_from": (activations.reduce_from, _sum, lambda all_: all_[dist.get_rank()], "sum "),
+    "gather_from": (
+        lambda x, group: activations.gather_from(x, group, 1),
+        lambda all_: torch.cat(all_, 1),
+        lambda all_: _part(_sum(all_), 1),
+        "copy part",
+    ),
+    "reduce_scatter_to": (
+        lambda x, group: activations.reduce_scatter_to(x, group, -3),
+        lambda all_: _part(_sum(all_), 1),
+        lambda all_: torch.cat(all_, 1),
+        "part copy",
+    ),
+    "exchange to heads": (
+        lambda x, group: activations.exchange(x, group, -2, 1),
+        lambda all_: _exchanged(all_, 2, 1),
+        lambda all_: _exchanged(all_, 1, 2),
+        "copy copy",
+    ),
+    "exchange of experts": (
+        lambda x, group: activations.exchange(x, group, 1, 1),
+        lambda all_: _exchanged(all_, 1, 1),
+        lambda all_: _exchanged(all_, 1, 1),
+        "copy copy",
+    ),
+}
+
+
+def _run(
+    case: Case, group: Communicator, dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], tuple[float, float]]:
+    """Result and gradient, those wanted, and the largest sums of magnitudes that enter them."""
+    rank, everyone = dist.get_rank(), _everyones(SHAPE, dtype)
+    mine = everyone[rank].clone().requires_grad_()
+    got = case[0](mine, group)
+    gradients = [g.contiguous() for g in _everyones(tuple(got.shape), dtype, seed=1)]
+    got.backward(gradients[rank])
+    assert mine.grad is not None
+    largest = (
+        max(float(t.float().abs().max()) for t in everyone) * WORLD,
+        max(float(t.float().abs().max()) for t in gradients) * WORLD,
+    )
+    return (got.detach(), mine.grad), (case[1](everyone), case[2](gradients)), largest
+
+
+def check_activations_with_codec_none_are_those_of_torch() -> None:
+    for grid, dtype, (name, case) in itertools.product(SOME, DTYPES, CASES.items()):
+        got, want, largest = _run(case, _communicator(grid), dtype)
+        for one, other, most, kind in zip(got, want, largest, case[3].split(" ")):
+            assert one.dtype == dtype and one.shape == other.shape, (name, kind)
+            if kind in ("", "copy"):
+                assert _bits_equal(one.contiguous(), other), (name, kind)
+            else:  # another order of additions, and bfloat16 is rounded once per tier
+                assert float((one.float() - other).abs().max()) <= 4 * torch.finfo(dtype).eps * most, (name, kind)
+
+
+def check_activations_keep_the_bounds_of_codecs_both_ways() -> None:
+    for codecs in ("int8", {"gcd": "int8", "gpu": "int4"}, {"node": {"codec": "int8", "rotation": 64}, "gcd": "bf16"}):
+        group = _communicator(SOME[0], codecs=codecs)
+        hops = group.plan.gather_hops()
+        for name, case in CASES.items():
+            got, want, largest = _run(case, group, torch.float32)
+            for one, other, most, kind in zip(got, want, largest, case[3].split(" ")):
+                once = 1.2 * sum(Codec.from_config(hop.codec).error_bound(most) for hop in hops) + 1e-6
+                bound = {"": 0.0, "sum": 2 * once, "part": once, "copy": once}[kind]
+                error = float((one - other.float()).abs().max())
+                assert error <= bound and (error > 0 or not kind), (name, codecs, kind, error, bound)
+                if kind == "sum":
+                    _same_everywhere([one])
+
+
+def check_a_split_layer_has_the_gradients_of_the_whole_one() -> None:
+    """Two linear layers, the first split by its outputs, the second by its inputs; all ranks' bits of the input's gradient."""
+    rank, group = dist.get_rank(), _communicator(SOME[0])
+    torch.manual_seed(5)
+    up, down, tokens = torch.randn(4 * WORLD, 7), torch.randn(3, 4 * WORLD), torch.randn(5, 7)
+    whole = [tensor.clone().requires_grad_() for tensor in (up, down, tokens)]
+    torch.nn.functional.linear(
+        torch.nn.functional.linear(whole[2], whole[0]).relu(), whole[1]
+    ).square().sum().backward()
+    own = [up.chunk(WORLD)[rank].clone(), down.chunk(WORLD, 1)[rank].clone(), tokens.clone()]
+    parts = [tensor.requires_grad_() for tensor in own]
+    inner = torch.nn.functional.linear(activations.copy_to(parts[2], group), parts[0]).relu()
+    activations.reduce_from(torch.nn.functional.linear(inner, parts[1]), group).square().sum().backward()
+    wanted = [whole[0].grad.chunk(WORLD)[rank], whole[1].grad.chunk(WORLD, 1)[rank], whole[2].grad]
+    for part, want in zip(parts, wanted):
+        torch.testing.assert_close(part.grad, want, rtol=1e-5, atol=1e-4)
+    _same_everywhere([parts[2].grad])
+
+
+def check_a_compiled_model_has_the_bits_of_an_eager_one() -> None:
+    """The graph breaks at the collectives of activations, and at a communicator's own."""
+    group = _communicator(SOME[0])
+
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        inner = activations.reduce_from((activations.copy_to(tokens, group) * 3).relu(), group) / 7
+        return inner.sin() + group.all_reduce(tokens.detach() * 2) + group.all_gather(tokens, async_op=True).wait()[:5]
+
+    found = []
+    for run in (model, torch.compile(model, backend="eager")):
+        tokens = torch.randn(5, 9, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+        result = run(tokens)
+        result.square().sum().backward()
+        found.append((result.detach(), tokens.grad))
+    for one, other in zip(*found):
+        assert _bits_equal(one, other)

@@ -1,0 +1,385 @@
+"""Collectives without a stage against what one process computes from everyone's data. Run by test_tiered.py on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hzero.codecs import mpc
+from hzero.codecs.codec import Codec
+from hzero.comm import Communicator, HopError, communicator
+from hzero.comm.activations import reduce_from
+from hzero.config import TIERS, CodecConfig
+from hzero.topology.grid import Grid
+from hzero.validation import ConfigError
+from tests.comm.tiered_checks import GRIDS, WORLD, _same_everywhere
+from tests.rank_main import TRANSPORT
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: One regular grid, one in another order, one in no order.
+SOME = [GRIDS[WORLD][0], *GRIDS[WORLD][-2:]]
+MIXES = [
+    {"codecs": "int8"},
+    {"codecs": {"node": "int4", "gpu": "int8"}, "gather": {"node": "int8", "gpu": "bf16"}},
+    {"codecs": {"node": {"codec": "int8", "rounding": "stochastic"}, "gcd": "int8"}, "gather": "int4"},
+    {"codecs": {"node": {"codec": "zfp", "rate": 9}, "gpu": {"codec": "zfp", "rate": 16}, "gcd": "int8"}},
+    {"codecs": "bf16", "gather": {"node": "none", "gpu": "int4", "gcd": {"codec": "int8", "block_size": 64}}},
+]
+
+
+def _communicator(grid: Grid, **config) -> Communicator:
+    with mock.patch.object(communicator, "resolve_grid", return_value=grid):
+        return Communicator({"transport": TRANSPORT, **config})
+
+
+def _everyones(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """The tensors of all ranks, not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(*reversed(shape), generator=generator).to(dtype).permute(*reversed(range(len(shape))))
+        for _ in range(WORLD)
+    ]
+
+
+def _bits_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return (
+        got.dtype == want.dtype
+        and got.shape == want.shape
+        and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+    )
+
+
+def _sum_by_tiers(grid: Grid, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Float32 sums tier by tier, innermost first, rounded to the tensors' type after each."""
+    dtype = tensors[0].dtype
+    of = {
+        tuple(getattr(grid.coordinates(rank), tier) for tier in TIERS[::-1]): tensor
+        for rank, tensor in enumerate(tensors)
+    }
+    for axis in reversed(range(len(TIERS))):
+        sums: dict[tuple[int, ...], torch.Tensor] = {}
+        for place in sorted(of):
+            rest = place[:axis]
+            sums[rest] = sums[rest] + of[place].float() if rest in sums else of[place].float()
+        of = {place: total.to(dtype) for place, total in sums.items()}
+    return of[()]
+
+
+def check_copies_with_codec_none_are_the_same_bits() -> None:
+    rank = dist.get_rank()
+    for grid, dtype in itertools.product(SOME, DTYPES):
+        for checksum in (False, True) if dtype == torch.float32 else (False,):
+            group = _communicator(grid, checksum=checksum)
+            everyone = _everyones((WORLD, 3, 5), dtype)
+            everyone[1][2, 1, 1] = float("nan")
+            mine = everyone[rank]
+            assert not mine.is_contiguous()
+            assert _bits_equal(group.all_gather(mine), torch.cat(everyone))
+            assert _bits_equal(group.all_to_all(mine), torch.stack([tensor[rank] for tensor in everyone]))
+            for source in (0, WORLD - 1):
+                assert _bits_equal(group.broadcast(mine, source), everyone[source])
+        assert _bits_equal(group.all_gather(mine[0, 0, 0]), torch.stack([tensor[0, 0, 0] for tensor in everyone]))
+
+
+def check_copies_with_codec_mpc_are_the_same_bits_in_fewer_bytes() -> None:
+    """Each rank's data need another number of bytes; some have bits of NaNs."""
+    rank = dist.get_rank()
+    after, before = (rank + 1) % WORLD, (rank - 1) % WORLD
+    algorithm = {"algorithm": "doubling", "below_bytes": 1 << 20}
+    for grid, checksum in itertools.product(SOME, (False, True)):
+        group = _communicator(grid, gather="mpc", checksum=checksum, node_all_gather=algorithm)
+        everyone = [tensor.round(decimals=member) for member, tensor in enumerate(_everyones((WORLD, 601)))]
+        everyone[1][1] = torch.arange(601).to(torch.int32).add(0x7F800001).view(torch.float32)
+        mine = everyone[rank]
+        assert _bits_equal(group.all_gather(mine), torch.cat(everyone))
+        assert _bits_equal(group.all_to_all(mine), torch.stack([tensor[rank] for tensor in everyone]))
+        for source in (0, 1):
+            assert _bits_equal(group.broadcast(mine, source), everyone[source])
+        sent = group.send(mine, after, async_op=True)
+        assert _bits_equal(group.recv(mine, before), everyone[before])
+        sent.wait()
+        plain = _communicator(grid)
+        whole = [tensor.nan_to_num() for tensor in everyone]
+        reduced = group.all_reduce(whole[rank])
+        _same_everywhere([reduced])
+        assert torch.equal(reduced, plain.all_reduce(whole[rank]))
+        entries = [entry for entry in group.wire_log.entries() if entry.codec == "mpc" and entry.wire_bytes]
+        assert {entry.role for entry in entries} >= {"all_gather", "all_to_all", "all_reduce", "recv"}
+        slot = Codec.from_config(CodecConfig(codec="mpc")).message_bytes([mine.numel()], 1, 4)
+        gathers = [entry.wire_bytes for entry in entries if entry.role == "all_gather"]
+        assert sum(gathers) < (WORLD - 1) * 4 * mine.numel() < (WORLD - 1) * slot
+    mixed = _communicator(SOME[0], gather={"node": "mpc", "gpu": "int8", "gcd": "mpc"})
+    gathered = mixed.all_gather(whole[rank])
+    _same_everywhere([gathered])
+    bound = Codec.from_config(CodecConfig(codec="int8")).error_bound(float(torch.cat(whole).abs().max()))
+    assert float((gathered - torch.cat(whole)).abs().max()) <= bound
+
+
+def check_lengths_that_codec_mpc_does_not_write_end_a_hop() -> None:
+    rank = dist.get_rank()
+    group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
+    for wrong in (0, 40, 1 << 40):
+        lengths = mock.patch.object(
+            mpc, "lengths", lambda message, sizes, wrong=wrong: torch.tensor([wrong] * len(sizes))
+        )
+        with (
+            lengths,
+            pytest.raises(HopError, match=f"codec mpc: found a record of {wrong} bytes, expected a multiple of 16"),
+        ):
+            group.all_gather(torch.ones(9))
+        group = _communicator(Grid(WORLD, 1, 1), gather="mpc")
+    assert torch.equal(group.broadcast(torch.full((9,), float(rank)), 1), torch.ones(9))
+
+
+def check_sums_with_lossless_codecs_are_the_bits_of_codec_none() -> None:
+    """Alone, mixed with each other and beside lossy tiers, with checksums and on grids in no order; NaN and infinity stay."""
+    rank = dist.get_rank()
+    mixes = [
+        "mpc",
+        {"node": "mpc", "gcd": "mpc"},
+        {"gpu": {"codec": "mpc", "dimension": 7}, "node": "none"},
+        "exp",
+        {"gcd": "exp", "gpu": "mpc"},
+    ]
+    for number, (codecs, grid) in list(enumerate(itertools.product(mixes, SOME)))[::2]:
+        dtype = torch.bfloat16 if "exp" in str(codecs) else DTYPES[(number + number // 3) % 3]
+        plain = _communicator(grid)
+        group = _communicator(grid, codecs=codecs, checksum=dtype == torch.float16)
+        for shape, op in (((WORLD, 601), "sum"), ((2 * WORLD, 3), "mean"), ((WORLD, 1), "sum")):
+            everyone = _everyones(shape, dtype)
+            assert _bits_equal(group.all_reduce(everyone[rank], op), plain.all_reduce(everyone[rank], op))
+            own = group.reduce_scatter(everyone[rank], op)
+            assert _bits_equal(own, plain.reduce_scatter(everyone[rank], op)), (codecs, grid, dtype)
+        assert torch.equal(group.all_gather(everyone[rank]), torch.cat(everyone))
+        everyone[1][0, 0], everyone[0][1, 0] = float("inf"), float("nan")
+        found = group.all_reduce(everyone[rank])
+        _same_everywhere([found.nan_to_num()])
+        assert found[0, 0].isinf() and found[1, 0].isnan() and found[2:].isfinite().all()
+        sent = {
+            entry.codec for entry in group.wire_log.entries() if entry.wire_bytes and entry.role == "reduce_scatter"
+        }
+        assert sent == {hop.codec.codec for hop in group.plan.reduce_hops()}
+    for first, second in (("mpc", "int8"), ("int8", "mpc")):  # a lossy tier before or behind
+        beside, plain = (
+            _communicator(SOME[0], codecs={"gcd": a, "gpu": b}, gather="none")
+            for a, b in ((first, second), (first.replace("mpc", "none"), second.replace("mpc", "none")))
+        )
+        everyone = _everyones((WORLD, 77), torch.bfloat16)
+        assert _bits_equal(beside.all_reduce(everyone[rank]), plain.all_reduce(everyone[rank]))
+
+
+def check_a_sum_in_fewer_bytes() -> None:
+    rank = dist.get_rank()
+    group = _communicator(SOME[0], codecs="mpc")
+    group.reduce_scatter(_everyones((WORLD, 5000), torch.bfloat16)[rank].float().round())
+    (entries,) = [[e for e in group.wire_log.entries() if e.codec == "mpc"]]
+    assert entries and all(0 < e.wire_bytes < e.raw_bytes for e in entries)
+
+
+def check_sums_with_codec_none_are_made_in_float32_tier_by_tier() -> None:
+    rank = dist.get_rank()
+    for grid, dtype in itertools.product(SOME, DTYPES):
+        group = _communicator(grid)
+        for shape in ((WORLD, 17), (2 * WORLD, 3)):
+            everyone = _everyones(shape, dtype)
+            total = _sum_by_tiers(grid, everyone)
+            got = group.all_reduce(everyone[rank])
+            assert _bits_equal(got, total), (grid, dtype)
+            assert _bits_equal(group.reduce_scatter(everyone[rank]), total.chunk(WORLD)[rank])
+            plain = everyone[rank].contiguous().clone()
+            dist.all_reduce(plain)
+            unit = torch.finfo(dtype).eps * sum(tensor.abs().float() for tensor in everyone) * WORLD
+            assert ((got.float() - plain.float()).abs() <= unit).all()
+            parts = [tensor / WORLD for tensor in everyone] if dtype == torch.float16 else everyone
+            mean = _sum_by_tiers(grid, parts)
+            if dtype != torch.float16:
+                mean = (mean.float() / WORLD).to(dtype)
+            assert _bits_equal(group.all_reduce(everyone[rank], "mean"), mean)
+    for numel in (1, 5, 257):  # no multiples of the ranks
+        whole = torch.full((numel,), rank + 1.0)
+        assert torch.equal(group.all_reduce(whole), torch.full((numel,), WORLD * (WORLD + 1) / 2))
+    large = torch.full((3,), 60000.0, dtype=torch.float16)
+    assert torch.isfinite(group.all_reduce(large, "mean")).all()
+
+
+def check_codecs_keep_their_bounds_and_all_ranks_the_same_bits() -> None:
+    rank = dist.get_rank()
+    for grid, mix in itertools.product(SOME, MIXES):
+        group = _communicator(grid, **mix)
+        everyone = _everyones((WORLD, 301))
+
+        def bound(hops, largest: float) -> float:
+            return 1.2 * sum(Codec.from_config(hop.codec).error_bound(largest) for hop in hops) + 1e-6
+
+        copies, sums = group.plan.gather_hops(), group.plan.reduce_hops()
+        largest = max(float(tensor.abs().max()) for tensor in everyone)
+        gathered, sent = group.all_gather(everyone[rank]), group.broadcast(everyone[rank], 2)
+        _same_everywhere([gathered, sent])
+        swapped = group.all_to_all(everyone[rank])
+        for got, want in (
+            (gathered, torch.cat(everyone)),
+            (sent, everyone[2]),
+            (swapped, torch.stack([tensor[rank] for tensor in everyone])),
+        ):
+            error = float((got - want).abs().max())
+            assert 0 < error <= bound(copies, largest), (grid, mix, error)
+        largest = sum(float(tensor.abs().max()) for tensor in everyone)
+        total = torch.stack(everyone).double().sum(0).float()
+        reduced, part = group.all_reduce(everyone[rank]), group.reduce_scatter(everyone[rank])
+        _same_everywhere([reduced])
+        for got, want, allowed in (
+            (reduced, total, bound(sums, largest) + bound(copies, largest)),
+            (part, total[rank : rank + 1], bound(sums, largest)),
+        ):
+            error = float((got - want).abs().max())
+            assert 0 < error <= allowed, (grid, mix, error, allowed)
+
+
+def check_error_feedback_of_both_halves_recovers_what_was_lost() -> None:
+    everyone = _everyones((5, 129))
+    total, errors = torch.stack(everyone).sum(0), []
+    for codec, tiers in (("int4", ()), ({"codec": "int4", "rotation": 64}, TIERS), ("int4", TIERS)):
+        group = _communicator(SOME[0], codecs=dict.fromkeys(TIERS, codec), error_feedback=list(tiers))
+        mean = sum(group.all_reduce(everyone[dist.get_rank()], key=3) for _ in range(30)) / 30
+        errors.append(float((mean - total).square().sum()))
+        _same_everywhere([mean])
+    assert max(errors[1:]) < errors[0] / 10, errors
+    assert float((group.all_reduce(everyone[dist.get_rank()], key=4) - total).square().sum()) > errors[2]
+    group.forget()
+    assert all(feedback._pending == {} for feedback in group.feedbacks)
+    with pytest.raises(ValueError, match="all_reduce: key: found None, expected a number"):
+        group.all_reduce(everyone[0])
+
+
+def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
+    """A rank that has failed alone lacks a hop: its next one would be paired with it, and a new communicator with old data."""
+    rank, seconds = dist.get_rank(), timedelta(seconds=2)
+    if TRANSPORT == "mpi" or WORLD == 6:
+        pytest.skip("MPI is refused after an error; the timeouts are those of 8 ranks")
+    make = functools.partial(Communicator, {"topology": "discover"}, timeout=seconds, role="failing", grid=SOME[0])
+    group, tensor = make(), torch.full((8,), float(rank))
+    failing = mock.patch.object(Codec, "encode", side_effect=MemoryError("on this rank alone"))
+    if rank == 0:
+        with failing, pytest.raises(MemoryError):
+            group.all_gather(tensor)
+    else:
+        chain = group.all_gather(tensor, async_op=True)
+    dist.barrier()
+    other = make()
+    assert other.all_gather(tensor + 100).unique().tolist() == [100.0 + rank for rank in range(WORLD)]
+    if rank == 0:
+        with pytest.raises(MemoryError):
+            group.all_gather(tensor)
+    else:
+        with contextlib.suppress(HopError):  # those that need nothing of rank 0 have come
+            chain.wait()
+
+
+def check_tensors_without_elements_and_without_dimensions() -> None:
+    group = _communicator(SOME[0], codecs="int8")
+    group.wire_log.reset()
+    empty = torch.empty(WORLD, 0, 3)
+    assert (
+        group.all_reduce(empty).shape == group.all_to_all(empty).shape == group.broadcast(empty, 1).shape == empty.shape
+    )
+    assert group.all_gather(empty).shape == (WORLD * WORLD, 0, 3) and group.reduce_scatter(empty).shape == (1, 0, 3)
+    assert group.all_reduce(torch.empty(0), async_op=True).wait().shape == (0,)
+    peer = (dist.get_rank() + 1) % WORLD
+    assert group.send(empty, peer) is None and group.recv(empty, peer).shape == empty.shape
+    assert group.wire_log.entries() == []
+    got = group.all_reduce(torch.tensor(2.0, requires_grad=True))
+    assert got.shape == () and float(got) == pytest.approx(2.0 * WORLD, rel=0.1) and not got.requires_grad
+
+
+def check_groups_smaller_than_the_world() -> None:
+    """Ranks that are in more groups than others find each other still."""
+    rank, half = dist.get_rank(), WORLD // 2
+    members = list(range(half)) if rank < half else list(range(half, WORLD))
+    halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, WORLD)))]
+    mine, everyone = halves[rank >= half], _everyones((half, 9))
+    total = torch.stack([everyone[member] for member in members]).sum(0)
+    settings = {"topology": {"gpus_per_node": half, "gcds_per_gpu": 1}, "transport": TRANSPORT}
+    groups = [Communicator(settings, mine)]
+    if rank < half:
+        groups.append(Communicator(settings, mine, timeout=timedelta(seconds=71)))  # with groups of its own
+    groups.append(Communicator({"codecs": "none", "transport": TRANSPORT}, mine))  # discovered
+    for group in groups:
+        assert group.plan.grid.world_size == half
+        torch.testing.assert_close(group.all_reduce(everyone[rank]), total)
+        assert _bits_equal(group.broadcast(everyone[rank], 1), everyone[members[1]])
+        sent = group.send(everyone[rank], (group.plan.rank + 1) % half, async_op=True)
+        before = (group.plan.rank - 1) % half
+        assert _bits_equal(group.recv(everyone[rank], before), everyone[members[before]])
+        sent.wait()
+    whole = _communicator(Grid(1, WORLD, 1)).all_reduce(everyone[rank])
+    torch.testing.assert_close(whole, torch.stack(everyone).sum(0))
+    outside = mock.patch.object(dist, "get_rank", lambda group=None: -1 if group is not None else rank)
+    with outside, pytest.raises(ConfigError, match=r"rank \d is not in the group of ranks"):
+        Communicator(settings, mine)
+
+
+def check_arguments_that_cannot_be_used_are_refused() -> None:
+    group, fine = _communicator(SOME[0]), torch.zeros(WORLD, 2)
+    own = dist.get_rank()
+    refused = [
+        (
+            lambda: group.all_reduce(fine.long()),
+            "all_reduce: tensor: found torch.int64 .*possible: dense float32, bfloat16",
+        ),
+        (lambda: group.broadcast(fine.to_sparse(), 0), "broadcast: tensor: .*torch.sparse_coo"),
+        (lambda: group.send([1.0], 0), "send: tensor: found list"),
+        (lambda: group.all_reduce(fine.to("meta")), "all_reduce: tensor: found on meta, possible .*: cpu"),
+        (
+            lambda: group.all_to_all(fine[1:]),
+            rf"all_to_all: tensor: found shape \[{WORLD - 1}, 2\], expected a first .*{WORLD} ranks",
+        ),
+        (lambda: group.all_reduce(fine, "max"), "all_reduce: op: unknown value 'max'.*sum, mean"),
+        (lambda: group.broadcast(fine, WORLD), rf"broadcast: src: found {WORLD}, possible: 0\.\.{WORLD - 1}"),
+        (lambda: group.send(fine, own), rf"send: dst: found {own}, this rank itself"),
+        (lambda: Communicator({"codec": "int8"}), "communicator: unknown key 'codec'; did you mean 'codecs'"),
+        (lambda: Communicator({"codecs": {"node": "int3"}}), r"communicator.codecs.node.codec: unknown value 'int3'"),
+        (
+            lambda: _communicator(SOME[0], gather="exp").broadcast(fine.half(), 0),
+            "broadcast: tensor: found torch.float16, possible with codec exp: bfloat16",
+        ),
+        (lambda: Communicator(uses=["sum"]), "communicator: uses: unknown value 'sum'.*sums, copies, messages"),
+        (lambda: Communicator(timeout=3), r"communicator: timeout: found 3, expected a positive datetime\.timedelta"),
+        (lambda: Communicator(group=[0, 1]), r"communicator: group: found \[0, 1\], expected a process group"),
+        (lambda: Communicator({"topology": None}), 'communicator.topology: found None, expected "discover"'),
+        (
+            lambda: Communicator({"codecs": {"node": "exp"}, "error_feedback": ["node"]}),
+            "communicator.error_feedback: found 'node', whose codec 'exp' loses nothing",
+        ),
+        (lambda: reduce_from(fine, dist.group.WORLD), "group: found ProcessGroup, expected a Communicator"),
+        (
+            lambda: Communicator({"topology": {"gpus_per_node": 5, "gcds_per_gpu": 1}}),
+            f"communicator.topology: gpus_per_node=5 x gcds_per_gpu=1 is 5 ranks a node, but the world has {WORLD}; 5 or 10",
+        ),
+    ]
+    for call, message in refused:
+        with pytest.raises((TypeError, ValueError), match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert torch.equal(group.all_reduce(fine), fine)  # nothing was begun
+
+
+def check_the_wire_log_counts_rows_that_change_places() -> None:
+    """Of an all-to-all every tier carries all rows once, less those that stay."""
+    group = _communicator(SOME[0], codecs={"node": "int8"}, gather={"node": "int8"})
+    group.wire_log.reset()
+    group.all_to_all(torch.ones(WORLD, 40))
+    entries = {entry.tier: entry for entry in group.wire_log.entries()}
+    hops = [hop for hop in group.plan.gather_hops() if hop.size > 1]
+    assert len(entries) == len(hops)
+    for hop in hops:
+        entry, payload = entries[hop.tier], Codec.from_config(hop.codec).message_bytes([40], WORLD, 4)
+        assert (entry.elements, entry.payload_bytes) == (WORLD * 40, payload)
+        assert entry.wire_bytes == payload - payload // hop.size
+        assert 0 <= entry.raw_bytes - WORLD * 40 * 4 * (hop.size - 1) // hop.size <= 1  # a part of a byte counts whole

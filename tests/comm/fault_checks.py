@@ -1,0 +1,168 @@
+"""Faults of the transport: who notices them, and what is said. Run by test_tiered.py on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hzero.comm import Canary, Chain, Collectives, HopError, WireLog
+from hzero.config import ALGORITHMS, ROLES
+from hzero.plan.program import gather_program, reduce_program
+from hzero.topology.grid import Grid
+from tests.comm.faulty_transport import CORRUPTIONS, Fault, FaultyTransport
+from tests.comm.tiered_checks import GRIDS, WORLD, _bucket, _collectives, _everyones
+from tests.rank_main import begin_anew
+
+
+def _faulty(
+    grid: Grid, *, timeout: timedelta | None = None, seed: int = 0, **block
+) -> tuple[Collectives, FaultyTransport]:
+    plan = _collectives(grid, **block).plan
+    transport = FaultyTransport(plan, timeout, seed=seed * WORLD + dist.get_rank())
+    return Collectives(plan, transport, WireLog()), transport
+
+
+def _operations(collectives: Collectives, decoded: list) -> dict:
+    """A gather and a reduction of these collectives, of new contents at every call; ``decoded`` fills when one decodes."""
+    plan, rank, turn = collectives.plan, dist.get_rank(), itertools.count()
+
+    gathering = gather_program(plan, plan.gather_hops(), left=plan.gather_hops()[-1].codec)
+    reducing = reduce_program(plan, plan.reduce_hops(), WORLD, shard_order=True)
+
+    def gather() -> Chain:
+        bucket = _bucket("weights", torch.float32)
+        whole = _everyones(torch.float32, next(turn))[0]
+        shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
+
+        def then(message: torch.Tensor) -> list[torch.Tensor]:
+            decoded.append(True)
+            return [message]
+
+        return collectives.run(gathering, bucket, lambda: shards, then)
+
+    def reduce() -> Chain:
+        tensors = _everyones(torch.float32, next(turn))[rank]
+        bucket = _bucket("gradients", torch.float32)
+        return collectives.run(reducing, bucket, lambda: tensors, lambda sums: sums, into=lambda: decoded.append(True))
+
+    return {"gather": gather, "reduce": reduce}
+
+
+def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
+    """Of every algorithm, by codec and without; wherever in payload and checksum."""
+    grid, rank, found = Grid(WORLD, 1, 1), dist.get_rank(), 0
+    for index, (algorithm, codec) in enumerate(itertools.product(ALGORITHMS, ("none", "int8"))):
+        codecs, setting = {"node": codec}, {"algorithm": algorithm, "below_bytes": 1 << 30}
+        collectives, transport = _faulty(
+            grid, seed=index, weights=codecs, gradients=codecs, node_all_gather=setting, checksum=True
+        )
+        decoded: list = []
+        for name, start in _operations(collectives, decoded).items():
+            transport.faults = ()
+            start().wait()  # what a duplicate repeats
+            for turn, fault in enumerate(CORRUPTIONS * 3):
+                if name == "reduce" and algorithm != "library":  # has one
+                    continue
+                transport.faults = [fault] if rank == turn % WORLD else []
+                transport.done.clear()
+                decoded.clear()
+                chain = start()
+                if rank != turn % WORLD:
+                    with contextlib.suppress(HopError) if algorithm == "doubling" else contextlib.nullcontext():
+                        chain.wait()  # by doubling, the victim passes on what it has received
+                    continue
+                with pytest.raises(HopError) as error:
+                    chain.wait()
+                case, text = (name, algorithm, codec, fault), str(error.value)
+                assert transport.done and not decoded, case
+                summed = "reduce-scatter" if codec == "none" else "all-to-all"
+                role, kind = ("weights", "all-gather") if name == "gather" else ("gradients", summed)
+                assert f"{kind} of {role} of 6 parameters (ids 0..5) in codec {codec} on tier 'node'" in text, case
+                senders = {int(sender) for sender in re.findall(r"from rank (\d+) with", text)}
+                checksums = re.findall(r"with checksum ([0-9a-f]{32}), sent with ([0-9a-f]{32})", text)
+                assert senders and senders <= set(range(WORLD)) and all(a != b for a, b in checksums), (case, text)
+                if fault == "flip" and algorithm != "doubling":
+                    assert len(senders) == 1, (case, text)
+                found += 1
+    everyones: list = [None] * WORLD
+    dist.all_gather_object(everyones, found)
+    assert sum(everyones) == 2 * (3 + 1) * 9, everyones
+
+
+def check_a_canary_names_wires_that_change_what_they_carry() -> None:
+    """On every lane and by every algorithm, without checksums; and it is in no wire log."""
+    rank, grid = dist.get_rank(), {8: Grid(4, 1, 2), 6: Grid(3, 1, 2)}[WORLD]
+    setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
+    collectives, transport = _faulty(grid, node_all_gather=setting)
+    canary = Canary(collectives, 1000, torch.device("cpu"))
+    canary.send()
+    lanes = [(role, tier) for role in ROLES for tier in ("gcd", "node")]
+    for turn, (fault, lane) in enumerate(itertools.product(CORRUPTIONS, lanes)):
+        transport.spares = lambda one, what, lane=lane: one != lane
+        transport.faults = [fault] if rank == turn % WORLD else []
+        if rank != turn % WORLD:
+            with contextlib.suppress(HopError) if lane == ("weights", "node") else contextlib.nullcontext():
+                canary.send()  # by doubling, the victim passes on what it has received
+            continue
+        with pytest.raises(HopError) as error:
+            canary.send()
+        said = re.search(
+            rf"canary {turn + 2} arrived changed. {lane[0]} on tier '{lane[1]}'( by doubling)?: rank {rank} received "
+            r"([\d,]+) wrong bytes of ([\d,]+) from rank (\d+), the first at offset (\d+) \(0x..?, sent as 0x..?\)",
+            str(error.value),
+        )
+        assert said, error.value
+        wrong, size, sender, offset = (int(one.replace(",", "")) for one in said.groups()[1:])
+        assert 0 < wrong <= size - offset and sender in collectives.plan.tier_group(lane[1])
+        assert wrong == 1 or fault != "flip"
+    transport.faults = []
+    canary.send()
+    assert not collectives.wire_log.entries()
+
+
+def check_delays_change_no_bit() -> None:
+    for checksum in (False, True):
+        results = []
+        for faults in ((), ("delay",)):
+            collectives, transport = _faulty(GRIDS[WORLD][0], seed=7, gradients={"gcd": "int8"}, checksum=checksum)
+            transport.faults, transport.chance = faults, 0.5
+            operations = _operations(collectives, [])
+            chains = [operations[name]() for name in ("gather", "reduce", "reduce", "gather")]
+            results.append([tensor for chain in reversed(chains) for tensor in chain.wait()])
+            assert bool(transport.done) == bool(faults)
+        assert all(map(torch.equal, *results))
+
+
+def check_everyone_ends_in_time_when_one_rank_stops() -> None:
+    """A dropped message, and a rank that a checksum stops between two hops: `HopError` everywhere, and nobody hangs."""
+    if WORLD != 8:
+        pytest.skip("takes a timeout")
+    collectives, transport = _faulty(Grid(2, 2, 2), timeout=timedelta(seconds=1.5), checksum=True)
+    operations, rank = _operations(collectives, []), dist.get_rank()
+    for start in operations.values():
+        start().wait()  # connects
+    dist.barrier()
+    faults: dict[str, Fault] = {"weights": "flip", "gradients": "drop"}
+    victims, errors, started = {"weights": 3, "gradients": 4}, {}, time.monotonic()
+    for name, role in (("gather", "weights"), ("reduce", "gradients")):
+        transport.faults = [faults[role]] if rank == victims[role] else []
+        try:
+            operations[name]().wait()
+        except HopError as error:
+            errors[role] = str(error)
+    assert time.monotonic() - started < 20
+    everyones: list = [None] * WORLD
+    dist.all_gather_object(everyones, errors)
+    assert "arrived changed" in everyones[3]["weights"] and "no message after 1.5 s" in everyones[4]["gradients"]
+    plan = collectives.plan
+    for role, tier, victim in (("weights", "gpu", 3), ("gradients", "gcd", 4)):  # those that wait for it
+        for peer in set(plan.grid.tier_group(victim, tier)) - {victim}:
+            assert f"tier {tier!r}" in everyones[peer][role] and "failed after" in everyones[peer][role], everyones
+    begin_anew()

@@ -1,0 +1,122 @@
+"""A transport with faults where messages arrive, drawn from a seed: for tests of what notices them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+
+from hzero.comm import Transport
+from hzero.comm.transport import Pending
+from hzero.comm.wires import Lane
+from hzero.plan.program import Kind
+from hzero.plan.shards import ShardPlan
+
+#: What happens to a message: it arrives late or never, or in its place the former one of the lane, or with zeros from some
+#: byte on, or with one bit changed.
+Fault: TypeAlias = Literal["delay", "drop", "duplicate", "truncate", "flip"]
+CORRUPTIONS: tuple[Fault, ...] = ("duplicate", "truncate", "flip")
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+#: Longest delay, in seconds.
+_DELAY_S = 0.002
+
+
+class Done(NamedTuple):
+    """A fault that has happened.
+
+    Attributes:
+        fault: Its kind.
+        lane: Of the message.
+        what: Of the message.
+    """
+
+    fault: Fault
+    lane: Lane
+    what: str
+
+
+class FaultyTransport(Transport):
+    """A transport on which messages arrive with faults, at this rank alone.
+
+    Args:
+        plan: The shard plan of this rank.
+        timeout: As for a transport; a message that is dropped fails after it.
+        ranks: As for a transport.
+        seed: What happens to which message; give ranks seeds of their own to have faults at one of them.
+
+    Attributes:
+        faults: Kinds to draw from; none at first.
+        chance: Probability of a fault of a message.
+        spares: Whether messages with this description arrive unharmed.
+        done: Faults that have changed, delayed or dropped something.
+    """
+
+    def __init__(self, plan: ShardPlan, timeout: timedelta | None = None, *, seed: int = 0, **rest: Any) -> None:
+        super().__init__(plan, timeout, **rest)
+        self.faults: Collection[Fault] = ()
+        self.chance = 1.0
+        self.spares: Callable[[Lane, str], bool] = lambda lane, what: False
+        self.done: list[Done] = []
+        self._draw = random.Random(seed)
+        self._timeout_s = timeout.total_seconds() if timeout else 60.0
+        self._former: dict[tuple[Lane, int], torch.Tensor] = {}
+
+    def start(self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, *rest: Any, **how: Any) -> Pending:
+        """With faults in what arrives."""
+        fault = None
+        if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
+            fault = self._draw.choice(sorted(self.faults))
+        if fault == "drop":
+            self.done.append(Done(fault, lane, what))
+            described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
+            lost = self._groups[lane].lane
+            return Pending(_Dropped(self._timeout_s), [message], lambda: described, lost)
+        pending = super().start(lane, kind, message, what, *rest, **how)
+        work, told = pending._work, []
+
+        def arrive() -> None:
+            """The work's wait, then the fault, before anybody looks."""
+            work.wait()
+            if not told:
+                told.append(True)
+                arriving = pending.buffers[-1]
+                if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
+                    arriving = arriving[1 << (len(arriving) - 1).bit_length() - 1 :]
+                self._harm(fault, lane, what, arriving)
+
+        pending._work = SimpleNamespace(wait=arrive)
+        return pending
+
+    def _harm(self, fault: Fault | None, lane: Lane, what: str, output: torch.Tensor) -> None:
+        message = output.reshape(-1).view(torch.uint8)  # the same memory: outputs are contiguous
+        was, key = message.clone(), (lane, message.numel())
+        if fault == "delay":
+            time.sleep(self._draw.uniform(0, _DELAY_S))
+        elif fault == "flip" and len(message):
+            message[self._draw.randrange(len(message))] ^= 1 << self._draw.randrange(8)
+        elif fault == "truncate":
+            message[self._draw.randrange(max(len(message), 1)) :] = 0
+        elif fault == "duplicate" and key in self._former:
+            message.copy_(self._former[key])
+        self._former[key] = was
+        if fault == "delay" or not torch.equal(message, was):
+            assert fault is not None
+            self.done.append(Done(fault, lane, what))
+
+
+class _Dropped:
+    """A collective that this rank never takes part in."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ends = time.monotonic() + timeout_s
+
+    def wait(self) -> None:
+        threading.Event().wait(max(self._ends - time.monotonic(), 0))
+        raise RuntimeError(f"no message after {self._timeout_s:g} s")

@@ -1,0 +1,161 @@
+"""What only the transport over MPI has. Run by test_mpi.py under mpiexec, on several numbers of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hzero.comm import Communicator, HopError, communicator, mpi_wires
+from hzero.comm.mpi_wires import MpiWires, shared_communicators
+from hzero.topology.grid import Grid
+from hzero.validation import ConfigError
+from tests.rank_main import begin_anew
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+TIMEOUT = timedelta(seconds=60)
+
+
+def _grid() -> Grid:
+    return {4: Grid(2, 1, 2), 6: Grid(3, 1, 2), 8: Grid(2, 2, 2), 16: Grid(4, 2, 2)}[WORLD]
+
+
+def _communicator(**config) -> Communicator:
+    with mock.patch.object(communicator, "resolve_grid", return_value=_grid()):
+        return Communicator(config)
+
+
+def _wires(name: str = "checks") -> MpiWires:
+    return shared_communicators.get((name, "node"), range(WORLD), TIMEOUT)
+
+
+def _everyones(numel: int, seed: int = 0) -> torch.Tensor:
+    """uint8 ``[rank][numel]``, the same on all ranks."""
+    return torch.randint(0, 256, (WORLD, numel), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def check_messages_of_any_size_in_any_window() -> None:
+    """Pieces of messages, and fewer of them under way than there are, leave every byte in its place."""
+    rank, wires = dist.get_rank(), _wires()
+    for window, piece, largest in ((2, 3, 11), (4, 400, 1001), (32, 16 << 20, 300_001)):
+        with mock.patch.multiple(mpi_wires, MESSAGES=window, MESSAGE_BYTES=piece):
+            for numel in (0, 1, 5, largest):
+                everyone = _everyones(WORLD * numel, numel)
+                output = torch.empty(WORLD * numel, dtype=torch.uint8)
+                work = wires.all_to_all(output, everyone[rank])
+                assert len(work._requests) <= window
+                work.wait()
+                assert torch.equal(output, everyone.view(WORLD, WORLD, numel)[:, rank].reshape(-1))
+                gathered = torch.empty(WORLD * WORLD * numel, dtype=torch.uint8)
+                wires.all_gather(gathered, everyone[rank]).wait()
+                assert torch.equal(gathered, everyone.view(-1))
+                message = everyone[rank].clone()
+                wires.broadcast(message, WORLD - 1).wait()
+                assert torch.equal(message, everyone[WORLD - 1])
+                source, target = (rank + 3) % WORLD, (rank - 3) % WORLD
+                received = torch.empty_like(message)
+                wires.exchange(received, everyone[rank], source, target).wait()
+                assert torch.equal(received, everyone[source])
+    assert not wires.under_way
+
+
+def check_the_bits_of_gloo() -> None:
+    """Of every operation, with codecs and without; both transports under way at once in one pipeline."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    tensor = torch.randn(WORLD, 301, generator=generator)
+    mixes = [{}, {"codecs": "int8"}, {"codecs": {"node": "int4"}, "gather": "bf16", "checksum": True}]
+    mixes.append({"node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 30}})
+    for mix, dtype in itertools.product(mixes, (torch.float32, torch.bfloat16)):
+        groups = [_communicator(transport=transport, **mix) for transport in ("torch", "mpi")]
+        mine, found = tensor.to(dtype), []
+        for _ in range(2):
+            chains = []
+            for group in groups:
+                calls = (group.all_reduce, group.reduce_scatter, group.all_gather, group.all_to_all)
+                chains += [call(mine, async_op=True) for call in calls]
+                chains.append(group.broadcast(mine, WORLD - 1, async_op=True))
+            found.append([chain.wait() for chain in chains])
+            half = len(chains) // 2
+            for one, other in zip(found[-1][:half], found[-1][half:]):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (mix, dtype)
+        assert all(map(torch.equal, *found))
+        counts = [[(e.role, e.tier, e.hops, e.wire_bytes) for e in g.wire_log.entries()] for g in groups]
+        assert counts[0] == counts[1]
+
+
+def check_a_communicator_of_mpi() -> None:
+    """Its ranks in their own order; half of them; and what cannot be one."""
+    from mpi4py import MPI
+
+    rank = dist.get_rank()
+    reversed_ = MPI.COMM_WORLD.Split(0, WORLD - rank)
+    parts = MPI.COMM_WORLD.Split(rank % 2, rank)
+
+    class Silent(MPI.Intracomm):
+        def __getattribute__(self, name: str) -> Any:
+            assert name in ("Get_rank", "Get_size", "Get_group", "Barrier", "Free"), "nothing of ours is sent on it"
+            return super().__getattribute__(name)
+
+    reversed_, parts = Silent(reversed_), Silent(parts)
+    for comm, members in ((reversed_, range(WORLD)[::-1]), (parts, range(rank % 2, WORLD, 2))):
+        size = len(members)
+        group = Communicator({"topology": {"gpus_per_node": size, "gcds_per_gpu": 1}}, comm=comm)
+        assert group.config.transport == "mpi" and group.plan.rank == comm.Get_rank()
+        everyone = [torch.full((2, 3), float(member)) for member in members]
+        assert torch.equal(group.all_gather(everyone[comm.Get_rank()]), torch.cat(everyone))
+        assert torch.equal(group.all_reduce(torch.full((5,), rank + 0.5)), torch.full((5,), sum(members) + size / 2))
+        after, before = (comm.Get_rank() + 1) % size, (comm.Get_rank() - 1) % size
+        sent = group.send(everyone[comm.Get_rank()], after, async_op=True)
+        assert torch.equal(group.recv(everyone[0], before), everyone[before])
+        sent.wait()
+        comm.Barrier()
+        comm.Free()
+    for wrong in (MPI.COMM_NULL, 3):
+        with pytest.raises(ConfigError, match=r"communicator: comm: found .*, expected an mpi4py.MPI.Intracomm"):
+            Communicator({}, comm=wrong)
+    with pytest.raises(ConfigError, match="found a group and comm, expected one of them"):
+        Communicator({}, dist.group.WORLD, comm=MPI.COMM_WORLD)
+
+
+def check_sizes_that_differ_are_named_and_nothing_is_sent_after_a_failure() -> None:
+    """A communicator that one rank has given up may hold what another has sent, which would come in the next message's place."""
+    for expected, said in (
+        (5000, "a message of 4,000 bytes has come, expected 20,000: ranks disagree"),
+        (100, "a message has come that is longer than the 400 bytes that were expected: ranks disagree"),
+    ):
+        group = _communicator(transport="mpi")
+        if dist.get_rank() == 0:
+            group.send(torch.ones(1000), 1)
+        elif dist.get_rank() == 1:
+            with pytest.raises(HopError, match=rf"hzero: recv of float32 .* failed: {said}$"):
+                group.recv(torch.empty(expected), 0)
+            with pytest.raises(
+                ConfigError, match=r"^transport: found 'mpi', and an earlier wait of this process has f"
+            ):
+                _communicator(transport="mpi")
+        begin_anew()
+
+
+def check_ranks_that_do_not_come_end_a_wait() -> None:
+    """Last, since MPI's job is ended with the process. To the making of a communicator, and to a hop."""
+    rank, second = dist.get_rank(), timedelta(seconds=1)
+    wires = shared_communicators.get(("late", "node"), range(WORLD), timedelta(seconds=60))
+    wires.timeout_s = 1
+    with mock.patch("atexit.register"):
+        if rank:
+            with pytest.raises(HopError, match=r"makes the MPI communicator of absent node: no end within 1 s: "):
+                shared_communicators.get(("absent", "node"), range(WORLD), second)
+            for turn in range(2):  # nothing is sent on it any more
+                with pytest.raises(RuntimeError, match=r"MPI: not all messages have ended within 1 s"):
+                    work = wires.all_to_all(*torch.zeros(2, WORLD, dtype=torch.uint8))
+                    assert turn == 0 or work.is_completed()
+                    work.wait()
+            assert len(wires.under_way) == 1  # whose buffers stay
+    dist.barrier()

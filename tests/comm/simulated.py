@@ -1,0 +1,94 @@
+"""Ranks as threads of one process, with wires between them: for tests of index arithmetic on many ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hzero.comm.transport import Transport, _Group
+
+_TIMEOUT_S = 20.0
+
+
+class Wires:
+    """The wires of one rank in a group of ranks.
+
+    Args:
+        own: Place of the rank in the group.
+        size: Ranks of the group.
+        boxes: Messages on their way in this group, by sender and receiver.
+
+    Attributes:
+        calls: Collectives that the rank has started.
+        received: Bytes that it has received from others.
+    """
+
+    own_sums = False
+
+    def __init__(self, own: int, size: int, boxes: dict[tuple[int, int], queue.Queue]) -> None:
+        self._own, self._size, self._boxes = own, size, boxes
+        self.calls = self.received = 0
+
+    def _swap(self, sent: dict[int, torch.Tensor], into: dict[int, torch.Tensor]) -> Any:
+        self.calls += 1
+        for target, part in sent.items():
+            self._boxes[self._own, target].put(part.clone())
+
+        def wait() -> None:
+            for source, part in into.items():
+                part.copy_(self._boxes[source, self._own].get(timeout=_TIMEOUT_S))
+                self.received += part.numel() * (source != self._own)
+
+        return SimpleNamespace(wait=wait)
+
+    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Any:
+        return self._swap(dict.fromkeys(range(self._size), message), dict(enumerate(output.view(self._size, -1))))
+
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Any:
+        rows = (dict(enumerate(whole.view(self._size, -1))) for whole in (message, output))
+        return self._swap(*rows)
+
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Any:
+        return self._swap({target: message}, {source: output})
+
+    def broadcast(self, message: torch.Tensor, root: int) -> Any:
+        if self._own == root:
+            return self._swap({peer: message for peer in range(self._size) if peer != root}, {})
+        return self._swap({}, {root: message})
+
+
+def boxes(size: int) -> dict[tuple[int, int], queue.Queue]:
+    """The boxes of a group of so many ranks."""
+    return {(source, target): queue.Queue() for source in range(size) for target in range(size)}
+
+
+def transport(rank: int, groups: dict[Any, tuple[Wires, list[int]]], checksum: bool = False) -> Transport:
+    """The transport of one rank, with wires and ranks of every lane."""
+    made = Transport.__new__(Transport)
+    made._rank, made._checksum, made._sums = rank, checksum, False
+    made._groups = {
+        lane: _Group(wires, ranks, ranks.index(rank), None)  # type: ignore[arg-type]
+        for lane, (wires, ranks) in groups.items()
+    }
+    return made
+
+
+def on_all(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """What a function returns for every rank, each in a thread."""
+    results: dict[int, Any] = {}
+
+    def run(place: int) -> None:
+        torch.set_grad_enabled(False)
+        results[place] = call(ranks[place])
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_TIMEOUT_S)
+    return [results[place] for place in range(len(ranks))]

@@ -1,0 +1,316 @@
+"""Tiered collectives against what one process computes from everyone's data. Run by test_tiered.py on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hzero.codecs.codec import Codec
+from hzero.codecs.formats import chunk_numel
+from hzero.comm import (
+    Bucket,
+    Chain,
+    Collectives,
+    ErrorFeedback,
+    HopError,
+    Transport,
+    WireLog,
+)
+from hzero.comm.transport import world_timeout
+from hzero.config import ALGORITHMS, ROLES, CodecConfig
+from hzero.parsing import parse_config
+from hzero.plan.program import Program, gather_program, reduce_program
+from hzero.plan.shards import ShardPlan
+from hzero.topology.grid import Grid
+from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew
+
+NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+GRIDS = {
+    8: [
+        Grid(2, 2, 2),
+        Grid(1, 4, 2),
+        Grid(8, 1, 1),
+        Grid(1, 1, 8),
+        Grid(2, 2, 2, order=("gcd", "node", "gpu")),
+        Grid(2, 2, 2, ranks=(3, 0, 5, 6, 1, 7, 4, 2)),
+        Grid(4, 2, 1, nodes_per_group=2),
+        Grid(2, 4, 1, order=("gpu", "node", "gcd"), gpus_per_hive=2, clusters=2),
+    ],
+    6: [Grid(3, 1, 2), Grid(1, 3, 2), Grid(3, 1, 2, ranks=(5, 0, 3, 1, 2, 4))],
+    4: [Grid(2, 1, 2), Grid(1, 2, 2, ranks=(3, 0, 2, 1))],
+}
+
+
+def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=None, **block) -> Collectives:
+    codecs = {"weights": weights or {}, "gradients": gradients or {}}
+    block = {"preset": "lossless", "codecs": codecs, "transport": TRANSPORT, **block}
+    if shard:
+        block["shard"] = shard
+    plan = ShardPlan.from_config(
+        parse_config({**block, "error_feedback": list(feedback)}),
+        grid,
+        dist.get_rank(),
+    )
+    return Collectives(plan, Transport(plan), WireLog(), ErrorFeedback() if feedback else None)
+
+
+def _bucket(role: str, dtype: torch.dtype) -> Bucket:
+    return Bucket(tuple(range(len(NUMELS))), tuple(chunk_numel(n, WORLD) for n in NUMELS), dtype, role)
+
+
+def _everyones(dtype: torch.dtype, seed: int = 0) -> list[list[torch.Tensor]]:
+    """Tensors of every rank, the same on all: [rank][tensor]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randn(n, generator=generator).to(dtype) for n in NUMELS] for _ in range(WORLD)]
+
+
+def _gather(collectives: Collectives, whole: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    bucket = _bucket("weights", dtype)
+    rank = dist.get_rank()
+    shards = [t[rank * c : (rank + 1) * c] for t, c in zip(whole, bucket.chunks)]
+    program = gather_program(collectives.plan, collectives.plan.gather_hops())
+    return collectives.run(program, bucket, lambda: shards, _same).wait()
+
+
+def _same(value):
+    return value
+
+
+def reduce(collectives: Collectives, hops, bucket: Bucket, tensors, rows: int = WORLD, **how) -> Chain:
+    program = reduce_program(collectives.plan, hops, rows, shard_order=rows == WORLD)
+    return collectives.run(program, bucket, lambda: tensors, _same, **how)
+
+
+def _same_everywhere(tensors: list[torch.Tensor]) -> None:
+    mine = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in tensors])
+    everyones = [torch.empty_like(mine) for _ in range(WORLD)]
+    dist.all_gather(everyones, mine)
+    for other in everyones:
+        assert torch.equal(other, mine)
+
+
+def check_gather_exact() -> None:
+    for grid, dtype in itertools.product(GRIDS[WORLD], (torch.float32, torch.bfloat16, torch.float16)):
+        whole = _everyones(dtype)[0]
+        for got, want in zip(_gather(_collectives(grid), whole, dtype), whole):
+            assert torch.equal(got[: want.numel()], want)
+
+
+def check_gathered_differences_are_added() -> None:
+    """Whatever the order of ranks; rotated or not, the same bits everywhere, and those of a decode that is added."""
+    for grid, leaf in itertools.product(GRIDS[WORLD], ("none", "int4", {"codec": "int8", "rotation": 64})):
+        _add_gathered(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), leaf)))
+
+
+def _add_gathered(collectives: Collectives) -> None:
+    bucket, rank, hops = _bucket("weights", torch.bfloat16), dist.get_rank(), collectives.plan.gather_hops()
+    whole, copies = _everyones(torch.bfloat16)[:2]
+    shards = [tensor[rank * chunk : (rank + 1) * chunk] for tensor, chunk in zip(whole, bucket.chunks)]
+    before = [torch.cat([t, t.new_zeros(WORLD * chunk - t.numel())]) for t, chunk in zip(copies, bucket.chunks)]
+    after = [tensor.clone() for tensor in before]
+    codec = Codec.from_config(hops[0].codec)
+    decoded = bucket if codec.name == "none" else dataclasses.replace(bucket, dtype=torch.float32)
+
+    program = gather_program(collectives.plan, hops, left=hops[-1].codec)
+    whole = gather_program(collectives.plan, hops).steps[-1]
+
+    def add(message: torch.Tensor) -> list[torch.Tensor]:
+        collectives.add_decoded(program, bucket, message, after)
+        return collectives.run(Program((whole,)), decoded, lambda: message, _same).wait()
+
+    added = collectives.run(program, bucket, lambda: shards, add).wait()
+    for old, part, new in zip(before, added, after):
+        assert torch.equal(new, (old.float() + part.float()).bfloat16())
+    _same_everywhere(after)
+
+
+def check_gather_codec_exp() -> None:
+    """Bit for bit, through tiers with and without it. lost_block_checks.py has blocks that it cannot hold."""
+    exp: dict[str, str] = {"gpu": "exp", "node": "exp"}
+    for grid, weights in itertools.product(GRIDS[WORLD], (exp, {**exp, "gcd": "exp"}, {"gcd": "exp", "node": "int8"})):
+        whole = _everyones(torch.bfloat16)[0]
+        collectives = _collectives(grid, weights=weights)
+        got = _gather(collectives, whole, torch.bfloat16)
+        assert {entry.codec for entry in collectives.wire_log.entries()} == {
+            hop.codec.codec for hop in collectives.plan.gather_hops()
+        }
+        if "int8" in weights.values():
+            _same_everywhere(got)
+            continue
+        for tensor, want in zip(got, whole):
+            assert torch.equal(tensor[: want.numel()].view(torch.int16), want.view(torch.int16))
+
+
+def check_pass_through_equals_one_encoding() -> None:
+    """Where all tiers have one codec the payload is encoded once: what arrives is one round trip of each shard."""
+    for grid in GRIDS[WORLD]:
+        whole = _everyones(torch.float32)[0]
+        got = _gather(_collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8")), whole, torch.float32)
+        codec = Codec.from_config(CodecConfig(codec="int8"))
+        bucket = _bucket("weights", torch.float32)
+        for index, (tensor, chunk) in enumerate(zip(whole, bucket.chunks)):
+            for rank in range(WORLD):
+                shard = tensor[rank * chunk : (rank + 1) * chunk]
+                payload = codec.encode([shard], [chunk])
+                (once,) = codec.decode(payload, [chunk], dtype=torch.float32)
+                kept = got[index][rank * chunk : rank * chunk + shard.numel()]
+                assert torch.equal(kept, once[: shard.numel()])
+
+
+def check_reduce_exact() -> None:
+    for grid, dtype in itertools.product(GRIDS[WORLD], (torch.float32, torch.bfloat16)):
+        everyones = _everyones(dtype)
+        collectives = _collectives(grid)
+        bucket = _bucket("gradients", dtype)
+        rank = dist.get_rank()
+        shards = reduce(collectives, collectives.plan.reduce_hops(), bucket, everyones[rank]).wait()
+        for index, chunk in enumerate(bucket.chunks):
+            total = torch.stack([ranks[index].float() for ranks in everyones]).sum(0)
+            want = total[rank * chunk : (rank + 1) * chunk]
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(
+                shards[index][: want.numel()].float(), want, rtol=tolerance, atol=tolerance * WORLD
+            )
+
+
+def check_reduce_codecs_bounded_and_in_two_parts() -> None:
+    """Lossy hops keep their summed bounds; a chain cut at the boundary gives the same bits as one in a piece."""
+    mixes = [
+        dict.fromkeys(("gcd", "gpu", "node"), "int8"),
+        dict.fromkeys(("gcd", "gpu", "node"), "bf16"),
+        {"gcd": "none", "gpu": "int8", "node": "int4"},
+        {"gcd": "int8", "gpu": "none", "node": "int8"},
+        {tier: {"codec": "int8", "rotation": 64} for tier in ("gcd", "gpu", "node")},
+    ]
+    for grid, mix in itertools.product(GRIDS[WORLD], mixes):
+        everyones = _everyones(torch.float32)
+        collectives = _collectives(grid, gradients=mix, shard={"weights": "package", "gradients": "node"})
+        plan, bucket, rank = collectives.plan, _bucket("gradients", torch.float32), dist.get_rank()
+        whole = reduce(collectives, plan.reduce_hops(), bucket, everyones[rank]).wait()
+        inside = reduce(collectives, plan.micro_hops(), bucket, everyones[rank]).wait()
+        split = reduce(collectives, plan.boundary_hops(), bucket, inside, plan.gradient_rows).wait()
+        for index, chunk in enumerate(bucket.chunks):
+            # Rotated sums stay rotated inside a chain, and are rotated back where it is cut, which rounds them.
+            assert torch.equal(whole[index].float(), split[index].float()) or isinstance(mix["node"], dict)
+            total = torch.stack([ranks[index] for ranks in everyones]).sum(0)
+            want = total[rank * chunk : (rank + 1) * chunk]
+            largest = sum(float(ranks[index].abs().max()) for ranks in everyones)
+            allowed = sum(Codec.from_config(hop.codec).error_bound(largest) for hop in plan.reduce_hops()) * 1.2
+            error = float((whole[index][: want.numel()] - want).abs().max()) if want.numel() else 0.0
+            assert error <= allowed + 1e-4, (grid, mix, error, allowed)
+
+
+def check_overflow_survives() -> None:
+    for bad in (float("nan"), float("inf")):
+        collectives = _collectives(
+            GRIDS[WORLD][0], gradients=dict.fromkeys(("gcd", "gpu", "node"), "int4"), feedback=("node",)
+        )
+        bucket, rank = _bucket("gradients", torch.float32), dist.get_rank()
+        mine = _everyones(torch.float32)[rank]
+        if rank == WORLD - 1:
+            mine[4][7] = bad
+        shards = reduce(collectives, collectives.plan.reduce_hops(), bucket, mine).wait()
+        owner = 7 // bucket.chunks[4]
+        assert bool(torch.isfinite(shards[4]).all()) == (rank != owner)
+        again = reduce(collectives, collectives.plan.reduce_hops(), bucket, _everyones(torch.float32)[rank]).wait()
+        assert all(bool(torch.isfinite(t).all()) for t in again)
+
+
+def check_wire_log_counts_what_the_layout_says() -> None:
+    grid = GRIDS[WORLD][0]
+    collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
+    _gather(collectives, _everyones(torch.float32)[0], torch.float32)
+    codec, bucket, rows = Codec.from_config(CodecConfig(codec="int8")), _bucket("weights", torch.float32), 1
+    entries = {(entry.role, entry.tier): entry for entry in collectives.wire_log.entries()}
+    for hop in collectives.plan.gather_hops():
+        entry = entries[("weights", hop.tier)]
+        assert entry.payload_bytes == codec.message_bytes(bucket.chunks, rows, 4)
+        assert entry.wire_bytes == (hop.size - 1) * entry.payload_bytes
+        assert entry.elements == rows * sum(bucket.chunks) and entry.hops == 1 and entry.seconds > 0
+        rows *= hop.size
+    collectives.wire_log.reset()
+    assert collectives.wire_log.entries() == []
+
+
+def check_chains_give_their_own_results_in_any_order_of_waits() -> None:
+    """Ranks wait in orders of their own, as DeepSpeed does over sets; so do chains of two roles."""
+    grid = GRIDS[WORLD][0]
+    collectives = _collectives(grid, weights=dict.fromkeys(("gcd", "gpu", "node"), "int8"))
+    plan, whole, rank = collectives.plan, _everyones(torch.float32)[0], dist.get_rank()
+    weights, gradients = _bucket("weights", torch.float32), _bucket("gradients", torch.float32)
+    gathering = gather_program(plan, plan.gather_hops())
+
+    def gather(factor: int) -> Chain:
+        shards = [t[rank * c : (rank + 1) * c] * factor for t, c in zip(whole, weights.chunks)]
+        return collectives.run(gathering, weights, lambda: shards, _same)
+
+    def sums(factor: int) -> Chain:
+        return reduce(collectives, plan.reduce_hops(), gradients, [t * factor for t in whole])
+
+    once, summed = gather(1).wait(), sums(1).wait()
+    for turn in range(20):
+        order = [(kind, factor) for factor in (1, 2, 4, 8) for kind in (gather, sums)]
+        chains = [(kind, factor, kind(factor)) for kind, factor in order]
+        random.Random(turn * WORLD + rank).shuffle(chains)
+        for kind, factor, chain in chains:
+            want = once if kind is gather else summed
+            for got, expected in zip(chain.wait(), want):
+                assert torch.equal(got, expected * factor), (turn, kind, factor)
+
+
+def check_draining_waits_for_every_chain() -> None:
+    collectives = _collectives(GRIDS[WORLD][0])
+    plan, bucket = collectives.plan, _bucket("gradients", torch.float32)
+    tensors = _everyones(torch.float32)[0]
+    chains = [reduce(collectives, plan.reduce_hops(), bucket, tensors) for _ in range(3)]
+    collectives.lanes.drain()
+    assert all(chain.done for chain in chains)
+
+
+def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
+    """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
+    if WORLD == 6:
+        pytest.skip("8 ranks try 2 to 8")
+    rank, lane = dist.get_rank(), ("weights", "node")
+    for ranks in range(2, WORLD + 1):
+        if rank >= ranks:  # torch names a group also after the number of groups that its ranks have made
+            for _ in ROLES:
+                dist.new_group([rank], use_local_synchronization=True)
+            continue
+        order = Grid(ranks, 1, 1, ranks=(ranks - 1, *range(ranks - 1)))  # not the order of rank numbers
+        transport = Transport(ShardPlan.from_config(parse_config({"transport": TRANSPORT}), order, rank))
+        coordinates = list(order.tier_group(rank, "node"))
+        for count in (0, 1, 3, 16, 257, 40_000):
+            generator = torch.Generator().manual_seed(count)
+            everyones = torch.randint(0, 256, (ranks, count), dtype=torch.uint8, generator=generator)
+            for algorithm in ALGORITHMS:
+                message = everyones[rank].clone()
+                pending = transport.start(lane, "all_gather", message, "a message", algorithm=algorithm)
+                assert torch.equal(pending.wait(), everyones[coordinates].view(-1)), (ranks, count, algorithm)
+
+
+def check_a_peer_that_does_not_come_is_named() -> None:
+    """Last, since a group that timed out cannot be used again."""
+    assert world_timeout() == timedelta(seconds=HOP_TIMEOUT_S)  # what groups get where nothing else is said
+    grid = GRIDS[WORLD][0]
+    plan = _collectives(grid).plan
+    transport = Transport(plan, timedelta(seconds=2))
+    everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
+    lane = ("gradients", "gcd")
+    transport.start(lane, "all_to_all", everyone, "a first message").wait()  # connects, which is not what is timed
+    if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
+        transport.start(lane, "all_to_all", everyone, "gradients").wait()
+    elif dist.get_rank():
+        with pytest.raises(HopError) as error:
+            transport.start(lane, "all_to_all", everyone, "gradients").wait()
+        for part in ("all-to-all of gradients", "tier 'gcd'", f"rank {dist.get_rank()} among [0, 1]", "32 bytes"):
+            assert part in str(error.value), error.value
+    begin_anew()

@@ -1,0 +1,140 @@
+"""The stage beside DeepSpeed's AutoTP, which divides a model of transformers. Run by test_stage.py on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.utils import groups
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hzero
+from hzero.deepspeed import autotp
+from hzero.engine.guard import Guard
+from tests.deepspeed.training import (
+    VOCAB,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    same_on_all_ranks,
+    shared_folder,
+    train,
+)
+
+TENSOR, STEPS = 2, 2
+
+
+@contextlib.contextmanager
+def _autotp() -> Iterator[None]:
+    """Afterwards DeepSpeed, which keeps groups and mode for all later engines, forgets them."""
+    try:
+        yield
+    finally:
+        groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
+        groups._DATA_PARALLEL_GROUP = None
+        set_autotp_mode(training=False)
+
+
+def _train(block: dict[str, Any] | None, accumulation: int) -> tuple[list[float], list[float], Any]:
+    """Losses, gradient norms, and the engine."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **shape))
+    engine, norms = (
+        engine_of(ds_config(block, accumulation, tensor_parallel={"autotp_size": TENSOR}), model),
+        list[float](),
+    )
+    return train(engine, STEPS, accumulation, norms=norms, loss_of=_loss), norms, engine
+
+
+def _loss(engine: Any, step: int, micro: int) -> torch.Tensor:
+    ids = batch(step, micro, dist.get_rank() // TENSOR)
+    return engine(input_ids=ids, labels=ids).loss
+
+
+def _same_norm_weight(engine: Any) -> bool:
+    """Whether all ranks have the same bits of a weight that is not divided."""
+    return same_on_all_ranks([deepspeed.utils.safe_get_full_fp32_param(engine.module.model.norm.weight)])
+
+
+def check_autotp_gives_the_losses_of_stock() -> None:
+    """With codec none; and int8 and int4 train, on all ranks of a tensor group with the same bits of what is whole."""
+    for preset, accumulation in (("lossless", 1), ("zero1", 2), ("topo", 2)):
+        with _autotp():
+            stock, stock_norms, engine = _train(None, accumulation)
+            engine.destroy()
+        with _autotp():
+            losses, norms, engine = _train(block_of(preset), accumulation)
+            own = hzero.state(engine)
+            assert own is not None and own.plan.grid.world_size == dist.get_world_size() // TENSOR
+            if preset == "topo":
+                assert losses[0] == pytest.approx(stock[0], rel=0.05) and losses[-1] == pytest.approx(
+                    stock[-1], rel=0.05
+                )
+            else:
+                assert_losses(losses, stock, what=f"losses of {preset} and ZeRO-3 beside AutoTP")
+                assert norms == pytest.approx(stock_norms, rel=1e-5)
+            assert _same_norm_weight(engine)
+            engine.destroy()
+
+
+def check_codecs_of_autotp_reach_its_sums() -> None:
+    """Forward sums what two layers of a block leave, backward what each of five takes; another engine gets DeepSpeed's own."""
+    with _autotp():
+        stock, _, engine = _train(None, accumulation=1)
+        engine.destroy()
+    with _autotp():
+        losses, _, engine = _train(block_of("lossless", codecs={"tensor": "int8"}), accumulation=1)
+        hops = [entry for entry in hzero.state(engine).wire_log.entries() if entry.role == "tensor"]
+        assert hops and all(entry.codec == "int8" and entry.wire_bytes < entry.raw_bytes for entry in hops)
+        tokens, hidden, blocks = 2 * 9, 20, 2
+        # An all-reduce over two ranks is a reduce-scatter and an all-gather.
+        assert sum(entry.hops for entry in hops) == 2 * STEPS * blocks * (2 + 5)
+        assert sum(entry.raw_bytes for entry in hops) >= STEPS * blocks * (2 + 5) * tokens * hidden * 4
+        assert losses != stock and losses == pytest.approx(stock, rel=0.02)
+        layers = [layer for layer in engine.module.modules() if hasattr(layer, "hzero_group")]
+        assert len(layers) == blocks * 7
+        assert _same_norm_weight(engine)
+        folder = str(shared_folder())
+        engine.save_checkpoint(folder, tag="here")
+        on = train(engine, STEPS, first=STEPS, loss_of=_loss)
+        engine.load_checkpoint(folder, tag="here")
+        assert train(engine, STEPS, first=STEPS, loss_of=_loss) == on, "a checkpoint goes on bit for bit"
+        engine.destroy()
+        assert not any("hzero_group" in vars(layer) or "forward" in vars(layer) for layer in layers)
+
+
+def check_layers_of_autotp_with_a_forward_of_their_own_are_named() -> None:
+    """And an engine that cannot be built leaves the layers as they were."""
+    taken, block = [], block_of("lossless", codecs={"tensor": "int8"})
+
+    def take_over(module: Any, *rest: Any) -> Any:
+        own = module.model.layers[0].mlp.down_proj
+        own.forward = types.MethodType(lambda layer, tensor: type(layer).forward(layer, tensor), own)
+        group = stock(module, *rest)
+        taken.extend(layer for layer in module.modules() if hasattr(layer, "hzero_group"))
+        return group
+
+    stock = autotp.take_over
+    with (
+        _autotp(),
+        mock.patch.object(autotp, "take_over", take_over),
+        mock.patch.object(autotp.logger, "warning") as warned,
+        mock.patch.object(Guard, "__init__", side_effect=RuntimeError("on the way")),
+        pytest.raises(RuntimeError, match="on the way"),
+    ):
+        _train(block, accumulation=1)
+    assert len(taken) == 2 * 7 - 1 and not any(hasattr(layer, "hzero_group") for layer in taken)
+    said = [call.args[0] % call.args[1:] for call in warned.mock_calls]
+    named = "with a forward or a gather of their own: model.layers.0.mlp.down_proj (LinearAllreduce)"
+    assert [named in text for text in said] == [True] * (dist.get_rank() == 0), said

@@ -1,0 +1,147 @@
+"""Codecs inside the stage: of single parameters, and those that lose nothing or have a rate. Run by test_stage.py on 4 ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad
+
+from hzero.config import BASE_TIERS, TIERS
+from hzero.validation import ConfigError
+from tests.deepspeed.training import (
+    AwkwardNet,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    masters_of,
+    read_of,
+    run,
+    train,
+)
+
+NONE = {role: dict.fromkeys(BASE_TIERS, "none") for role in ("weights", "gradients")}
+
+
+def check_an_exception_of_all_is_the_other_codec() -> None:
+    """The same bits, whatever the scopes and types; with differences those are left out where nothing is lossy."""
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not allow it on processors, though torch can
+    half = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # whose sums are of parts of an average
+    cases: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("topo", {}, half),
+        ("replica", {"accumulators": "bf16"}, {}),
+        ("zeropp", {}, half),
+        ("topo", {"refresh_differences": True}, {}),
+    )
+    for preset, more, changes in cases:
+        same = {key: value for key, value in more.items() if key == "accumulators"}
+        found = run(block_of(preset, codecs={"except": {"*": "none"}}, **more), 2, **changes)
+        assert found.has_bits_of(run(block_of(preset, codecs=NONE, **same), 2, **changes)), (preset, more)
+
+
+def check_exceptions_travel_by_their_own_codec() -> None:
+    """What forward reads of them, and their gradients, are those of their codec; all ranks hold the same bits."""
+    codecs = {"except": {"norm.*": "none", "down.weight": "none", "*.weight": {"codec": "int8", "block_size": 64}}}
+    exact = {"norm.weight", "norm.bias", "down.weight"}
+    for preset, accumulation in (("topo", 1), ("half", 2), ("replica", 2), ("zeropp", 1)):
+        gradients: list[dict[str, torch.Tensor]] = []
+        for block in (block_of(preset, codecs=codecs), block_of(preset, codecs=NONE)):
+            model = AwkwardNet()
+            engine = engine_of(ds_config(block, accumulation), model)
+            for micro in range(accumulation):
+                engine.backward(engine(batch(0, micro)))
+                if micro + 1 < accumulation:
+                    engine.step()
+            found = {name: safe_get_full_grad(p) for name, p in model.named_parameters() if p.requires_grad}
+            gradients.append({name: grad.clone() for name, grad in found.items()})
+            engine.step()
+            train(engine, 1, accumulation, first=1)
+            if block["codecs"] is not NONE:
+                masters, read = masters_of(engine), read_of(engine)
+                # In float32 int8 loses something of every matrix; scalars and zeros are exact in any codec.
+                assert all(torch.equal(read[name], masters[name]) for name in exact), preset
+                assert not torch.equal(read["up.weight"], masters["up.weight"])
+            engine.destroy()
+        got, want = gradients
+        for name in exact:
+            # Forward reads other weights, so gradients are near and not equal.
+            assert float((got[name] - want[name]).norm() / want[name].norm()) < 0.05, (preset, name)
+        assert not torch.equal(got["up.bias"], want["up.bias"])
+
+
+def check_a_pattern_without_a_parameter_is_refused() -> None:
+    """Before a group is made, on all ranks; also where another pattern comes first."""
+    for patterns, found in (({"nrom*": "none"}, "nrom*"), ({"norm*": "int8", "norm.weight": "none"}, "norm.weight")):
+        with pytest.raises(ConfigError) as caught:
+            engine_of(ds_config(block_of("topo", codecs={"except": patterns})))
+        message = str(caught.value)
+        assert message.startswith(
+            f"hzero.codecs.except: found {found!r}, which matches no parameter that an earlier"
+        ), message
+        assert "embed.weight" in message
+
+
+def check_codec_exp_changes_no_bit() -> None:
+    """On every tier and in resident payloads; in fewer bytes."""
+    runs, moved = [], []
+    for codec in ("none", "exp"):
+        block = block_of("lossless", codecs={"weights": dict.fromkeys(TIERS, codec)})
+        runs.append(run(block, 2, model=AwkwardNet(width=256, inner=1024), bf16={"enabled": True}))
+        entries = [entry for entry in runs[-1].log if entry.role == "weights"]
+        assert {entry.codec for entry in entries} == {codec}
+        moved.append(sum(entry.wire_bytes for entry in entries))
+    assert runs[1].has_bits_of(runs[0])
+    assert 0.75 < moved[1] / moved[0] < 0.85, moved
+
+
+def check_weights_that_codec_exp_cannot_hold_travel_without_it() -> None:
+    """Numbers of all sizes in one matrix: the first step is discarded, and from then on training is that without the codec."""
+    for weights, gradients in (("package", "node"), ("world", "world"), ("device", "node")):
+        losses, masters = [], []
+        for codec in ("none", "exp"):
+            shard = {"weights": weights, "gradients": gradients}
+            codecs = {"weights": dict.fromkeys(TIERS, codec)}
+            block = block_of("lossless", codecs=codecs, shard=shard, guard={"discarded_steps": 1})
+            net = AwkwardNet(width=128, inner=512)
+            _spread(net.frozen.weight.data)  # which stays so
+            engine = engine_of(ds_config(block, 2, bf16={"enabled": True}), net)
+            if codec == "exp":
+                before = masters_of(engine)
+                assert not any(map(math.isfinite, train(engine, 1, 2)))
+                assert all(torch.equal(master, before[name]) for name, master in masters_of(engine).items())
+            losses.append(train(engine, 2, 2))
+            masters.append(masters_of(engine))
+            engine.destroy()
+        assert losses[0] == losses[1], weights
+        assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
+
+
+def _spread(tensor: torch.Tensor) -> None:
+    """Makes exponents that codec exp cannot hold."""
+    generator = torch.Generator().manual_seed(0)
+    tensor *= torch.exp2(-torch.randint(0, 100, tensor.shape, generator=generator)).to(tensor.dtype)
+
+
+def check_codec_exp_is_refused_for_other_types() -> None:
+    config = ds_config(block_of("lossless", codecs={"weights": {"node": "exp"}}))
+    says = "hzero.codecs.weights.node: found 'exp', which holds bfloat16 numbers, with torch.float32 of"
+    with pytest.raises(ConfigError, match=says):
+        engine_of(config)
+
+
+def check_codec_zfp_trains_as_without_a_codec_but_for_its_noise() -> None:
+    losses, moved = {}, {}
+    for rate in (None, 12, 20):
+        codec = {"codec": "zfp", "rate": rate} if rate else "none"
+        block = block_of("lossless", codecs=dict.fromkeys(("weights", "gradients"), dict.fromkeys(TIERS, codec)))
+        found = run(block, 2, 3, AwkwardNet(width=64, inner=256))
+        losses[rate], entries = found.losses, [one for one in found.log if one.role in ("weights", "gradients")]
+        assert {entry.codec for entry in entries} == {"zfp" if rate else "none"}
+        moved[rate] = sum(entry.wire_bytes for entry in entries)
+    errors = {rate: max(abs(a - b) / abs(b) for a, b in zip(losses[rate], losses[None])) for rate in (12, 20)}
+    assert 0 < errors[20] < errors[12] < 0.02, (errors, losses)
+    assert 12 / 32 <= moved[12] / moved[None] < 0.45 and moved[12] < moved[20] < moved[None], moved

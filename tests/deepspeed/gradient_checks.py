@@ -1,0 +1,289 @@
+"""Gradients inside DeepSpeed. Run by test_stage.py on 4 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+from deepspeed.utils import groups
+
+import hzero
+from hzero.comm import Canary, HopError
+from hzero.deepspeed.state import StageState
+from tests.comm.faulty_transport import FaultyTransport
+from tests.deepspeed.race_detector import recording
+from tests.deepspeed.training import (
+    INNER,
+    LR,
+    OFFLOAD,
+    WIDTH,
+    AwkwardNet,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    masters_of,
+    mean_gradient_norm,
+    run,
+    train,
+)
+
+
+def check_accumulators_in_bf16() -> None:
+    """Half the memory; losses and norms stay near, the same bits again, and a window of one micro-step loses nothing."""
+    for preset, changes in (("lossless", {}), ("zero1", {"managed_gradient_accumulation": False})):
+        found: dict[str, list[Any]] = {}
+        for kind in ("fp32", "bf16", "bf16 again"):
+            engine = engine_of(ds_config(block_of(preset, accumulators=kind[:4]), 3, **changes))
+            norms: list[float] = []
+            losses = train(engine, 3, 3, norms=norms, managed=not changes)
+            held = hzero.state(engine).memory()["gradient accumulators"]
+            found[kind] = [losses, norms, held, masters_of(engine)]
+            engine.destroy()
+        assert_losses(found["bf16"][0], found["fp32"][0], 1e-3)
+        assert_losses(found["bf16"][1], found["fp32"][1], 1e-2, "gradient norms")
+        assert found["bf16"][1] != found["fp32"][1] and 2 * found["bf16"][2] == found["fp32"][2] > 0
+        for name, master in found["bf16"][3].items():
+            assert torch.equal(master, found["bf16 again"][3][name]), name
+    assert run(block_of("lossless", accumulators="bf16")).has_bits_of(run(block_of("lossless", accumulators="fp32")))
+
+
+class _Sometimes(torch.nn.Module):
+    """A layer used in some micro-steps and steps only, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.always = torch.nn.Linear(5, 7)
+        self.sometimes = torch.nn.Linear(7, 7)
+        self.never = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = self.always(x)
+        return (self.sometimes(y) if use else y).square().mean()
+
+
+def _sometimes_batch(step: int, micro: int) -> tuple[torch.Tensor, bool]:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + dist.get_rank()))
+    return x, (step % 3 == 0 and micro == 0) or (step % 3 == 1 and micro == 1)
+
+
+def check_silent_parameters_match_ddp() -> None:
+    """A parameter that is silent at times gets the gradients that DDP would give it, and no stale one; so does the norm."""
+    unmanaged = {"managed_gradient_accumulation": False}
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
+    both = {**OFFLOAD, **unmanaged}
+    for preset, cases in (("lossless", ({}, both)), ("hpz", (OFFLOAD, unmanaged))):
+        for changes in cases:
+            engine = engine_of(ds_config(block_of(preset), 2, **sgd, **changes), _Sometimes())
+            reference = _Sometimes()
+            optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+            for step in range(4):
+                for micro in range(2):
+                    engine.backward(engine(*_sometimes_batch(step, micro)))
+                    if "managed_gradient_accumulation" not in changes or micro:
+                        engine.step()
+                    (reference(*_sometimes_batch(step, micro)) / 2).backward()
+                for param in reference.parameters():
+                    if param.grad is not None:
+                        dist.all_reduce(param.grad)
+                        param.grad /= dist.get_world_size()
+                norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05))
+                where = f"{preset}, {changes}, step {step}"
+                assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, where
+                optimizer.step()
+                optimizer.zero_grad()
+                for name, master in masters_of(engine).items():
+                    want = dict(reference.named_parameters())[name].detach()
+                    torch.testing.assert_close(master, want, msg=f"{where}: {name}")
+            engine.destroy()
+
+
+def check_a_window_given_up_leaves_nothing() -> None:
+    """After ``zero_grad`` in place of a step neither its gradients nor their norms count; on the host as on the device."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.05}
+    x = _sometimes_batch(0, 0)[0]
+    reference = _Sometimes()
+    reference(x, False).backward()
+    norm = mean_gradient_norm(reference)
+    for preset, changes in (("lossless", {}), ("lossless", OFFLOAD), ("hpz", OFFLOAD)):
+        engine = engine_of(ds_config(block_of(preset), 1, **sgd, **changes), _Sometimes())
+        engine.backward(engine(x, True))
+        engine.optimizer.zero_grad()
+        engine.backward(engine(x, False))
+        engine.step()
+        assert abs(float(engine.get_global_grad_norm()) / norm - 1) < 1e-4, (preset, changes)
+        engine.destroy()
+
+
+def check_fp16_skips_a_step_and_goes_on() -> None:
+    """An overflow skips the step, keeps payloads valid, clears the window, and training goes on finite."""
+    # DeepSpeed does not allow fp16 on processors, though torch can; the loss scaler is what is tested here.
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 100}
+    for preset in ("lossless", "topo"):
+        engine = engine_of(ds_config(block_of(preset), 1, fp16=fp16))
+        before, scale = masters_of(engine), engine.optimizer.loss_scale
+        train(engine, 1)
+        assert engine.optimizer.overflow and engine.optimizer.loss_scale < scale
+        for name, master in masters_of(engine).items():
+            assert torch.equal(master, before[name])
+        hzero.state(engine).settle()
+        refreshed = hzero.state(engine).wire_log.entries()
+        train(engine, 1, first=1)
+        node = [e.hops for e in refreshed if (e.role, e.tier) == ("weights", "node")]
+        again = [e.hops for e in hzero.state(engine).wire_log.entries() if (e.role, e.tier) == ("weights", "node")]
+        assert node == again, "a skipped step must leave the resident payloads valid"
+        losses = train(engine, 16, first=2)
+        assert not engine.optimizer.overflow and losses[-1] < losses[0]
+        engine.destroy()
+
+
+def check_a_skipped_step_leaves_no_residual() -> None:
+    """What a window's gradients left counts from its step on, and not at all where the step is skipped."""
+    get_accelerator().is_fp16_supported = lambda: True
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+    engine = engine_of(ds_config(block_of("topo", error_feedback=["node"]), 1, fp16=fp16))
+    train(engine, 3)
+    feedback = hzero.state(engine).gradients._collectives.feedback
+    before = {key: kept.clone() for key, (kept, _) in feedback._residuals.items()}
+    assert before and any(bool(kept.any()) for kept in before.values())
+    loss = engine(batch(3, 0))
+    hook = engine.module.gain.register_hook(lambda gradient: gradient * float("inf"))
+    engine.backward(loss)
+    hook.remove()
+    engine.step()
+    assert engine.optimizer.overflow
+    for key, (kept, _) in feedback._residuals.items():
+        assert torch.equal(kept, before[key]), key
+    train(engine, 1, first=4)
+    assert not engine.optimizer.overflow
+    changed = [key for key, (kept, _) in feedback._residuals.items() if not torch.equal(kept, before[key])]
+    assert len(changed) > len(before) // 2
+    engine.destroy()
+
+
+def check_sequence_parallelism_has_the_gradients_of_whole_sequences() -> None:
+    """Ulysses: two ranks share a sequence. Norms are those of stock ZeRO-3 and of one rank with whole sequences."""
+
+    def half(step: int) -> torch.Tensor:
+        place = dist.get_rank() % 2
+        return batch(step, 0, rank=dist.get_rank() // 2)[:, 4 * place : 4 * place + 5]
+
+    reference = AwkwardNet()
+    trainable = [param for param in reference.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
+    want = []
+    for step in range(3):
+        sequences = dist.get_world_size() // 2
+        sum(reference(batch(step, 0, rank=sequence)) / sequences for sequence in range(sequences)).backward()
+        want.append(float(torch.nn.utils.clip_grad_norm_(trainable, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for block in (None, block_of("lossless"), block_of("zero3")):
+        try:
+            deepspeed.init_distributed("gloo", verbose=False)
+            mpu.initialize_sequence_parallel(sequence_parallel_size=2)
+            engine = engine_of(ds_config(block), mpu=mpu)
+            norms: list[float] = []
+            train(engine, 3, norms=norms, loss_of=lambda engine, step, _: engine(half(step)))
+            assert engine.sequence_parallel_size == 2
+            assert_losses(norms, want, 1e-4, f"gradient norms of {block}")
+            engine.destroy()
+        finally:
+            mpu._release_sequence_parallel_groups()
+            groups.mpu = None
+
+
+def check_a_message_that_arrives_changed_is_never_stepped() -> None:
+    """With a checksum, on processors and as on a device, which compares before the step. The canary comes when it is due.
+
+    All ranks have the fault, so that all stop at the same place.
+    """
+    changed = "arrived changed from rank"
+    config = ds_config(block_of("topo", checksum=True, canary={"every_steps": 2, "bytes": 1000}))
+    with mock.patch.object(sys.modules[StageState.__module__], "Transport", FaultyTransport):
+        for device in (contextlib.nullcontext(), recording()):
+            with device:
+                engine = engine_of(config)
+                train(engine, 1)
+                before = masters_of(engine)
+                transport = hzero.state(engine)._collectives._transport
+                transport.spares = lambda lane, what: lane != ("gradients", "node") or "checksums" in what
+                transport.faults = ["flip"]
+                loss = engine(batch(1, 0))
+                with pytest.raises(HopError, match=rf"gradients of \d+ parameters .* on tier 'node' .*{changed}"):
+                    engine.backward(loss)
+                transport.faults = []
+                with pytest.raises(RuntimeError, match="lost by an error"):  # whoever has caught it and goes on
+                    engine.optimizer.step()
+                for name, master in masters_of(engine).items():
+                    assert torch.equal(master, before[name]), name
+                engine.destroy()
+    for every, count in ((1, 3), (2, 2), (0, 0)):
+        with mock.patch.object(Canary, "send", autospec=True, side_effect=Canary.send) as send:
+            engine = engine_of(ds_config(block_of("topo", canary={"every_steps": every, "bytes": 1000})))
+            train(engine, 2)
+        assert send.call_count == count, every
+        engine.destroy()
+
+
+def check_the_guard_ends_training_that_diverges() -> None:
+    """By name of the parameters, on all ranks, with the weights of the last good step, from which training can go on."""
+    model = AwkwardNet()
+    engine = engine_of(ds_config(block_of("topo", guard=2), 1), model)
+    train(engine, 2)
+    good = masters_of(engine)
+    rank, spoil = dist.get_rank(), [True]
+    one = torch.zeros(INNER, WIDTH)
+    one[0, 0] = float("nan")  # in the shard of one rank, and all must name it
+    model.up.weight.register_hook(lambda grad: grad + one if spoil[0] and rank == 3 else grad)
+    train(engine, 1, first=2)
+    assert engine.optimizer.overflow
+    with pytest.raises(hzero.DivergenceError) as caught:
+        train(engine, 1, first=3)
+    message = str(caught.value)
+    assert "2 steps in a row (guard: 2); the last is step 4 of this engine" in message
+    assert "Not finite in the gradients of 1 of 9 parameters: up.weight. " in message
+    assert "Not finite in the weights of 0 of 9 parameters. " in message
+    ratios = {what: float(text) for what, text in re.findall(r"(\w+ \w+) on [a-z, ]+: ([\d.]+) dB", message)}
+    assert 40 < ratios["weights int8"] < 80 and 15 < ratios["gradients int4"] < 35, message
+    assert all(torch.equal(weight, good[name]) for name, weight in masters_of(engine).items())
+    spoil[0] = False
+    train(engine, 1, first=4)
+    spoil[0] = True
+    train(engine, 1, first=5)  # the count began again
+    engine.destroy()
+
+
+def check_without_a_guard_training_goes_on_as_in_stock() -> None:
+    """Stock discards such steps for ever."""
+    model = AwkwardNet()
+    engine = engine_of(ds_config(block_of("lossless", guard=0), 1), model)
+    model.up.weight.register_hook(lambda grad: grad * float("inf"))
+    train(engine, 4)
+    assert engine.optimizer.overflow
+    engine.destroy()
+
+
+def check_a_step_before_the_boundary_takes_what_has_come() -> None:
+    """The optimizer's own ``step``, after the first of two micro-steps: as in stock, where shards have been delivered."""
+    masters = []
+    for block in (None, block_of("lossless")):
+        engine = engine_of(ds_config(block, 2))
+        engine.backward(engine(batch(0, 0)))
+        engine.optimizer.step()
+        masters.append(masters_of(engine))
+        engine.destroy()
+    for name, want in masters[0].items():
+        torch.testing.assert_close(masters[1][name], want, rtol=1e-5, atol=1e-6)

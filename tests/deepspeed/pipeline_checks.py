@@ -1,0 +1,426 @@
+"""Pipelines with ZeRO-1: PP 2 x DP 4, and TP 2 x PP 2 x DP 2. Run by test_stage.py on 8 ranks, 2 nodes x 2 GPUs x 2 GCDs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
+from torch.nn import functional as F  # noqa: N812
+
+import hzero
+from benchmarks.hybrid.model import ColumnParallel, RowParallel
+from hzero.codecs.codec import Codec
+from hzero.comm import Communicator, for_dimension
+from hzero.comm.process_groups import group_timeout, world_timeout
+from hzero.config import CodecConfig, TopologyConfig
+from hzero.deepspeed import pipeline_state
+from hzero.deepspeed.stage1 import HZeroStage1
+from hzero.deepspeed.stage_messages import StageMessages
+from hzero.manifest import Manifest
+from hzero.topology import resolve_grid
+from hzero.validation import ConfigError
+from tests.deepspeed.training import (
+    TOPOLOGY,
+    VOCAB,
+    assert_losses,
+    batch,
+    ds_config,
+    engine_of,
+    shared_folder,
+)
+
+#: The last is the elements of a bucket of gradients.
+WIDTH, INNER, LENGTH, BUCKET = 13, 20, 9, 400
+#: Groups of the last pipeline. DeepSpeed makes a dozen a pipeline and keeps them; each has threads that wake 100 times a second.
+made: list[dist.ProcessGroup] = []
+
+
+class Embed(torch.nn.Module):
+    """Tokens to ``[batch, length - 1, width]``; tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = torch.nn.Parameter(torch.randn(VOCAB, WIDTH) / 4)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Activations, and positions as int64, which no codec takes."""
+        return F.embedding(tokens, self.weight), torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+
+
+class Block(torch.nn.Module):
+    """A residual layer whose inner units are split over a tensor group."""
+
+    def __init__(self, seed: int, group: Communicator | None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        up, down = torch.nn.Linear(WIDTH, INNER), torch.nn.Linear(INNER, WIDTH)
+        self.up = up if group is None else ColumnParallel(up, group)
+        self.down = down if group is None else RowParallel(down, group)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[batch, length - 1, width]`` and positions to the same."""
+        x, positions = inputs
+        scale = (1 + positions % 3).unsqueeze(-1).to(x.dtype) / 2
+        return x + scale * self.down(torch.relu(self.up(self.norm(x)))), positions
+
+
+class Head(torch.nn.Module):
+    """The head where it is not tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.linear = torch.nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Logits."""
+        return self.linear(inputs[0])
+
+
+def _head(embed: Embed, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.linear(inputs[0], embed.weight)
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def pipeline_of(config: dict[str, Any], tensor: int, tied: bool = False, stages: int = 2) -> Any:
+    """An engine of pipeline stages, their embedding and head tied or not; stock where the configuration has no block."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    dist.barrier()  # a rank may still connect to a group whose engine others have refused
+    while made:
+        dist.destroy_process_group(made.pop())
+    kept, world = set(c10d._world.pg_map), dist.get_world_size()
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=world // stages // tensor)
+    group = None
+    if tensor > 1:
+        lists = topology.get_axis_comm_lists("model")
+        tensor_groups = [dist.new_group(ranks) for ranks in lists]
+        own = next(one for one, ranks in zip(tensor_groups, lists) if dist.get_rank() in ranks)
+        grid = resolve_grid(TopologyConfig(**TOPOLOGY), world)
+        group = for_dimension("tensor", config, own, grid=grid)
+    layers = [
+        TiedLayerSpec("embed", Embed) if tied else LayerSpec(Embed),
+        *(LayerSpec(Block, seed, group) for seed in (2, 3, 4)),
+        TiedLayerSpec("embed", Embed, forward_fn=_head) if tied else LayerSpec(Head),
+    ]
+    model = PipelineModule(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
+    made.extend(one for one in c10d._world.pg_map if one not in kept)
+    return engine_of(config, model)
+
+
+def train_pipeline(
+    block: dict[str, Any] | None,
+    tensor: int = 1,
+    dtype: str = "fp32",
+    steps: int = 3,
+    accumulation: int = 3,
+    tied: bool = False,
+) -> tuple[list[float], list[float], Any]:
+    """Losses, norms of gradients, and the engine."""
+    config = ds_config(None, accumulation, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET})
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+        if block is None:  # stock would add up in bfloat16 otherwise, micro-batches and ranks
+            config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    if block is not None:
+        config["zero_optimization"]["hzero"] = {"topology": TOPOLOGY, **block}
+    engine = pipeline_of(config, tensor, tied)
+    losses, norms = [], []
+    for step in range(steps):
+        losses.append(float(engine.train_batch(batches(engine, step, accumulation))))
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms, engine
+
+
+def batches(engine: Any, step: int, accumulation: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and labels of a step's micro-batches."""
+    rank = engine.grid.get_data_parallel_rank()
+    for micro in range(accumulation):
+        tokens = batch(step, micro, rank)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def end(engine: Any) -> None:
+    """DeepSpeed keeps an mpu for all later engines."""
+    engine.destroy()
+    groups.mpu = None
+
+
+NONE = {"codecs": {"gradients": "none"}}
+
+
+def same_weights(engine: Any) -> bool:
+    """Whether all ranks that have a weight have the same bits of it: data-parallel ranks, and tensor ranks, masters too."""
+    optimizer = engine.optimizer
+    whole = [param for param in engine.module.parameters() if not is_model_parallel_parameter(param)]
+    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        start = optimizer.hzero.gradients.plan.rank * int(optimizer.partition_size[index])
+        whole += [master[a - start : b - start] for a, b in optimizer._copied(index, start)]
+    equal = torch.ones(1, dtype=torch.int64)
+    for flats, group in (
+        (optimizer.bit16_groups_flat, engine.mpu.get_data_parallel_group()),
+        (whole, engine.mpu.get_slice_parallel_group()),
+    ):
+        mine = torch.cat([flat.detach().reshape(-1).view(torch.uint8) for flat in flats])
+        first = mine.clone()
+        dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)
+        equal *= int(torch.equal(first, mine))
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal)
+
+
+def check_pipelines_give_the_losses_of_stock() -> None:
+    """Bit for bit: of two or four ranks, sums in float32 in the order of ranks and of gloo's ring are the same here."""
+    for tensor, dtype in ((1, "fp32"), (1, "bf16"), (2, "bf16")):
+        want, want_norms, engine = train_pipeline(None, tensor, dtype, tied=True)
+        assert type(engine).__name__ == "HZeroPipelineEngine" and hzero.state(engine) is None
+        end(engine)
+        losses, norms, engine = train_pipeline(NONE, tensor, dtype, tied=True)
+        assert type(engine.optimizer).__name__ == "HZeroStage1"
+        assert same_weights(engine)
+        end(engine)
+        what = f"losses with tensor groups of {tensor} in {dtype}"
+        assert losses == want, what
+        assert_losses(norms, want_norms, 1e-6, what="gradient norms")
+
+
+LOSSY = {
+    "preset": "mild",
+    "codecs": {"pipeline": "int8", "optimizer": {"codec": "int8", "block_size": 64}, "tensor": "int8"},
+}
+
+
+def check_lossy_codecs_cost_little_and_leave_the_same_bits() -> None:
+    for tensor in (1, 2):
+        want, _, engine = train_pipeline(NONE, tensor, steps=6)
+        end(engine)
+        block = LOSSY if tensor > 1 else {**LOSSY, "codecs": {**LOSSY["codecs"], "tensor": "none"}}
+        feedback = {**block, "error_feedback": ["gpu"], "checksum": True}
+        for one, dtype in ((block, "bf16"),) if tensor > 1 else ((block, "fp32"), (feedback, "fp32")):
+            losses, _, engine = train_pipeline(one, tensor, dtype, steps=6)
+            assert losses != want and losses[-1] < losses[0]
+            assert_losses(losses, want, 0.02)
+            assert same_weights(engine)
+            # What the owner keeps is its master, as the codec leaves it, once for all tiers.
+            optimizer = engine.optimizer
+            rank = dist.get_rank(engine.mpu.get_data_parallel_group())
+            for partitions, master in zip(
+                optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
+            ):
+                own = partitions[rank]
+                codec = Codec.from_config(CodecConfig(codec="int8", block_size=64))
+                bound = codec.error_bound(float(master.abs().max()), own.dtype)
+                error = float((own.float() - master.to(own.dtype).float()).abs().max())
+                assert 0 < error <= bound
+            end(engine)
+
+
+def check_presets_of_activations_train() -> None:
+    """What the codecs of a preset have to carry between stages: float32 without tensor groups, bfloat16 with them."""
+    for tensor, presets in ((1, {"zhybrid": "zfp", "mzhybrid": "mpc"}), (2, {"hybrid": "int8"})):
+        want, _, engine = train_pipeline(NONE, tensor)
+        end(engine)
+        for preset, codec in presets.items():
+            dtype = "fp32" if tensor == 1 else "bf16"
+            losses, _, engine = train_pipeline({"preset": preset}, tensor, dtype)
+            assert_losses(losses, want, 0.02, what=f"{preset}, tensor groups of {tensor}, {dtype}")
+            assert same_weights(engine)
+            own = hzero.state(engine)
+            own.settle()
+            sent = {entry.role: entry.codec for entry in own.wire_log.entries()}
+            assert sent["pipeline"] == sent["optimizer"] == codec
+            assert tensor == 1 or sent["tensor"] == codec
+            end(engine)
+
+
+def check_what_the_next_stage_receives_as_it_is() -> None:
+    """A block that codec exp cannot hold goes a second time. DeepSpeed sends masks as float16, and all but zero is true."""
+    generator, me = torch.Generator().manual_seed(1), dist.get_rank()
+    words = torch.randint(-(1 << 15), 1 << 15, (40000,), generator=generator).to(torch.int16).view(torch.bfloat16)
+    mask = torch.randint(0, 2, (1000,), generator=generator).half()
+    rotated = {"codec": "int8", "rotation": 64}  # of which zeros come back as other small numbers
+    stock = {"send": lambda tensor, to: dist.send(tensor, to), "recv": lambda tensor, of: dist.recv(tensor, of)}
+    for codecs, sent in (("exp", words), (rotated, mask)):
+        messages = StageMessages(Communicator({"codecs": codecs, "topology": TOPOLOGY}))
+        with mock.patch.multiple(p2p, **stock), messages:
+            if me % 2:
+                found = torch.zeros_like(sent)
+                messages.recv(found, me - 1)
+                assert torch.equal(found.view(torch.int16), sent.view(torch.int16))
+            else:
+                messages.send(sent, me + 1)
+        dist.barrier()
+
+
+def check_a_skipped_step_leaves_no_residuals() -> None:
+    _, _, engine = train_pipeline({"preset": "mild", "error_feedback": ["gpu"]}, 2, steps=2)
+    feedback = engine.optimizer.hzero.gradients._tiered.feedback
+
+    def residuals() -> dict[Any, torch.Tensor]:
+        return {key: kept[0].clone() for each in feedback.saved().values() for key, kept in each.items()}
+
+    before = residuals()
+    assert before
+    spoiled = next(param for param in engine.module.parameters() if param.requires_grad)
+    handle = spoiled.register_hook(lambda gradient: gradient * float("inf"))
+    engine.train_batch(batches(engine, 2))
+    handle.remove()
+    assert engine.optimizer.overflow and not feedback._pending
+    after = residuals()
+    assert after.keys() == before.keys() and all(torch.equal(kept, after[key]) for key, kept in before.items())
+    end(engine)
+
+
+def check_sums_of_gradients_stay_within_the_bounds_of_their_codecs() -> None:
+    """A partition of the first step's mean over 2 x 2 ranks, in int8 on both tiers, beside the exact one."""
+    found, largest = [], torch.zeros(1)
+    fill = HZeroStage1._fill
+
+    def filled(self: HZeroStage1, index: int, row: torch.Tensor, start: int) -> None:
+        fill(self, index, row, start)
+        largest[0] = max(float(largest), float(row.abs().max()))
+
+    for codec in ("none", "int8"):
+        with (
+            mock.patch.object(HZeroStage1, "step"),
+            mock.patch.object(HZeroStage1, "_fill", filled),
+        ):
+            _, _, engine = train_pipeline({"codecs": {"gradients": codec}}, steps=1)
+        found.append(engine.optimizer.averaged_gradients[0].flat_partition.clone())
+        end(engine)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    bound = Codec.from_config(CodecConfig(codec="int8")).error_bound
+    inner = 2 * bound(float(largest))  # of the sum of a package
+    allowed = (2 * inner + 2 * bound(2 * float(largest) + inner)) / 4
+    assert 0 < float((found[0] - found[1]).abs().max()) <= allowed
+
+
+def check_the_wire_log_counts_what_the_shapes_say() -> None:
+    steps, accumulation = 2, 3
+    for tensor in (1, 2):
+        block = {"codecs": {"gradients": "int8", "pipeline": "int8"}}
+        _, _, engine = train_pipeline(block, tensor, steps=steps, accumulation=accumulation)
+        own = hzero.state(engine)
+        own.settle()
+        entries = {(entry.role, entry.tier): entry for entry in own.wire_log.entries()}
+        data = dist.get_world_size() // 2 // tensor
+        inside = {4: [("gcd", 2), ("gpu", 1)], 2: [("gpu", 1)]}[data]  # parts of a partition that come from a peer
+        assert set(entries) == {
+            *((role, tier) for role in ("gradients", "optimizer") for tier, _ in inside),
+            ("pipeline", "node"),
+            *([("tensor", "gcd")] if tensor > 1 else []),
+        }
+        codec = Codec.from_config(CodecConfig(codec="int8"))
+        # DeepSpeed sends a part of the activations for each tensor rank, and gathers them behind the wire.
+        values = 2 * (LENGTH - 1) * WIDTH // tensor
+        messages = entries["pipeline", "node"]
+        assert messages.hops == 2 * steps * accumulation  # as many sent as received
+        assert messages.raw_bytes == steps * accumulation * values * 4
+        assert messages.wire_bytes == steps * accumulation * codec.message_bytes([values], 1, 4)
+        elements = sum(param.numel() for param in engine.module.parameters())
+        partition = -(-elements // (2 * data)) * 2
+        columns = BUCKET // data
+        parts = [min(columns, partition - first) for first in range(0, partition, columns)]
+        for tier, rows in inside:
+            entry = entries["gradients", tier]
+            assert entry.hops == steps * len(parts)
+            assert entry.raw_bytes == steps * rows * partition * 4
+            assert entry.wire_bytes == steps * sum(codec.message_bytes([part], rows, 4) for part in parts)
+        for tier, rows in inside:  # copies cross the outer tier first
+            entry = entries["optimizer", tier]
+            assert (entry.codec, entry.hops) == ("none", steps)
+            assert entry.raw_bytes == steps * rows * partition * 4
+        end(engine)
+
+
+def check_evaluation_and_checkpoints_of_pipelines() -> None:
+    """A run that goes on from a checkpoint repeats the bits of one that went on: codecs that round to nearest have no state."""
+    folder, block = shared_folder(), {"preset": "mild", "codecs": {"pipeline": "int8"}, "checkpoint": {}}
+    _, _, engine = train_pipeline(block, steps=2)
+    evaluated = float(engine.eval_batch(batches(engine, 7)))
+    assert evaluated == float(engine.eval_batch(batches(engine, 7)))
+    engine.save_checkpoint(str(folder), tag="here")
+    dist.barrier()
+    assert len(Manifest.read(folder / "here").files) == len(list((folder / "here").glob("*.pt")))
+    want = [float(engine.train_batch(batches(engine, step))) for step in (7, 8)]
+    assert want[0] == evaluated
+    end(engine)
+    _, _, other = train_pipeline(block, steps=1)
+    other.load_checkpoint(str(folder), tag="here")
+    assert [float(other.train_batch(batches(other, step))) for step in (7, 8)] == want
+    end(other)
+    _, _, third = train_pipeline({**block, "error_feedback": ["gpu"]}, steps=1)
+    with mock.patch.object(pipeline_state.logger, "warning") as warned:
+        third.load_checkpoint(str(folder), tag="here")
+    assert ["residuals of error feedback start at zero" in call.args[0] for call in warned.mock_calls] == [True] * (
+        dist.get_rank() == 0
+    )
+    assert not third.optimizer.hzero.gradients._tiered.feedback.saved()
+    end(third)
+
+
+def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
+    def refused(message: str, changes: dict[str, Any], tensor: int = 1, tied: bool = False, **block: Any) -> None:
+        zero = {"stage": 1, **changes.pop("zero_optimization", {})}
+        with pytest.raises(ConfigError, match=message) as error:
+            pipeline_of(ds_config({"topology": TOPOLOGY, **block}, zero_optimization=zero, **changes), tensor, tied)
+        assert "\n" not in str(error.value)
+        groups.mpu = None
+
+    for message, zero in (
+        ("needs zero_optimization.stage 1 with a PipelineModule, found 3", {"stage": 3}),
+        ("offload_optimizer.device: found cpu", {"offload_optimizer": {"device": "cpu"}}),
+        ("zero_optimization.elastic_checkpoint: found True", {"elastic_checkpoint": True}),
+        ("zero_optimization.round_robin_gradients: found True", {"round_robin_gradients": True}),
+    ):
+        refused(message, {"zero_optimization": zero})
+    refused("hzero.shard: given with pipeline stages", {}, shard={"weights": "device", "gradients": "device"})
+    refused("hzero.guard: given with pipeline stages", {}, guard=3)
+    refused("hzero.codecs.weights: given with pipeline stages", {}, codecs={"weights": "int8"})
+    refused("hzero.codecs.optimizer.gcd: found 'exp', which holds bfloat16", {}, codecs={"optimizer": "exp"})
+    refused("fp16.enabled: found True", {"fp16": {"enabled": True}})
+    types = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    refused("data_types.grad_accum_dtype: found bf16", types)
+    refused("tensor_parallel.autotp_size: found 2", {"tensor_parallel": {"autotp_size": 2}})
+    refused(r"gradients.gcd: found 'int4' with weights that are tied over stages \(embed\)", {}, tied=True)
+    with mock.patch.object(deepspeed, "PipelineEngine", PipelineEngine):
+        refused("found the engine PipelineEngine, which hzero does not support", {})
+    differs = r"codecs.gradients.gpu: found 'int4' with parameter \d.up.weight, which differs between the ranks"
+    with mock.patch.object(pipeline_state, "is_model_parallel_parameter", return_value=False):
+        refused(differs, {}, tensor=2)
+    with pytest.raises(ConfigError, match="found 1, which is for a PipelineModule"):
+        engine_of(ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1}))
+
+
+def check_exact_weights_of_stages_are_those_of_the_masters_and_their_waits_are_limited() -> None:
+    _, _, engine = train_pipeline(LOSSY, 2, steps=1)
+    optimizer = engine.optimizer
+    rank = optimizer.hzero.optimizer.plan.rank
+    decoded = [flat.clone() for flat in optimizer.bit16_groups_flat]
+    with hzero.exact_weights(engine):
+        for partitions, master in zip(
+            optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+        ):
+            assert torch.equal(partitions[rank], master.to(partitions[rank].dtype))
+        assert any(not torch.equal(now, flat) for now, flat in zip(optimizer.bit16_groups_flat, decoded, strict=True))
+    assert all(torch.equal(now, flat) for now, flat in zip(optimizer.bit16_groups_flat, decoded, strict=True))
+    # Those that DeepSpeed makes do not inherit the world's.
+    timeouts = {group_timeout(group) for group in (engine.mpu.get_slice_parallel_group(), engine.grid.pp_proc_group)}
+    assert timeouts == {world_timeout()}
+    end(engine)

@@ -1,0 +1,254 @@
+"""Steps under the race detector, with all waits and without one. Run by test_stage.py on 8 ranks."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_full_grad
+
+import hzero
+from hzero.comm import Communicator
+from hzero.comm.lanes import DeviceStreams
+from hzero.config import BASE_TIERS, PRESETS
+from hzero.deepspeed.state import stage_lanes
+from tests.deepspeed.race_detector import recording
+from tests.deepspeed.tensor_checks import tensor_groups, train_split
+from tests.deepspeed.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
+from tests.ranks import LONG
+
+
+class _Net(AwkwardNet):
+    """Has weights that no forward waits for, in a refresh message of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(WIDTH, WIDTH)
+
+
+class _ReadsOutside(_Net):
+    """Reads a parameter of a module that it does not call."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.unused.bias.sum()
+
+
+def _engine(
+    preset: str,
+    accumulation: int = 2,
+    zero: dict[str, Any] | None = None,
+    block: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    small = {"stage3_prefetch_bucket_size": 400, "reduce_bucket_size": 400, "sub_group_size": 500}
+    zero = {"stage": 3, **small, **(zero or {})}
+    return engine_of(
+        ds_config(block_of(preset, **(block or {})), accumulation, zero_optimization=zero, **changes), _Net()
+    )
+
+
+def _steps(preset: str, accumulation: int = 2, **block: Any) -> Any:
+    engine = _engine(preset, accumulation, block=block)
+    train(engine, 2, accumulation)
+    return engine
+
+
+def _node_gathers_by_doubling() -> Any:
+    """With checksums, and a canary at every step."""
+    setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
+    topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
+    checked = {"checksum": True, "canary": {"every_steps": 1, "bytes": 1000}}
+    return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
+
+
+def _weights_in_exp() -> Any:
+    """Payloads tell at the boundary whether blocks were lost."""
+    codecs = {"weights": dict.fromkeys(BASE_TIERS, "exp")}
+    engine = _engine("lossless", 1, block={"codecs": codecs}, bf16={"enabled": True})
+    train(engine, 2, 1)
+    return engine
+
+
+def _scopes_of_one_device() -> Any:
+    """No hop fetches weights or reduces the gradients of a micro-step."""
+    topology = {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}
+    scopes = {"weights": "package", "gradients": "package"}
+    return _steps("topo", topology=topology, shard=scopes, accumulators="bf16")
+
+
+def _load_and_offload() -> Any:
+    """A checkpoint is loaded, and states leave the device, while a step's refresh is under way."""
+    model = _Net()
+    model.frozen.weight.requires_grad_(True)  # DeepSpeed 0.19.8 cannot offload the shards of frozen parameters
+    engine = engine_of(ds_config(block_of("topo"), 1), model)
+    folder = str(shared_folder())
+    engine.save_checkpoint(folder)
+    train(engine, 1, 1)
+    engine.load_checkpoint(folder)
+    train(engine, 1, 1)
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
+    engine.reload_states()
+    train(engine, 1, 1)
+    return engine
+
+
+def _edit_and_exact_forward() -> Any:
+    """An edit while a step's refresh is under way; an exact forward and a decoded one, with no backward behind it."""
+    engine = _engine("topo")
+    train(engine, 1, 2)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            engine.module.gain.data.fill_(5.0)
+    train(engine, 1, 2, first=1)
+    with torch.no_grad():
+        with hzero.exact_weights(engine):
+            engine(batch(2, 0))
+        engine(batch(2, 0))
+    return engine
+
+
+def _kept_whole_in_bf16() -> Any:
+    """Parameters that stay whole between steps; gradients outside DeepSpeed's buffer, cast before they are sent.
+
+    Accumulation is the caller's, so all buckets cross at the boundary; the last window is given up.
+    """
+    zero = {"stage3_param_persistence_threshold": 10**6, "contiguous_gradients": False}
+    unmanaged = {"managed_gradient_accumulation": False}
+    block = {"accumulators": "bf16", "codecs": {"except": {"norm.*": "none"}}}
+    engine = _engine(
+        "topo", zero=zero, block=block, bf16={"enabled": True}, communication_data_type="fp32", **unmanaged
+    )
+    for step in range(2):
+        for micro in range(2):
+            engine.backward(engine(batch(step, micro)))
+        engine.step()
+    engine.backward(engine(batch(2, 0)))
+    engine.optimizer.zero_grad()
+    return engine
+
+
+def _read_between_micro_steps() -> Any:
+    """Without accumulators: a micro-step ends while its reductions are under way, and a reader wants their shards."""
+    engine = _engine("zeropp", 3)
+    for step in range(2):
+        for micro in range(3):
+            engine.backward(engine(batch(step, micro)))
+            if micro == 1:
+                safe_get_full_grad(engine.module.up.weight)
+            engine.step()
+    return engine
+
+
+def _without_optimizer() -> Any:
+    """Forward before anything has stopped the device, of a model that reads a parameter outside its module."""
+    block = block_of("topo", canary={"every_steps": 0})  # which would come after all that is done before it
+    config = {k: v for k, v in ds_config(block).items() if k != "optimizer"}
+    engine = hzero.initialize(model=_ReadsOutside(), config=config)[0]
+    with torch.no_grad():
+        engine(batch(0, 0))
+    return engine
+
+
+def _without_a_stage() -> Any:
+    """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
+    stage_lanes("torch")
+    settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
+    world = dist.get_world_size()
+    group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
+    for _ in range(2):
+        tensor = torch.randn(world, 40)
+        average = torch.randn(50)
+        chains: list[Any] = [group.average_into(average, 1), group.all_reduce(tensor, key=0, async_op=True)]
+        chains += [group.all_gather(tensor, async_op=True), group.all_to_all(tensor, async_op=True)]
+        chains += [group.broadcast(tensor, 1, async_op=True), group.reduce_scatter(tensor, key=2, async_op=True)]
+        for chain in chains:
+            chain.wait_read()
+        tensor.zero_()
+        del tensor
+        assert sum(float(chain.wait().sum()) for chain in chains) != 0
+    last = [group.all_gather(torch.randn(40), async_op=True), group.all_to_all(torch.randn(world, 40), async_op=True)]
+    last.append(group.broadcast(torch.randn(40), 0, async_op=True))
+    group.average_into(torch.randn(50), 1)
+    torch.randn(50).add_(1)
+    assert sum(float(chain.wait().sum()) for chain in last) != 0
+    group.broadcast(torch.ones(3), 0).add_(1)
+    return mock.Mock()
+
+
+def _beside_tensor_groups() -> Any:
+    """Sums of activations in layers, between gathers of weights and reductions of gradients."""
+    stage_lanes("torch")
+    block = block_of("topo", codecs={"tensor": "int8"}, canary={"every_steps": 1})
+    with tensor_groups(2) as mpu:
+        return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
+
+
+#: What is recorded. Each makes an engine and does something with it.
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    # Three presets accumulate; the others take half the time. Those that differ from others by codecs only are left out.
+    **{
+        f"steps, {preset}": functools.partial(_steps, preset, 1 + (preset in ("lossless", "topo", "replica")))
+        for preset in PRESETS
+        if preset not in ("hybrid", "mzhybrid", "zhybrid", "mild", "zero2")
+    },
+    "steps, differences": functools.partial(_steps, "topo", 1, refresh_differences=True),
+    "steps, differences of whole weights": functools.partial(_steps, "replica", 1, refresh_differences=True),
+    "steps, gathers by doubling": _node_gathers_by_doubling,
+    "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}, canary={"every_steps": 0}),
+    "steps, scopes of one device": _scopes_of_one_device,
+    "steps, weights in exp": _weights_in_exp,
+    "load and offload": _load_and_offload,
+    "edit and exact forward": _edit_and_exact_forward,
+    "kept whole, bf16": _kept_whole_in_bf16,
+    "a reader between micro-steps": _read_between_micro_steps,
+    "without optimizer": _without_optimizer,
+    "without a stage": _without_a_stage,
+    "beside tensor groups": _beside_tensor_groups,
+}
+
+
+#: Presets whose scopes lie between those of the others.
+_BETWEEN = ("steps, zero3", "steps, hpz", "steps, half", "steps, lossless")
+
+
+def check_no_races() -> None:
+    """All accesses of every buffer, collectives included, have an order, and no buffer is freed while it is in use."""
+    _expect_no_races(one for one in SCENARIOS if one not in _BETWEEN)
+
+
+def check_no_races_of_presets_between() -> None:
+    if LONG.args[0]:
+        pytest.skip(LONG.kwargs["reason"])
+    _expect_no_races(_BETWEEN)
+
+
+def _expect_no_races(scenarios: Iterable[str]) -> None:
+    for scenario in scenarios:
+        with recording() as trace:
+            engine = SCENARIOS[scenario]()
+            engine.destroy()
+            del engine
+        races = trace.races()
+        assert not races, f"{scenario}: {len(races)} races\n" + "\n".join(races[:6])
+
+
+def check_a_run_without_a_wait_has_races() -> None:
+    """Without one of the stage's waits, of results for the stream that computed them, the detector finds races."""
+    wait = DeviceStreams.wait
+
+    def not_for_results(self: DeviceStreams, event: Any) -> None:
+        if sys._getframe(1).f_code.co_name != "wait":
+            wait(self, event)
+
+    with mock.patch.object(DeviceStreams, "wait", not_for_results), recording() as trace:
+        _steps("topo").destroy()
+    if dist.get_rank() == 0:
+        assert any("write on stream" in race for race in trace.races())

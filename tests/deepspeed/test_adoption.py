@@ -1,0 +1,122 @@
+"""A configuration with the block is served by hzero whoever calls DeepSpeed, and nothing else changes; in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hzero import cli
+from hzero.launch import free_port
+from tests.ranks import ROOT
+
+STAGE, STOCK = "HZeroStage3", "DeepSpeedZeroOptimizer_Stage3"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose entry point torch finds, as after an installation."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "hzero_entry-0.1.dist-info"
+    info.mkdir()
+    entry = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "hzero_autoload" in line)
+    (info / "entry_points.txt").write_text("[torch.backends]\n" + entry.replace('"', "") + "\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hzero-entry\nVersion: 0.1\n")
+    return folder
+
+
+def _run(*command: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """What a process of `tests.deepspeed.adoption` says, and its errors."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "HZERO_"))}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env = {**ours, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env["TORCHDYNAMO_DISABLE"] = "1"  # or an engine imports torch's compiler
+    env["PYTHONPATH"] = os.pathsep.join([environment.pop("site", ""), str(ROOT)]).strip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, *command], env={**env, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_every_place_of_the_block_is_served_or_refused(installed: Path) -> None:
+    found, errors = _run("-m", "tests.deepspeed.adoption", "places", site=str(installed))
+    assert found["loaded"] == ["hzero", "hzero.autoload"], "torch's entry point loads one small module"
+    assert found[""] == found["stock again"] == STOCK
+    assert found["inside"] == found["top"] == found["file"] == found["zero.Init"] == STAGE
+    assert found["both"].startswith("ConfigError: hzero: found at the top level and in zero_optimization")
+    assert "needs zero_optimization.stage 3, found 2" in found["stage 2"]
+    assert found["misspelt"] == "ConfigError: zero_optimization.h_zero: unknown key; did you mean 'hzero'?"
+    lines = [line for line in errors.splitlines() if line.startswith("hzero: topo on ")]
+    assert len(lines) == 4  # one for each engine that hzero serves
+    assert lines[0] == (
+        "hzero: topo on 1 node x 1 GPU x 1 GCD; weights over the package, gradients over the node; nothing is sent / "
+        "nothing is sent; transport gloo; codecs " + lines[0].rpartition(" ")[2]
+    )
+
+
+def test_without_autoload_the_block_is_never_ignored_in_silence(installed: Path) -> None:
+    found, _ = _run(
+        "-m", "tests.deepspeed.adoption", "without_autoload", site=str(installed), TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    assert "Extra inputs are not permitted" in found["inside"] and found["loaded"] == []
+    assert found["top"] == STOCK  # what nobody could see
+    assert len(found["late"]) == 2
+    assert all("an engine with the block was built before hzero was there" in error for error in found["late"])
+
+
+def test_the_stage_needs_no_extra_and_commands_name_theirs(installed: Path) -> None:
+    found, errors = _run("-m", "tests.deepspeed.adoption", "without_extras", site=str(installed))
+    assert found["stage"] == STAGE and "hzero: topo on" in errors
+    for command, (status, said) in found["said"].items():
+        extra = "tools" if command in ("doctor", "topology", "completion") else "train"
+        expected = rf'hzero: error: {command} needs \w+, which is not installed; pip install "hzero\[{extra}\]"\n'
+        assert status == 2 and re.fullmatch(expected, said), (command, status, said)
+    assert found["said"].keys() == cli.COMMANDS.keys() - {"run", "links"}  # these two need no extra
+
+
+def test_hzero_run_serves_a_script_without_a_change(installed: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom tests.deepspeed import adoption\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--lr', '1']\nadoption.by_script()\n"
+    )
+    found, errors = _run("-m", "hzero.run", str(script), "--lr", "1", site=str(installed), HZERO_AUTOLOAD="0")
+    assert found == {"inside": STAGE} and "no DeepSpeed configuration" not in errors
+    script.write_text("print('{}')\nraise SystemExit(0)")
+    assert 'no DeepSpeed configuration with an "hzero" block was read' in _run("-m", "hzero.run", str(script))[1]
+
+
+@pytest.mark.parametrize("raised", ["BrokenPipeError()", "ModuleNotFoundError(name='tokenizers')", "ConfigError('x')"])
+def test_what_a_script_raises_is_its_own(raised: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from hzero import ConfigError\nraise {raised}")
+    with pytest.raises(Exception) as error:
+        cli.main(["run", str(script)])
+    assert type(error.value).__name__ == raised.partition("(")[0]
+    assert cli.main(["run", "nothing.py"]) == 2 and "SCRIPT: no file 'nothing.py'" in capfd.readouterr().err
+
+
+def test_without_a_block_deepspeed_stays_as_it_is(installed: Path) -> None:
+    """The one thing that differs is the method in which configurations are seen."""
+    found, errors = _run("-m", "tests.deepspeed.adoption", "untouched", site=str(installed), HZERO_AUTOLOAD="0")
+    watched = "DeepSpeedConfig._initialize_params"
+    assert found["changed"] and [name for name in found["changed"] if watched not in name] == []
+    assert found["new"] == [] and found["seen"] > 10_000
+    assert found["alone"] and found["stock"] == STOCK and found["state"] and found["with_block"] == STAGE
+    assert errors.count("hzero: topo on") == 1
+
+
+def test_accelerate_without_deepspeed_is_refused(installed: Path) -> None:
+    pytest.importorskip("accelerate", minversion="1.12", reason="accelerate is not installed, or fails by itself here")
+    found, _ = _run("-m", "tests.deepspeed.adoption", "accelerate", site=str(installed))
+    assert "CPU" in found["without"]
+    for name in ("plugin", "environment"):
+        assert "Accelerate does not use DeepSpeed" in found[name] and "cpu=True" in found[name]

@@ -1,0 +1,125 @@
+"""Parts of parameters cut anew for another number of ranks, and files that run no code, without ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hzero.deepspeed.checkpoint import load, only_tensors
+from hzero.deepspeed.reshard import MODEL, OPTIMIZER, Layout, Resharding, cut
+from hzero.validation import ConfigError
+from tests.deepspeed.checkpoint_checks import Planted
+
+SHAPES = [(17, 257), (1,), (3,), (8, 8), (64, 297)]
+
+
+def _parts(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
+    size = -(-whole.numel() // world)
+    padded = torch.cat([whole.flatten(), torch.zeros(size * world - whole.numel(), dtype=whole.dtype)])
+    return list(padded.split(size))
+
+
+@pytest.mark.parametrize("old", [1, 3, 8, 31, 384])
+@pytest.mark.parametrize("new", [1, 2, 5, 64])
+def test_every_part_is_that_of_the_whole_and_few_files_are_read(old: int, new: int) -> None:
+    for shape in SHAPES:
+        whole = torch.arange(1, 1 + math.prod(shape), dtype=torch.float32)
+        parts, expected = _parts(whole, old), _parts(whole, new)
+        for rank in range(new):
+            read: list[int] = []
+
+            def source(other: int, parts: list[torch.Tensor] = parts, read: list[int] = read) -> torch.Tensor:
+                read.append(other)
+                return parts[other]
+
+            got = torch.zeros_like(expected[rank])
+            cut(got, len(whole), old, new, rank, source)
+            assert torch.equal(got, expected[rank]), (shape, rank)
+            if len(whole) > 100 * old * new:
+                assert len(set(read)) <= -(-old // new) + 1
+
+
+def _resharding(folder: Path, model: Any, optimizer: Any) -> Resharding:
+    torch.save(model, folder / f"zero_pp_rank_0_mp_rank_00_{MODEL}")
+    torch.save(optimizer, folder / f"bf16_zero_pp_rank_0_mp_rank_00_{OPTIMIZER}")
+    layout = Layout.of(2, [{"a": (4,)}])
+    return Resharding(folder, layout, 0, [0], lambda path, mmap: torch.load(path, mmap=mmap))
+
+
+def test_what_no_run_of_zero3_has_written_is_refused(tmp_path: Path) -> None:
+    model = {"dp_world_size": 1, "param_shapes": [{"a": (4,)}], "module": {}}
+    zero = {
+        "fp32_flat_groups": [torch.arange(4.0)],
+        "optimizer_state_dict": {"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]},
+    }
+    found = _resharding(tmp_path, model, {"optimizer_state_dict": zero}).load(OPTIMIZER)["optimizer_state_dict"]
+    assert torch.equal(found["fp32_flat_groups"][0], torch.tensor([0.0, 1.0]))
+    assert found["optimizer_state_dict"] == {"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]}
+    for bad in ({}, {**model, "param_shapes": [3]}, {**model, "dp_world_size": None}):
+        with pytest.raises(ConfigError, match="is no checkpoint of ZeRO-3"):
+            _resharding(tmp_path, bad, {})
+    with pytest.raises(ConfigError, match="is no checkpoint of ZeRO-3"):
+        _resharding(tmp_path, model, {"optimizer_state_dict": {}}).load(OPTIMIZER)
+    with pytest.raises(ConfigError, match="holds other parameters than the model: b"):
+        _resharding(tmp_path, {**model, "param_shapes": [{"a": (4,), "b": (1,)}]}, {})
+    two = {**zero, "optimizer_state_dict": {"state": {}, "param_groups": [{"params": []}, {"params": [0]}]}}
+    with pytest.raises(ConfigError, match="a is in group 0 of the optimizer, and was in group 1"):
+        _resharding(tmp_path, model, {"optimizer_state_dict": two}).load(OPTIMIZER)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_planted_file_runs_nothing_and_is_refused_by_name(tmp_path: Path, zipped: bool) -> None:
+    made, path = tmp_path / "made", tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    planted = {"optimizer_state_dict": torch.ones(3), "more": Planted(made)}
+    torch.save(planted, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        ConfigError, match=rf"{path.name}' needs (posix|os)\.system.*\"checkpoint\": .*loads it all the same"
+    ):
+        load(str(path), None, trust=False)
+    with (
+        pytest.raises(ConfigError, match=r"the checkpoint needs (posix|os)\.system"),
+        only_tensors(trust=False),
+    ):
+        torch.load(path, weights_only=False)  # as in DeepSpeed's zero_to_fp32
+    assert not made.exists()
+    load(str(path), None, trust=True)
+    assert made.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript")
+def test_what_is_no_file_of_torch_is_one_line(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(999)}, tmp_path / "cut")
+    os.truncate(tmp_path / "cut", 2000)
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(tmp_path / "script"))
+    (tmp_path / "text").write_text("no pickle")
+    (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
+    names = dict.fromkeys(("cut", "script", "empty", "text"), r"' cannot be loaded as tensors: \w")
+    for name, says in {**names, "pipe": "' is no regular file", "none": "' is no regular file"}.items():
+        with pytest.raises(ConfigError, match=name + says) as error:
+            load(str(tmp_path / name), None, trust=False)
+        assert len(str(error.value)) < len(str(tmp_path)) + 250
+
+
+def test_the_loss_scalers_of_deepspeed_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed trains in float16 on accelerators only, so its state is made here by hand."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    arguments = {"init_scale": 2**16, "scale_window": 9, "min_scale": 1, "delayed_shift": 2}
+    for dynamic in (True, False):
+        scaler = CreateLossScaler(torch.float16, 128.0, dynamic, {**arguments, "consecutive_hysteresis": False})
+        state = {"loss_scaler": scaler, "zero_stage": ZeroStageEnum.weights, "shapes": [{"w": torch.Size([3])}]}
+        torch.save(state, tmp_path / "state.pt")
+        with only_tensors(trust=False):  # inside another, as where DeepSpeed loads
+            found = load(str(tmp_path / "state.pt"), "cpu", trust=False)
+            again = torch.load(tmp_path / "state.pt", weights_only=False)
+        assert type(found["loss_scaler"]) is type(scaler) and vars(again["loss_scaler"]) == vars(scaler)
+        assert found["zero_stage"] is ZeroStageEnum.weights
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1" and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ

@@ -1,0 +1,307 @@
+"""Gathering by layer: losses and norms of stock ZeRO-3, bits of gathering by module. Run by test_units.py on 4 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import hzero
+from tests.deepspeed.training import TOPOLOGY, assert_losses, ds_config, engine_of, means_over_ranks
+
+WIDTH, VOCAB, LENGTH, STEPS, MICRO = 12, 31, 7, 2, 2
+#: Through the model: of each micro-step forward and backward, and an evaluation after each step.
+PASSES = STEPS * (2 * MICRO + 1)
+#: Sizes of DeepSpeed's buffers: nothing ahead and nothing kept, a part of a layer ahead, its defaults.
+NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 10**4}
+A_PART_AHEAD = {"stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 0}
+
+
+class Attention(nn.Module):
+    """A mixer of tokens with an adapter; ``scale`` comes by keyword."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mixed tokens, and the keys."""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(1, 2) * scale).softmax(-1)
+        return self.out(weights @ v) + self.b(self.a(x)), k
+
+
+class Mlp(nn.Sequential):
+    """A module that repeats inside a layer, in a list of experts."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 17), nn.GELU(), nn.Linear(17, WIDTH))
+
+
+class Layer(nn.Module):
+    """One norm that is used twice, experts of which some are used, several outputs."""
+
+    def __init__(self, experts: int = 1, rank: int = 2) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(rank)
+        self.experts = nn.ModuleList(Mlp() for _ in range(experts))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...] = (0,), scale: float = 0.3) -> Any:
+        """The tokens, and two more tensors in a dictionary."""
+        mixed, keys = self.attention(self.norm(x), scale=scale)
+        x = x + mixed
+        for number in used:
+            x = x + self.experts[number](self.norm(x))
+        return x, {"keys": keys, "mixed": mixed}
+
+
+class Decoder(nn.Module):
+    """Layers that are called whole, in parts, twice and not at all; a head whose weight the loss reads; an unused one."""
+
+    def __init__(self, layers: int = 3, experts: int = 1, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layers = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Layer(experts) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.unused = nn.Linear(WIDTH, 3)
+        self.experts, self.checkpointing = experts, checkpointing
+        self.route: Callable[[Decoder, torch.Tensor], torch.Tensor] = Decoder.through
+        self.micro = 0
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        """All layers, one after the other."""
+        for layer in self.layers:
+            if self.checkpointing is None:
+                x, more = layer(x, used=(self.experts - 1,))
+                x = x + 0.1 * more["keys"]
+            else:
+                x = checkpoint(lambda x, layer=layer: layer(x=x)[0], x, use_reentrant=self.checkpointing)
+        return x
+
+    def odd_ways(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer whole, one in every second micro-step, parts of two in turn, one twice; the others never."""
+        first, second, third, fourth, *_ = self.layers
+        x, _ = first(x, used=(2,) if self.micro else (0, 2))
+        if not self.micro:
+            x, _ = second(x, used=())
+        x = x + third.attention(third.norm(x), scale=0.2)[0]
+        x = x + fourth.experts[1](x)
+        x = x + third.experts[0](x)
+        for _ in range(2):
+            x, _ = first(x, used=(1,))
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of the next token."""
+        x = self.route(self, self.embedding(tokens[:, :-1]))
+        logits = F.linear(self.norm(x), self.head.weight)  # a fused loss reads the weight outside its module
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder of different layers, in lists of one class; tied embeddings, and a norm that all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.towers = nn.ModuleList(nn.ModuleList(kind() for _ in range(2)) for kind in (Layer, Cross))
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+        for layer in (*self.towers[0], *self.towers[1]):
+            layer.norm = self.towers[0][0].norm
+
+    _no_split_modules = ("Layer", "Cross")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of the tokens."""
+        seen = x = self.embedding(tokens[:, :-1])
+        for layer in self.towers[0]:
+            seen, _ = layer(seen)
+        for layer in self.towers[1]:
+            x = layer(x, seen=seen)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Cross(nn.Module):
+    """A layer of the decoder, which has a layer of the encoder's kind inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.mlp = nn.LayerNorm(WIDTH), Layer(), Mlp()
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Tokens that have seen others."""
+        x, more = self.inner(x + self.norm(seen).flip(1))
+        return x + self.mlp(more["mixed"])
+
+
+def _tokens(step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
+    return torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
+
+
+def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any]) -> tuple[Any, ...]:
+    """Losses, norms and evaluations of some steps; bytes that are left after them; hops of weights inside a package."""
+    gc.collect()
+    gc.freeze()  # what earlier engines have left is not counted
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**5, **zero}
+    if block is not None:
+        zero["hzero"] = {"topology": TOPOLOGY, "guard": {"every": 0}, **block}
+    engine = engine_of(ds_config(accumulation=MICRO, zero_optimization=zero), build())
+    losses, norms = [], []
+    for step in range(STEPS):
+        for micro in range(MICRO):
+            engine.module.micro = micro
+            loss = engine(_tokens(step, micro))
+            losses.append(loss.detach())
+            engine.backward(loss)
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(_tokens(step, 9)))
+        engine.train()
+    means = means_over_ranks(losses)
+    del loss, losses
+    engine.empty_partition_cache()
+    state = hzero.state(engine)
+    hops = 0
+    if state is not None:
+        state.settle()
+        hops = sum(one.hops for one in state.wire_log.entries() if (one.role, one.tier) == ("weights", "gcd"))
+    assert all(param.ds_status == ZeroParamStatus.NOT_AVAILABLE for param in engine.module.parameters())
+    # Parameters that no forward uses have resident payloads too if they are gathered with others.
+    left = _live_bytes() - (state.memory()["resident weights"] if state is not None else 0)
+    engine.destroy()
+    return means, norms, left, hops
+
+
+def _live_bytes() -> int:
+    """Bytes of tensors that have been made since the last ``gc.freeze``."""
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def _compare(build: Callable[[], nn.Module], *presets: str) -> dict[str, int]:
+    """Compares units with each other and with stock, and returns hops of weights by unit, with nothing gathered ahead."""
+    presets = presets or ("lossless", "topo")
+    stock, found = _run(build, None, {}) if "lossless" in presets else (), {}
+    for preset in presets:
+        runs = []
+        for unit in ("module", "layer"):
+            zero = A_PART_AHEAD if preset == "lossless" else NOTHING_AHEAD
+            runs.append(_run(build, {"preset": preset, "unit": unit}, zero))
+            found[unit] = runs[-1][3]
+        (by_module, by_layer) = runs
+        assert by_layer[:2] == by_module[:2], preset
+        if zero == NOTHING_AHEAD:
+            # Resident payloads that were laid together may still lie in both places; a whole layer is larger.
+            assert by_layer[2] <= by_module[2] + 4000, f"{by_layer[2]:,} bytes are left, {by_module[2]:,} by module"
+        if preset == "lossless":
+            assert_losses(by_layer[0], stock[0], 1e-6)
+            assert_losses(by_layer[1], stock[1], 1e-6, "norms")
+    return found
+
+
+def _lora(**keywords: Any) -> Decoder:
+    built = Decoder(**keywords)
+    for name, param in built.named_parameters():
+        param.requires_grad_(".a." in name or ".b." in name)
+    return built
+
+
+def _frozen_embedding(**keywords: Any) -> Decoder:
+    built = Decoder(**keywords)
+    built.embedding.requires_grad_(False)
+    return built
+
+
+def check_a_layer_is_one_gather() -> None:
+    hops = _compare(Decoder)
+    # Of 3 layers, embedding, norm, head, and what is evaluated outside its module.
+    assert hops["layer"] <= 8 * PASSES, hops
+    assert hops["module"] > 15 * PASSES, hops
+
+
+def check_odd_ways_through_layers() -> None:
+    def build() -> Decoder:
+        built = Decoder(layers=5, experts=3)
+        built.route = Decoder.odd_ways
+        return built
+
+    _compare(build)
+
+
+def check_frozen_embeddings() -> None:
+    _compare(_frozen_embedding, "lossless")
+
+
+def check_adapters() -> None:
+    _compare(_lora, "topo")
+
+
+def check_checkpointing_without_reentry() -> None:
+    """Backward computes a layer again and goes back through it with one gather."""
+    hops = _compare(lambda: Decoder(checkpointing=False))
+    again = _compare(lambda: _lora(checkpointing=False), "topo")
+    assert max(hops["layer"], again["layer"]) <= 8 * PASSES, (hops, again)
+
+
+def check_reentrant_checkpointing() -> None:
+    hops = _compare(lambda: Decoder(checkpointing=True))
+    assert hops["layer"] <= 8 * PASSES, hops
+
+
+def check_nested_layers_tied_weights_and_leaf_modules() -> None:
+    def build() -> Pair:
+        built = Pair()
+        set_z3_leaf_modules(built, [Mlp])
+        return built
+
+    _compare(build)
+
+
+def check_a_layer_is_no_larger_than_the_limit() -> None:
+    """The start line names the units; a layer is live as a whole, but no two, and no more than the limit."""
+    layer = sum(param.numel() for param in Layer().parameters())
+    most, lines = {}, {}
+    for name, block in {
+        "module": {"unit": "module"},
+        "layer": {},
+        "divided": {"unit_numel": layer - 1},
+        "none": {"unit_numel": 0},
+    }.items():
+        gc.collect()
+        gc.freeze()
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**5, **NOTHING_AHEAD}
+        zero["hzero"] = {"topology": TOPOLOGY, "guard": {"every": 0}, **block}
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            engine = engine_of(ds_config(zero_optimization=zero), Decoder())
+        lines[name] = said.getvalue()
+        sizes: list[int] = []
+        for part in engine.module.layers.modules():
+            part.register_forward_hook(lambda *_, sizes=sizes: sizes.append(_live_bytes()))
+        with torch.no_grad():
+            engine(_tokens(0, 0))
+            sizes.clear()
+            engine(_tokens(0, 0))
+        most[name] = max(sizes) / 4 / layer
+        engine.destroy()
+    if dist.get_rank() == 0:
+        assert "; gathers by layer (Layer x 3); transport" in lines["layer"], lines
+        assert "; gathers by layer (Attention x 3, ModuleList x 3); transport" in lines["divided"], lines
+        assert all("; gathers by module; transport" in lines[name] for name in ("module", "none")), lines
+    assert most["module"] + 0.2 < most["layer"] < most["module"] + 1.1, most
+    assert most["divided"] < most["layer"] - 0.2, most
+    assert abs(most["none"] - most["module"]) < 0.1, most

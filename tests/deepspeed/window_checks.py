@@ -1,0 +1,181 @@
+"""Accumulation windows: readers before the end, late reductions, errors. Run by test_stage.py on 4 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+
+import hzero
+from hzero.comm import HopError
+from tests.deepspeed.training import (
+    AwkwardNet,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    masters_of,
+    mean_gradient_norm,
+    train,
+)
+
+
+def check_early_gradient_readers_are_told() -> None:
+    """Before the boundary a reader gets an error that says when to come, and then DDP's gradient."""
+    for managed in (True, False):
+        config = ds_config(block_of("lossless"), 2, gradient_clipping=0.0, managed_gradient_accumulation=managed)
+        engine, reference = engine_of(config), AwkwardNet()
+        for micro in range(2):
+            engine.backward(engine(batch(0, micro)))
+            (reference(batch(0, micro)) / 2).backward()
+            if micro == 0:
+                for read in (
+                    lambda engine=engine: safe_get_full_grad(engine.module.up.weight),
+                    engine.optimizer.get_fp32_grad_partitions,
+                ):
+                    with pytest.raises(RuntimeError, match="boundary"):
+                        read()
+                if managed:
+                    engine.step()
+        if not managed:
+            with pytest.raises(RuntimeError, match="finalize_gradient_accumulation_boundary"):
+                safe_get_full_grad(engine.module.up.weight)
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        dist.all_reduce(reference.up.weight.grad)
+        want = reference.up.weight.grad / dist.get_world_size()
+        torch.testing.assert_close(safe_get_full_grad(engine.module.up.weight).float(), want)
+        engine.step()
+        engine.destroy()
+
+
+def check_reductions_go_on_behind_the_next_forward() -> None:
+    """Without accumulators nothing waits at a micro-step's end; who reads, steps or starts anew in between misses nothing."""
+    for preset, managed in (("zero3", True), ("zero3", False), ("zeropp", False)):
+        config = ds_config(block_of(preset), 3, gradient_clipping=0.0, managed_gradient_accumulation=managed)
+        engine, reference = engine_of(config), AwkwardNet()
+        gradients = hzero.state(engine).gradients
+        if not managed:
+            engine.backward(engine(batch(9, 0)))
+            assert gradients.waiting
+            engine.optimizer.zero_grad()
+            assert not gradients.waiting
+        for micro in range(3):
+            engine.backward(engine(batch(0, micro)))
+            (reference(batch(0, micro)) / 3).backward()
+            assert gradients.waiting != (managed and micro == 2), (preset, managed, micro)
+            if micro == 1:
+                for param, other in zip(engine.module.parameters(), reference.parameters()):
+                    if other.grad is None:  # frozen
+                        continue
+                    want = other.grad.clone()
+                    dist.all_reduce(want)
+                    want /= dist.get_world_size()
+                    near = {"rtol": 1e-4, "atol": 1e-6} if preset == "zero3" else {"rtol": 0.2, "atol": 0.05}
+                    torch.testing.assert_close(safe_get_full_grad(param).float(), want, **near)
+                assert not gradients.waiting
+            if managed or micro == 2:
+                engine.step()
+        tolerance = 1e-4 if preset == "zero3" else 0.2
+        assert_losses([engine.get_global_grad_norm()], [mean_gradient_norm(reference)], tolerance, "gradient norms")
+        engine.destroy()
+
+
+def check_a_boundary_that_fails_delivers_nothing() -> None:
+    """All or nothing: after an error between nodes no parameter has a new gradient, and the window is given up."""
+    engine = engine_of(ds_config(block_of("lossless"), 2, zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+    train(engine, 1, 2)
+    gradients = hzero.state(engine).gradients
+    transport, crossed = gradients._collectives._transport, []
+
+    def failing(lane: tuple[str, str], *arguments: Any, **rest: Any) -> Any:
+        crossed.append(lane)
+        if lane == ("gradients", "node") and crossed.count(lane) == 2:
+            raise HopError("the second bucket between nodes")
+        return type(transport).start(transport, lane, *arguments, **rest)
+
+    engine.backward(engine(batch(1, 0)))
+    engine.step()
+    with mock.patch.object(transport, "start", failing), pytest.raises(HopError, match="second bucket"):
+        engine.backward(engine(batch(1, 1)))
+    _assert_given_up(engine, HopError)
+    engine.destroy()
+
+
+def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
+    """Nothing of the window is kept, what is left of it is an error, and ``zero_grad`` begins a new one."""
+    gradients = hzero.state(engine).gradients
+    assert (
+        not gradients._waiting and not gradients._accumulators and not gradients._crossing and not gradients._reducing
+    )
+    assert not any(gradients.arrived(param) for param in engine.module.parameters())
+    before = masters_of(engine)
+    for go_on in (engine.optimizer.step, lambda: engine.backward(engine(batch(2, 0)))):
+        with pytest.raises(RuntimeError, match="lost by an error") as told:
+            go_on()
+        assert isinstance(told.value.__cause__, cause)
+    for name, master in masters_of(engine).items():
+        assert torch.equal(master, before[name]), name
+    engine.optimizer.zero_grad()
+    assert not gradients.waiting
+
+
+def check_an_error_before_any_hop_gives_up_the_window() -> None:
+    """Of the second of two buckets, on one rank or on all: its gradients have been taken and are gone."""
+    for preset in ("lossless", "replica"):
+        engine = engine_of(ds_config(block_of(preset), zero_optimization={"stage": 3, "reduce_bucket_size": 300}))
+        train(engine, 1)
+        gradients = hzero.state(engine).gradients
+        micro, calls = gradients._micro, itertools.count()
+
+        def failing(*arguments: Any, micro: Any = micro, calls: Any = calls, **keywords: Any) -> None:
+            if next(calls) == 1:
+                raise MemoryError("for the second bucket")
+            micro(*arguments, **keywords)
+
+        with mock.patch.object(gradients, "_micro", failing), pytest.raises(MemoryError, match="second bucket"):
+            engine.backward(engine(batch(1, 0)))
+        _assert_given_up(engine, MemoryError)
+        engine.destroy()
+
+
+def check_a_reduction_that_fails_gives_up_the_window() -> None:
+    """Also where a reader of gradients, in the middle of the window, is the one who finds out."""
+    config = ds_config(block_of("zero3"), 3, managed_gradient_accumulation=False)
+    engine = engine_of(config)
+    gradients = hzero.state(engine).gradients
+    engine.backward(engine(batch(0, 0)))
+
+    def failing(*_: Any) -> None:
+        raise HopError("a hop of the first micro-step")
+
+    gradients._reducing[0] = (gradients._reducing[0][0], failing)
+    with pytest.raises(HopError, match="first micro-step"):
+        safe_get_full_grad(engine.module.up.weight)
+    _assert_given_up(engine, HopError)
+    engine.destroy()
+
+
+def check_reductions_under_way_leave_newer_gradients_alone() -> None:
+    """A micro-step, then several backwards with one reduction and a reader in between, in one window."""
+    for preset in ("zero3", "hpz", "lossless"):
+        zero = {"stage": 3, "reduce_bucket_size": 300}
+        config = ds_config(block_of(preset), 2, gradient_clipping=0.0, zero_optimization=zero)
+        engine, reference = engine_of(config), AwkwardNet()
+        engine.backward(engine(batch(0, 0)))
+        engine.step()
+        with engine.coalesce_grad_reduction():
+            for micro in (1, 2):
+                engine.backward(engine(batch(0, micro)))
+                if micro == 1 and preset != "lossless":
+                    safe_get_full_grad(engine.module.up.weight)
+        engine.step()
+        for micro in range(3):
+            (reference(batch(0, micro)) / 2).backward()
+        assert_losses([engine.get_global_grad_norm()], [mean_gradient_norm(reference)], 1e-4, f"norms of {preset}")
+        engine.destroy()

@@ -1,0 +1,197 @@
+"""The shard plan: nesting, coordinates, groups and index maps of any grid, without walking the world."""
+
+from __future__ import annotations
+
+import math
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hzero.config import BASE_TIERS, SCOPES, TIERS, tiers_inside
+from hzero.parsing import parse_config
+from hzero.plan.shards import ShardPlan
+from hzero.topology.grid import Grid
+from hzero.validation import ConfigError
+
+ORDERS = st.permutations(BASE_TIERS).map(tuple) | st.permutations(TIERS).map(tuple)
+#: Sizes of the tiers: three, or all.
+SIZES = st.tuples(
+    st.integers(1, 3), st.just(1), st.integers(1, 4), st.integers(1, 4), st.just(1), st.just(1)
+) | st.tuples(*(st.integers(1, most) for most in (2, 2, 2, 3, 2, 2)))
+
+
+def grid_of(sizes: tuple[int, ...], **how: Any) -> Grid:
+    """A grid by the sizes of all tiers, innermost first."""
+    gcd, hive, gpu, node, group, cluster = sizes
+    declared = {"gpus_per_hive": hive, "nodes_per_group": node if group > 1 else None, "clusters": cluster}
+    return Grid(node * group * cluster, gpu * hive, gcd, **declared, **how)
+
+
+REGULAR = st.builds(lambda sizes, order: grid_of(sizes, order=order), SIZES, ORDERS)
+#: Ranks in no order at all, as visible-device lists can number them.
+IRREGULAR = SIZES.flatmap(
+    lambda sizes: st.permutations(range(math.prod(sizes))).map(lambda ranks: grid_of(sizes, ranks=tuple(ranks)))
+)
+GRIDS = REGULAR | IRREGULAR
+NAMED = [(1, 1, 8), (1, 4, 2), (2, 2, 2), (3, 1, 2), (8, 1, 1)]
+
+
+def plan_of(grid: Grid, rank: int = 0, **block: object) -> ShardPlan:
+    return ShardPlan.from_config(parse_config({"preset": "lossless", **block}), grid, rank)
+
+
+@given(GRIDS)
+def test_coordinates_and_ranks_are_inverse(grid: Grid) -> None:
+    for rank in range(grid.world_size):
+        assert grid.rank(*grid.coordinates(rank)) == rank
+
+
+@given(GRIDS)
+def test_groups_of_a_tier_partition_the_world(grid: Grid) -> None:
+    for tier in TIERS:
+        groups = {tuple(grid.tier_group(rank, tier)) for rank in range(grid.world_size)}
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+        for group in groups:
+            assert [getattr(grid.coordinates(rank), tier) for rank in group] == list(range(grid.size(tier)))
+
+
+@given(GRIDS)
+def test_row_order_puts_every_rank_at_its_own_row(grid: Grid) -> None:
+    """After reducing along all tiers, innermost first, the row that is left to a rank is the shard of its rank."""
+    order = plan_of(grid).row_order()
+    assert sorted(order) == list(range(grid.world_size))
+    for rank in range(grid.world_size):
+        place, row = grid.coordinates(rank), 0
+        for tier in TIERS:
+            row = row * grid.size(tier) + getattr(place, tier)
+        assert order[row] == rank
+
+
+@given(GRIDS)
+def test_scopes_reach_ever_more_of_the_machines_tiers(grid: Grid) -> None:
+    reached = [tuple(tier for tier in tiers_inside(scope) if tier in grid.tiers) for scope in grid.scopes]
+    assert reached == [grid.tiers[:count] for count in range(len(grid.tiers) + 1)]
+    assert {"device", "package", "node", "world"} <= set(grid.scopes)
+
+
+def test_a_ring_between_many_nodes_becomes_two_short_ones() -> None:
+    """The whole of Frontier in 98 groups of 96: 9,407 steps become 95 and 97."""
+    grid = Grid(9408, 4, 2, nodes_per_group=96)
+    plan = plan_of(grid, rank=75_263)
+    assert [(hop.tier, hop.size) for hop in plan.boundary_hops()] == [("node", 96), ("group", 98)]
+    assert [(hop.tier, hop.size) for hop in plan.refresh_hops()] == [("group", 98), ("node", 96), ("gpu", 4)]
+    assert list(plan.tier_group("group"))[:2] == [767, 1535]
+
+
+def test_a_scope_that_the_machine_lacks_is_refused_with_what_declares_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"gradients: found 'group', which .* possible: device, package, node, world; nodes_per"
+    ):
+        plan_of(Grid(4, 2, 2), shard={"gradients": "group"})
+    with pytest.raises(
+        ConfigError, match=r"weights: found 'hive', .* possible: device, package, node, cluster, world; gpus_per"
+    ):
+        plan_of(Grid(4, 2, 2, clusters=2), shard={"weights": "hive"})
+
+
+def test_tiers_take_the_codec_of_their_neighbour() -> None:
+    codecs = {"weights": {"node": "int4", "cluster": "none"}, "gradients": {"gpu": "int8", "group": "int4"}}
+    plan = plan_of(Grid(8, 4, 1, gpus_per_hive=2, nodes_per_group=2, clusters=2), codecs=codecs)
+    found = {
+        role: [hop.codec.codec for hop in hops] for role, hops in (("w", plan.gather_hops()), ("g", plan.reduce_hops()))
+    }
+    assert found == {"w": ["none", "int8", "int4", "none", "none"], "g": ["int8", "int8", "none", "int4", "int4"]}
+    assert plan_of(Grid(4, 2, 2), codecs=codecs).notes == (
+        "codecs on tiers of size 1 are unused: int4 of gradients on group",
+    )
+
+
+@given(GRIDS, st.data())
+def test_hops_cover_every_tier_once(grid: Grid, data: st.DataObject) -> None:
+    pair = [data.draw(st.sampled_from(grid.scopes)) for _ in range(2)]
+    weights, gradients = sorted(pair, key=SCOPES.index)
+    plan = plan_of(grid, shard={"weights": weights, "gradients": gradients})
+    tiers = [tier for tier in TIERS if grid.size(tier) > 1]
+    assert [hop.tier for hop in plan.refresh_hops() + plan.fetch_hops()] == tiers[::-1]
+    assert [hop.tier for hop in plan.micro_hops() + plan.boundary_hops()] == tiers
+    rows = 1
+    for hop in plan.refresh_hops():
+        rows *= hop.size
+    assert rows == plan.resident_rows
+    rows = grid.world_size
+    for hop in plan.micro_hops():
+        rows //= hop.size
+    assert rows == plan.gradient_rows
+
+
+def test_refresh_messages_have_the_bytes_per_rank_that_are_asked_for() -> None:
+    grid, bucket = Grid(48, 4, 2), 50_000_000
+    for preset, itemsize, of_element in (("topo", 2, 1 + 2 / 128), ("lossless", 2, 2.0), ("lossless", 4, 4.0)):
+        plans = [
+            ShardPlan.from_config(parse_config({"preset": preset, "refresh_message_bytes": least}), grid, 0)
+            for least in (0, 1 << 20)
+        ]
+        assert plans[0].refresh_numel(bucket, itemsize) == bucket
+        assert plans[1].refresh_numel(bucket, itemsize) * of_element / 384 == pytest.approx(1 << 20, rel=0.001)
+
+
+def test_a_plan_for_the_whole_machine_is_cheap() -> None:
+    grid = Grid(9408, 4, 2)
+    config = parse_config({"preset": "topo"})
+    ShardPlan.from_config(config, grid, 1)
+    tracemalloc.start()
+    started = time.perf_counter()
+    plan = ShardPlan.from_config(config, grid, 75_263)
+    groups = [plan.tier_group(tier) for tier in TIERS]
+    hops = plan.gather_hops() + plan.reduce_hops()
+    seconds = time.perf_counter() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [len(group) for group in groups] == [2, 1, 4, 9408, 1, 1]
+    assert len(hops) == 6
+    assert peak < 16_000
+    assert seconds < 0.1  # 10 ms is asked for; a loaded machine may be ten times slower
+
+
+@pytest.mark.parametrize("layout", NAMED)
+def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int]) -> None:
+    grid = Grid(*layout)
+    for preset in ("lossless", "topo", "mild", "hpz", "zeropp"):
+        plan = ShardPlan.from_config(parse_config({"preset": preset}), grid, 0)
+        assert grid.scope_size(plan.weights_scope) > 1
+        assert grid.scope_size(plan.gradients_scope) > 1
+        assert SCOPES.index(plan.weights_scope) <= SCOPES.index(plan.gradients_scope)
+        if layout == (8, 1, 1) and preset == "topo":
+            assert any("sharded over the world" in note for note in plan.adaptations)
+    explicit = ShardPlan.from_config(
+        parse_config({"preset": "topo", "shard": {"weights": "package"}}), Grid(2, 4, 1), 0
+    )
+    assert explicit.weights_scope == "package"
+    assert len([note for note in explicit.notes if "unused" in note]) == 1
+
+
+def test_residuals_are_saved_where_there_are_some() -> None:
+    saved = {"preset": "topo", "save_residuals": True}
+    for block, notes in ((saved, 1), ({**saved, "error_feedback": ["node"]}, 0)):
+        plan = ShardPlan.from_config(parse_config(block), Grid(2, 4, 2), 0)
+        assert [note[:36] for note in plan.notes] == ["save_residuals has no effect: without"[:36]] * notes
+
+
+def test_where_differences_have_no_effect_or_another_one() -> None:
+    """They need a lossy hop outside the weights' scope of this machine, and are not what a use gathers."""
+    codecs = {"weights": {"gcd": "none", "gpu": "int4", "node": "int4"}}
+    block = parse_config({"preset": "topo", "refresh_differences": True, "full_refresh_every": 7, "codecs": codecs})
+    plan = ShardPlan.from_config(block, Grid(2, 4, 2), 0)
+    assert plan.differences == 7 and not plan.notes and not plan.adaptations
+    within = ShardPlan.from_config(block, Grid(1, 8, 1), 0)  # weights over all devices
+    assert not within.differences and any("over no tier here" in note for note in within.notes)
+    coarse = ShardPlan.from_config(block, Grid(2, 8, 1), 0)  # weights over the node
+    assert coarse.differences == 7 and any("on gpu every use gathers" in one for one in coarse.adaptations)
+    codecs = {"weights": {"gcd": "int4", "gpu": "none", "node": "none"}}
+    block = parse_config({"preset": "replica", "refresh_differences": True, "codecs": codecs})
+    exact = ShardPlan.from_config(block, Grid(2, 8, 1), 0)
+    assert not exact.differences and any("codec none on gpu, node" in note for note in exact.notes)

@@ -1,0 +1,164 @@
+"""Bytes and memory: against a walk of every message, and against the closed forms of the schemes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hzero.codecs.formats import RecordFormat, chunk_numel, record_format
+from hzero.comm.checksum import checksums
+from hzero.config import BASE_TIERS
+from hzero.parsing import parse_config
+from hzero.plan.buffers import plan_memory, zero3_memory
+from hzero.plan.shards import ShardPlan
+from hzero.plan.traffic import (
+    CHECKSUM_BYTES,
+    link_seconds,
+    plan_traffic,
+    ring_links,
+    schemes_node_bytes,
+    zero3_traffic,
+)
+from hzero.topology.grid import Grid
+from tests.plan.test_plan import GRIDS
+
+NUMELS = st.lists(st.integers(1, 3000), min_size=1, max_size=5)
+
+
+def _gpt_neox(h: int, layers: int, vocab: int) -> list[int]:
+    """Elements of every parameter of a GPT-NeoX of hidden size ``h``."""
+    layer = [h, h, h, h, 3 * h * h, 3 * h, h * h, h, 4 * h * h, 4 * h, 4 * h * h, h]
+    return [vocab * h, *layer * layers, h, h, vocab * h]
+
+
+def _walk(
+    plan: ShardPlan, numels: list[int], itemsize: int, accumulation: int, fetches: int
+) -> dict[tuple[str, str], int]:
+    """Received bytes of one rank by following every message of every hop, record by record."""
+    world = plan.grid.world_size
+    chunks = [chunk_numel(n, world) for n in numels]
+    received = {(role, tier): 0 for role in ("weights", "gradients") for tier in plan.grid.tiers}
+
+    def message(hop, rows: int) -> int:
+        fmt = record_format(hop.codec)
+        return sum(fmt.record_bytes(chunk, itemsize) for _ in range(rows) for chunk in chunks)
+
+    rows = 1
+    for hop in plan.refresh_hops():
+        received["weights", hop.tier] += sum(message(hop, rows) for _ in range(hop.size - 1))
+        rows *= hop.size
+    for hop in plan.fetch_hops():
+        received["weights", hop.tier] += fetches * accumulation * (hop.size - 1) * message(hop, rows)
+        rows *= hop.size
+    rows = world
+    for hop in plan.reduce_hops():
+        times = 1 if hop in plan.boundary_hops() else accumulation
+        rows //= hop.size
+        received["gradients", hop.tier] += times * (hop.size - 1) * message(hop, rows)
+    return received
+
+
+def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
+    for checksum in (False, True):
+        config = parse_config({"preset": "topo", "checksum": checksum})
+        rows = plan_traffic(ShardPlan.from_config(config, Grid(4, 1, 2), 0), [1000])
+        found = {row.tier: row.checksum_bytes for row in rows}
+        assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0))
+    assert checksums(torch.zeros(64, dtype=torch.uint8), 4).nbytes == 4 * CHECKSUM_BYTES
+
+
+@settings(max_examples=40)
+@given(GRIDS, NUMELS, st.sampled_from(["zero3", "hpz", "zeropp", "lossless", "topo", "mild"]), st.integers(1, 4))
+def test_traffic_is_what_a_walk_of_all_messages_counts(
+    grid: Grid, numels: list[int], preset: str, accumulation: int
+) -> None:
+    plan = ShardPlan.from_config(parse_config({"preset": preset}), grid, grid.world_size - 1)
+    walked = _walk(plan, numels, 2, accumulation, 2)
+    for row in plan_traffic(plan, numels, itemsize=2, accumulation=accumulation):
+        assert row.wire_bytes == walked[row.role, row.tier], row
+        assert row.used == (grid.size(row.tier) > 1)
+
+
+def test_schemes_cross_nodes_with_what_their_papers_say() -> None:
+    for nodes, accumulation in itertools.product((2, 3, 48), (1, 4, 64)):
+        schemes = schemes_node_bytes(Grid(nodes, 4, 2), [1 << 20], accumulation=accumulation)
+        crossing = 2 * (1 << 20) * (nodes - 1) / nodes
+        assert schemes["ZeRO-3"] == pytest.approx(3 * accumulation * crossing)
+        assert schemes["ZeRO++"] == pytest.approx((0.5 + 0.25 * accumulation) * crossing)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (48, 4, 2), (1, 4, 2), (3, 1, 4), (1, 1, 5), (2, 3, 1)])
+def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int, int, int]) -> None:
+    grid = Grid(*shape)
+    walked = dict.fromkeys(BASE_TIERS, 0)
+    for rank in range(grid.world_size):
+        here, ahead = grid.coordinates(rank), grid.coordinates((rank + 1) % grid.world_size)
+        walked["node" if here.node != ahead.node else "gpu" if here.gpu != ahead.gpu else "gcd"] += 1
+    assert ring_links([grid.size(tier) for tier in BASE_TIERS]) == list(walked.values())
+
+
+def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> None:
+    """2 x 2 x 2: 4 of the ring's 8 links are inside packages, 2 between packages of a node, 2 between nodes."""
+    rows = {(r.role, r.tier): r for r in zero3_traffic(Grid(2, 2, 2), [8 * 100], itemsize=2, accumulation=3)}
+    link = 7 * 100 * 2  # M (w - 1) / w of M = 1,600 bytes
+    assert {key: row.wire_bytes for key, row in rows.items()} == {
+        ("weights", "gcd"): 4 * link * 6 / 8,
+        ("weights", "gpu"): 2 * link * 6 / 8,
+        ("weights", "node"): 2 * link * 6 / 8,
+        ("gradients", "gcd"): 4 * link * 3 / 8,
+        ("gradients", "gpu"): 2 * link * 3 / 8,
+        ("gradients", "node"): 2 * link * 3 / 8,
+    }
+    assert 4 * rows["weights", "node"].wire_bytes == 6 * link  # a node's four ranks together: one link of the ring
+    assert not any(row.used for row in zero3_traffic(Grid(1, 1, 1), [100]))
+
+
+def test_link_times_of_zero3_on_frontier() -> None:
+    """20.55 x 10^9 weights of 2 bytes, three collectives, NICs of 100 GB/s per node: 41.1 GB x 3 x 383 / 384 / 100 GB/s."""
+    grid, rates = Grid(48, 4, 2), {"gcd": 200.0, "gpu": 50.0, "node": 12.5}
+    numels = _gpt_neox(6144, layers=44, vocab=50432)
+    seconds = link_seconds(zero3_traffic(grid, numels), rates)
+    m = 2 * 20_554_567_680
+    assert seconds["node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
+    # A node's ring has 4 links inside packages and 3 between them; 8 devices share what these carry.
+    assert seconds["gcd"] == pytest.approx(4 * 3 * m * 383 / 384 / (8 * 200e9), rel=1e-3)
+    assert seconds["gpu"] == pytest.approx(3 * 3 * m * 383 / 384 / (8 * 50e9), rel=1e-3)
+    # What enters a node is within a hundredth or two of the minimum that a node has to receive.
+    into_node = 8 * sum(row.wire_bytes for row in zero3_traffic(grid, numels) if row.tier == "node")
+    minimum = schemes_node_bytes(grid, numels)["ZeRO-3"]
+    assert into_node / minimum == pytest.approx((383 / 384) / (47 / 48), rel=1e-3)
+    assert link_seconds(zero3_traffic(grid, numels), {"node": 12.5, "gpu": None}).keys() == {"node"}
+
+
+def test_zero3_holds_a_shard_of_its_states_and_deepspeeds_buffer_of_gradients() -> None:
+    grid, p = Grid(48, 4, 2), 20_554_567_680
+    states = zero3_memory(grid, _gpt_neox(6144, layers=44, vocab=50432), channels=0)
+    held = sum(state.bytes for state in states if not state.name.startswith("transient"))
+    assert held == pytest.approx(16 * p / 384 + 2 * 500_000_000, rel=0.01)
+
+
+def test_communicators_are_those_of_roles_and_tiers_and_one_of_deepspeed() -> None:
+    for shape, count in (((48, 4, 2), 7), ((2, 4, 1), 5), ((1, 8, 1), 3)):
+        plan = ShardPlan.from_config(parse_config({"preset": "topo"}), Grid(*shape), 0)
+        found = {state.name: state.bytes for state in plan_memory(plan, [1000], channels=8)}
+        assert found["communicators"] == count * 8 * 2 * 2**22, shape
+    (stock,) = (s.bytes for s in zero3_memory(Grid(48, 4, 2), [1000], channels=8) if s.name == "communicators")
+    assert stock == 8 * 2 * 2**22
+
+
+@given(
+    st.sampled_from(["none", "bf16", "int8", "int4"]),
+    st.integers(0, 5000),
+    st.sampled_from([64, 128, 256]),
+    st.sampled_from(["bf16", "int8"]),
+)
+def test_records_hold_their_codes_and_scales(codec: str, numel: int, block_size: int, scale: str) -> None:
+    fmt = RecordFormat.of(codec, block_size, scale)
+    size = fmt.record_bytes(numel, 4)
+    assert size % 16 == 0
+    assert fmt.code_bytes(numel, 4) <= fmt.scales_offset(numel, 4) <= size
+    assert size - fmt.code_bytes(numel, 4) - fmt.scales_bytes(numel) < 32
