@@ -76,7 +76,7 @@ def run_ranks(
 
     Args:
         work: What every rank does; it may return an exit status. With an accelerator it has to be picklable, since the
-            accelerator's libraries do not survive a fork.
+            accelerator's libraries do not survive a fork. If there are more ranks than accelerators, all run on CPUs.
         count: The number of ranks.
         logs: Folder for the output of all ranks but 0.
         threads: CPU threads of each rank.
@@ -88,10 +88,14 @@ def run_ranks(
         (or SIGTERM before they could save), and 1 if a rank failed.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    spawns = importlib.import_module("torch").cuda.is_available()
+    cuda, before = importlib.import_module("torch").cuda, dict(os.environ)
+    spawns = cuda.is_available()
     context: Any = multiprocessing.get_context("spawn" if spawns else "fork")
     if spawns:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when the new process loads the library
+        if (devices := cuda.device_count()) < count:  # the ranks stand for a larger machine
+            _say(f"hzero: {count} ranks run on CPUs, since this machine has {devices} GPU{'s' * (devices > 1)}")
+            os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1", DS_ACCELERATOR="cpu")
     else:
         for name in imports:
             importlib.import_module(name)
@@ -128,6 +132,8 @@ def run_ranks(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _watch(processes: Sequence[BaseProcess], received: Sequence[int]) -> None:

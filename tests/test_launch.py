@@ -103,22 +103,24 @@ def test_rank_0_has_the_terminal_and_the_others_have_logs(tmp_path: Path) -> Non
     assert "rank 2 of 3\n" in (tmp_path / "logs/rank2.log").read_text()
 
 
-#: As on a machine with an accelerator: ranks are new processes.
+#: As on a machine with accelerators: ranks are new processes. Three have none of their own.
 SPAWNED = """
-import functools, operator, sys, torch
+import functools, operator, os, sys, torch
 from pathlib import Path
 from hzero.launch import run_ranks
-torch.cuda.is_available = lambda: True
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
 for work in (functools.partial(operator.mul, 1, 75), functools.partial(operator.truediv, 1, 0)):
     print(run_ranks(work, 2, logs=Path(sys.argv[1])), flush=True)
+print(run_ranks(functools.partial(os.system, "echo $DS_ACCELERATOR $CUDA_VISIBLE_DEVICES"), 3, logs=Path(sys.argv[1])))
 """
 
 
 def test_ranks_with_an_accelerator_are_no_forks(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SPAWNED, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "75\n1\n", done.stderr
+    assert done.stdout == "75\n1\ncpu -1\n0\n", done.stderr
     assert "ZeroDivisionError: division by zero\nhzero: rank" in done.stderr
+    assert done.stderr.endswith("hzero: 3 ranks run on CPUs, since this machine has 2 GPUs\n")
 
 
 #: A trainer that saves upon a signal, as a rank finds it after its step.
