@@ -30,6 +30,8 @@ from hzero.launch import die_with_parent, renew_thread_pool
 HOP_TIMEOUT_S = int(os.environ.get("HZERO_CHECKS_HOP_TIMEOUT_S", "90"))
 #: What carries the hops of checks.
 TRANSPORT = os.environ.get("HZERO_CHECKS_TRANSPORT", "torch")
+#: Where the ranks compute. With `cuda` all of them use one GPU.
+DEVICE = os.environ.get("HZERO_CHECKS_DEVICE", "cpu")
 
 
 def begin_anew() -> None:
@@ -68,11 +70,15 @@ def _run_rank(rank: int, checks: Sequence[str]) -> None:
     faulthandler.enable()  # where the threads are when a signal ends the rank
     renew_thread_pool()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    if DEVICE == "cuda":  # NCCL refuses two ranks on a GPU of one host: each names another host
+        os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(0)
     out = Path(os.environ["HZERO_CHECKS_OUT"])
     name = "start"
     try:
         _share_gloos_thread()
-        dist.init_process_group("gloo", timeout=timedelta(seconds=HOP_TIMEOUT_S))
+        backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=HOP_TIMEOUT_S))
         for module, name in (check.split(":") for check in checks):
             started, used, status, why = time.monotonic(), time.process_time(), "passed", ""
             try:
@@ -146,6 +152,7 @@ def _end_of_log() -> str:
     return (Path(os.environ["HZERO_CHECKS_OUT"]) / "ranks.log").read_text()[-6000:]
 
 
-if __name__ == "__main__":  # a rank of mpiexec, which does not let its ranks be forked
+if __name__ == "__main__":  # a rank of mpiexec, which does not let its ranks be forked, or of a GPU
     _prepare(sys.argv[1:])
-    _run_rank(int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]), sys.argv[1:])
+    ranks = (os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK"))
+    _run_rank(int(next(filter(None, ranks))), sys.argv[1:])

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,8 @@ def launch(
         log = Path(folder) / "ranks.log"
         if env.get("HZERO_CHECKS_TRANSPORT") == "mpi":
             _by_mpiexec(wanted, world_size, env, log, timeout)
+        elif env.get("HZERO_CHECKS_DEVICE") == "cuda":
+            _on_gpu(wanted, world_size, env, log, timeout)
         else:
             from tests.rank_main import run_checks  # imports torch
 
@@ -145,6 +148,24 @@ def _by_mpiexec(checks: Sequence[str], world_size: int, env: dict[str, str], log
     kept["TORCHDYNAMO_DISABLE"] = "1"  # or each rank imports torch's compiler
     with open(log, "w") as file, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, cwd=ROOT, env={**kept, **env}, stdout=file, stderr=file, timeout=timeout, check=False)
+
+
+def _on_gpu(checks: Sequence[str], world_size: int, env: dict[str, str], log: Path, timeout: float) -> None:
+    """Starts processes, since CUDA does not survive a fork."""
+    command, deadline = [sys.executable, "-m", "tests.rank_main", *checks], time.monotonic() + timeout
+    with open(log, "w") as file:
+        environments = (
+            {**os.environ, **env, "DS_ACCELERATOR": "cuda", "RANK": str(rank)} for rank in range(world_size)
+        )
+        ranks = [subprocess.Popen(command, cwd=ROOT, env=one, stdout=file, stderr=file) for one in environments]
+    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    time.sleep(0.5)  # the one that failed first may not be the one that ended first
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
 
 
 def _outcomes(folder: Path, names: list[str], timeout: float) -> dict[str, Outcome]:

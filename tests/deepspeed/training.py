@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
-from tests.rank_main import TRANSPORT
+from tests.rank_main import DEVICE, TRANSPORT
 
 #: The optimizer on the host.
 OFFLOAD: dict[str, Any] = {
@@ -71,7 +71,7 @@ def batch(step: int, micro: int, rank: int | None = None, size: int = 2, length:
     generator = torch.Generator().manual_seed(step * 10_007 + micro * 101 + rank)
     start = torch.randint(0, VOCAB, (size, 1), generator=generator)
     noise = torch.randint(0, 3, (size, length), generator=generator)
-    return (start + torch.arange(length) * 2 + noise) % VOCAB
+    return ((start + torch.arange(length) * 2 + noise) % VOCAB).to(DEVICE)
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
@@ -140,7 +140,7 @@ def train(
     """
     losses = []
     for step in range(first, first + steps):
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=DEVICE)
         for micro in range(accumulation):
             loss = loss_of(engine, step, micro)
             total += loss.detach().double() / accumulation
@@ -199,13 +199,13 @@ def train_ddp(
     steps: int, accumulation: int = 1, model: torch.nn.Module | None = None, norms: list[float] | None = None
 ) -> list[float]:
     """The same under DistributedDataParallel with torch's AdamW and the same clipping."""
-    model = AwkwardNet() if model is None else model
+    model = (AwkwardNet() if model is None else model).to(DEVICE)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=LR, betas=(0.9, 0.99), weight_decay=0.01)
     losses = []
     for step in range(steps):
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=DEVICE)
         for micro in range(accumulation):
             with ddp.no_sync() if micro + 1 < accumulation else contextlib.nullcontext():
                 loss = ddp(batch(step, micro))
