@@ -283,6 +283,7 @@ class Experiment:
         self._deepspeed = validated(Configuration, config, "").deepspeed
         self.config = {**config, "model": _named(config["model"])}
         owned = {**OF_DEEPSPEED, "zero_optimization": {**OF_DEEPSPEED["zero_optimization"], "hzero": None}}
+        owned["train_batch_size"] = None
         _refuse_owned("deepspeed", config["deepspeed"], owned)
         _refuse_owned("zero", config["zero"], {"topology": None})
         self._check_trainer(config["trainer"])
@@ -402,7 +403,9 @@ class Experiment:
             return
         from transformers import TrainingArguments
 
-        _refuse_owned("trainer", written, {**self.trainer_arguments(), "output_dir": None, "deepspeed": None})
+        _refuse_owned(
+            "trainer", written, {**self.trainer_arguments(), **dict.fromkeys(("output_dir", "deepspeed", "fsdp"))}
+        )
         fields = TrainingArguments.__dataclass_fields__
         for key, value in written.items():
             if key not in fields:

@@ -150,6 +150,9 @@ def _begin(experiment: Experiment) -> tuple[corpus.Corpus, Path, str | None]:
     """
     _check_machine(experiment)
     text = corpus.prepare(experiment, _say)
+    from hzero.commands.trainer import check
+
+    check(experiment, text)
     folder, resume = _folder(experiment)
     if resume is not None:
         _check_checkpoint(experiment, text, Path(resume))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,11 @@ import hzero
 from hzero.comm import blaming
 from hzero.commands import summary
 from hzero.commands.corpus import Corpus
+from hzero.commands.ds_config import build, check_names
 from hzero.commands.experiment import Experiment, checkpoint_folder, transformers_config
 from hzero.deepspeed import StageState
 from hzero.deepspeed.clients import save_together
+from hzero.deepspeed.refusals import check_written
 from hzero.launch import UNFINISHED
 from hzero.validation import ConfigError, from_rank_0, some
 
@@ -68,7 +73,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     if partition == "auto":
         # Once Trainer has its arguments, transformers would also partition the model that is counted.
         partition = sum(experiment.numels) >= ZERO_INIT_FROM
-    arguments = _arguments(experiment, folder)
+    arguments = TrainingArguments(**_arguments(experiment, folder))
     model = build_model(experiment, arguments, corpus.tokenizer, partition)
     trainer = ShardTrainer(
         model,
@@ -115,9 +120,53 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
     return status
 
 
-def _arguments(experiment: Experiment, folder: Path) -> TrainingArguments:
-    """Trainer's arguments. Raises `ConfigError` for what Trainer refuses."""
-    arguments: dict[str, Any] = {
+def check(experiment: Experiment, corpus: Corpus) -> None:
+    """Builds what ranks build from the groups ``trainer`` and ``deepspeed``, around one weight, before ranks start.
+
+    Raises:
+        ConfigError: Trainer or DeepSpeed refuses a value.
+    """
+    model = torch.nn.Linear(1, 1)
+    model.config = transformers_config(experiment["model"])
+    with tempfile.TemporaryDirectory() as folder:
+        # A jit checkpoint would take this process's signals, and a Linear uses no column of the text.
+        changes = {"deepspeed": None, "use_cpu": True, "fp16": False, "enable_jit_checkpoint": False}
+        with _refused("trainer"):
+            given = {**_arguments(experiment, Path(folder)), **changes, "remove_unused_columns": False}
+            arguments = TrainingArguments(**given)
+            trainer = Trainer(
+                model,
+                arguments,
+                train_dataset=corpus.train,
+                eval_dataset=corpus.evaluation,
+                processing_class=corpus.tokenizer,
+                data_collator=_batch,
+            )
+            trainer.get_train_dataloader()
+            trainer.create_optimizer_and_scheduler(arguments.max_steps)
+    with _refused("deepspeed"):
+        filled = integration.HfTrainerDeepSpeedConfig(experiment.deepspeed_config())
+        filled.trainer_config_process(arguments)
+        filled.trainer_config_finalize(arguments, model, arguments.max_steps)
+        read = check_written(filled.config, experiment.data_parallel.world_size)
+        check_names(read)
+        build(read)
+
+
+@contextlib.contextmanager
+def _refused(group: str) -> Iterator[None]:
+    """Inside, an error of Trainer or DeepSpeed is a `ConfigError` that names the group of the configuration."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of many types, by the key
+        raise ConfigError(f"{group}: {' '.join(str(error).split())}") from None
+
+
+def _arguments(experiment: Experiment, folder: Path) -> dict[str, Any]:
+    """Arguments of ``TrainingArguments``."""
+    return {
         **experiment.trainer_arguments(),
         "output_dir": str(folder),
         "logging_steps": 1,
@@ -129,12 +178,6 @@ def _arguments(experiment: Experiment, folder: Path) -> TrainingArguments:
         "deepspeed": experiment.deepspeed_config(),
         **experiment["trainer"],
     }
-    try:
-        return TrainingArguments(**arguments)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from None
 
 
 def _batch(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
