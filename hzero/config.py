@@ -305,21 +305,6 @@ class NodeAllGather(Frozen):
         return self
 
 
-class CanaryConfig(Frozen):
-    """A known pattern that is sent on every lane and compared byte by byte by its receivers.
-
-    It uses the groups and collectives of the hops, while no hop is in flight, and is not in the wire log. It finds wires
-    that change data always or often; `checksum` finds every single change.
-
-    Attributes:
-        every_steps: Optimizer steps between two patterns; the first is sent when the engine is built. 0 sends none.
-        bytes: Bytes that a rank receives on each lane; on large tiers more, since each peer sends at least 16.
-    """
-
-    every_steps: int = Field(default=100, ge=0)
-    bytes: int = Field(default=65536, ge=16, le=1 << 30)
-
-
 class GuardConfig(Frozen):
     """Checks of the training, on by default.
 
@@ -478,7 +463,6 @@ class Block(Frozen):
     exact_evaluation: bool = False
     checksum: bool = False
     transport: TransportName = "torch"
-    canary: CanaryConfig = CanaryConfig()
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig | None = None
     topology: Topology = "discover"
@@ -552,7 +536,6 @@ class HZeroConfig(Block):
             on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
         transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (`hzero[mpi]`), for ranks that
             mpiexec or srun has started as ranks of MPI. torch.distributed must be initialised in both cases.
-        canary: A known pattern that is sent from time to time, on by default.
         guard: Checks that end a training that diverges, or whose resident weights are wrong.
         checkpoint: Safe saves and loads of DeepSpeed's checkpoints; null leaves them to DeepSpeed.
         topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block

@@ -145,7 +145,6 @@ BAD: list[tuple[Any, str]] = [
     ({"accumulators": "fp16"}, "accumulators: unknown value 'fp16'; did you mean 'bf16'"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
-    ({"canary": 100}, "canary: found 100, expected a block with keys every_steps"),
     ({"guard": 5.5}, "guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),
     ({"checkpoint": True}, "checkpoint: found True, expected a block with keys same_batch, verify, trust"),
     ({"topology": {"nodes": 2}}, "topology.gpus_per_node: missing"),

@@ -5,7 +5,6 @@
 
 from hzero.comm import activations
 from hzero.comm.bucket import Bucket, in_buckets
-from hzero.comm.canary import Canary
 from hzero.comm.communicator import Communicator
 from hzero.comm.ddp import DdpState, ddp_hook
 from hzero.comm.dimensions import for_dimension, in_use
@@ -21,7 +20,6 @@ from hzero.comm.wirelog import WireEntry, WireLog
 
 __all__ = [
     "Bucket",
-    "Canary",
     "Chain",
     "Collectives",
     "Communicator",

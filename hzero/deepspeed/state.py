@@ -17,7 +17,6 @@ from deepspeed.accelerator import get_accelerator
 
 from hzero.codecs import backends
 from hzero.comm import (
-    Canary,
     Collectives,
     Communicator,
     DeviceStreams,
@@ -73,7 +72,6 @@ class StageState:
 
     Raises:
         ConfigError: The topology does not fit the ranks, or a parameter is partitioned over others.
-        HopError: The first canary arrived changed.
     """
 
     def __init__(
@@ -113,10 +111,6 @@ class StageState:
             self._announce(routes.codes)
         self._steps = 0
         self._audit, self._audit_due = Audit(module, self.weights, collectives), True
-        device = torch.device(get_accelerator().current_device_name())
-        self._canary = Canary(collectives, config.canary.bytes, device, self.partition.ranks)
-        if config.canary.every_steps:
-            self._canary.send()
 
     def _announce(self, codes: int) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
@@ -269,20 +263,16 @@ class StageState:
     def before_step(
         self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
     ) -> None:
-        """Counts an optimizer step that is about to begin, and sends the canary and audits where they are due. Collective.
+        """Counts an optimizer step that is about to begin, and audits where that is due. Collective.
 
         Args:
             params: Those that the optimizer steps.
             gradient_of: Gives this rank's shard of the gradient of one of them.
 
         Raises:
-            HopError: The canary arrived changed.
             StaleWeightsError: Resident weights are wrong.
         """
         self._steps += 1
-        every = self.config.canary.every_steps
-        if every and self._steps % every == 0:
-            self._canary.send()
         every = self.config.guard.every
         if every and (self._audit_due or self._steps % every == 0):
             self._audit.run(self._steps, params, gradient_of)

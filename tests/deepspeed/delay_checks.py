@@ -42,7 +42,6 @@ _DOUBLING = {
     "topology": {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2},
     "node_all_gather": {"algorithm": "doubling", "below_bytes": 1 << 20},
     "checksum": True,
-    "canary": {"every_steps": 1, "bytes": 1000},
 }
 _ONE_GCD = {"topology": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}}
 #: What is trained: block, micro-steps per step, arguments of the model, and more of DeepSpeed's configuration.

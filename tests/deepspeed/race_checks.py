@@ -62,10 +62,10 @@ def _steps(preset: str, accumulation: int = 2, **block: Any) -> Any:
 
 
 def _node_gathers_by_doubling() -> Any:
-    """With checksums, and a canary at every step."""
+    """With checksums."""
     setting = {"algorithm": "doubling", "below_bytes": 1 << 30}
     topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
-    checked = {"checksum": True, "canary": {"every_steps": 1, "bytes": 1000}}
+    checked = {"checksum": True}
     return _steps("topo", 1, topology=topology, node_all_gather=setting, **checked)
 
 
@@ -149,7 +149,7 @@ def _read_between_micro_steps() -> Any:
 
 def _without_optimizer() -> Any:
     """Forward before anything has stopped the device, of a model that reads a parameter outside its module."""
-    block = block_of("topo", canary={"every_steps": 0})  # which would come after all that is done before it
+    block = block_of("topo")
     config = {k: v for k, v in ds_config(block).items() if k != "optimizer"}
     engine = hzero.initialize(model=_ReadsOutside(), config=config)[0]
     with torch.no_grad():
@@ -186,7 +186,7 @@ def _without_a_stage() -> Any:
 def _beside_tensor_groups() -> Any:
     """Sums of activations in layers, between gathers of weights and reductions of gradients."""
     stage_lanes("torch")
-    block = block_of("topo", codecs={"tensor": "int8"}, canary={"every_steps": 1})
+    block = block_of("topo", codecs={"tensor": "int8"})
     with tensor_groups(2) as mpu:
         return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
 
@@ -202,7 +202,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "steps, differences": functools.partial(_steps, "topo", 1, refresh_differences=True),
     "steps, differences of whole weights": functools.partial(_steps, "replica", 1, refresh_differences=True),
     "steps, gathers by doubling": _node_gathers_by_doubling,
-    "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}, canary={"every_steps": 0}),
+    "steps, audits": functools.partial(_steps, "topo", 1, guard={"every": 1}),
     "steps, scopes of one device": _scopes_of_one_device,
     "steps, weights in exp": _weights_in_exp,
     "load and offload": _load_and_offload,

@@ -120,7 +120,7 @@ def check_codecs_by_dimension_and_their_wire_log() -> None:
     with tensor_groups(2) as mpu:
         exact, *_, engine = train_split(ds_config(block_of("lossless"), 2), mpu, 3, 2)
         engine.destroy()
-        block = block_of("topo", codecs={"tensor": {"gcd": "int8"}}, guard={"every": 2}, canary={"every_steps": 2})
+        block = block_of("topo", codecs={"tensor": {"gcd": "int8"}}, guard={"every": 2})
         losses, _, masters, engine = train_split(ds_config(block, 2), mpu, 3, 2)
         assert_losses(losses, exact, 0.02)
         own = hzero.state(engine)

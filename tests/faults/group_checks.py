@@ -29,7 +29,7 @@ def check_16_ranks_as_8_nodes_in_2_groups() -> None:
     # Parameters that are kept whole would be refreshed once more, after the last step.
     zero, stock = {"stage3_max_reuse_distance": 0}, [[], []]
     for preset, tolerance in {None: 0.0, "lossless": 1e-6, "topo": 5e-3}.items():
-        block = block_of(preset, topology=TOPOLOGY, canary={"every_steps": 0}) if preset else None
+        block = block_of(preset, topology=TOPOLOGY) if preset else None
         model, norms = AwkwardNet(inner=257), list[float]()
         model.frozen.requires_grad_(True)  # or it is refreshed before the first step only
         with contextlib.redirect_stderr(io.StringIO()) as said:
