@@ -12,8 +12,8 @@ from matplotlib.patches import FancyBboxPatch
 
 from hzero.commands.experiment import compose
 from hzero.parsing import parse_config
+from hzero.plan.collectives import node_bytes, schemes_node_bytes, step_traffic
 from hzero.plan.shards import ShardPlan
-from hzero.plan.traffic import node_bytes, plan_traffic, schemes_node_bytes
 from hzero.topology.grid import Grid
 
 BLUE, RED, GREY = "#0072B2", "#D55E00", "#999999"
@@ -62,7 +62,7 @@ def draw_bytes(axes: plt.Axes) -> None:
     numels = compose(["model=gpt_neox_20b"]).numels
     steps = [1, 2, 4, 8, 16]
     plan = ShardPlan.from_config(parse_config({"preset": "topo"}), grid, 0)
-    own = [node_bytes(plan_traffic(plan, numels, accumulation=a), plan) / 1e9 for a in steps]
+    own = [node_bytes(step_traffic(plan, grid, numels, accumulation=a), grid) / 1e9 for a in steps]
     for name, colour in (("ZeRO-3", "#000000"), ("hpZ", "#009E73"), ("ZeRO++", "#E69F00")):
         values = [schemes_node_bytes(grid, numels, accumulation=a)[name] / 1e9 for a in steps]
         axes.plot(steps, values, marker="o", color=colour, label=name)

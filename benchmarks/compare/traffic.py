@@ -8,10 +8,9 @@ from typing import Any
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS, Tier
 from hzero.parsing import parse_config
+from hzero.plan.collectives import Scheme, chains_of, ring_links, step_traffic
 from hzero.plan.program import Cross
-from hzero.plan.sequence import Scheme, scheme_chains
 from hzero.plan.shards import ShardPlan
-from hzero.plan.traffic import plan_traffic, ring_links
 from hzero.topology import Grid
 
 
@@ -44,7 +43,7 @@ def step_bytes(
         return _hzero_bytes(scheme["block"], grid, numels, itemsize, accumulation, fetches)
     total = dict.fromkeys(BASE_TIERS, 0.0)
     weights = sum(numels) * itemsize
-    for chain in scheme_chains(engine_of(scheme), grid, accumulation):
+    for chain in chains_of(engine_of(scheme), grid, accumulation):
         # DeepSpeed keeps the last weights of forward for backward.
         times = fetches - 1 if chain.phase == "backward" and scheme["engine"] == "deepspeed" else 1
         for crossing in chain.crossings:
@@ -91,7 +90,7 @@ def _hzero_bytes(
     fetches: float,
 ) -> dict[Tier, float]:
     plan = ShardPlan.from_config(parse_config(block), grid, 0)
-    rows = plan_traffic(plan, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
+    rows = step_traffic(plan, grid, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
     sent = {
         tier: float(sum(row.wire_bytes for row in rows if row.tier == tier) * grid.world_size) for tier in BASE_TIERS
     }

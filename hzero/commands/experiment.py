@@ -23,7 +23,6 @@ import hzero
 from hzero.config import Tier, TopologyConfig, TopologySource
 from hzero.files import expanded, read_json
 from hzero.parsing import parse_config, parse_topology
-from hzero.plan.buffers import BUCKET_NUMEL, LIVE_NUMEL, REDUCE_NUMEL, REUSE_NUMEL, SUB_GROUP_NUMEL, Buffers
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, foreseen_grid, resolve_grid
 from hzero.topology.sources import machine_of
@@ -148,13 +147,13 @@ class SampleBlock(Frozen):
 
 
 class ZeroOptimization(BaseModel, extra="allow"):
-    """Sizes, in elements, that a plan has to know. DeepSpeed checks the other keys."""
+    """Sizes, in elements, that a plan has to know, with DeepSpeed's defaults. DeepSpeed checks the other keys."""
 
-    stage3_prefetch_bucket_size: Elements = BUCKET_NUMEL
-    stage3_max_live_parameters: Elements = LIVE_NUMEL
-    stage3_max_reuse_distance: Elements = REUSE_NUMEL
-    reduce_bucket_size: Elements = REDUCE_NUMEL
-    sub_group_size: Elements = SUB_GROUP_NUMEL
+    stage3_prefetch_bucket_size: Elements = 50_000_000
+    stage3_max_live_parameters: Elements = 1_000_000_000
+    stage3_max_reuse_distance: Elements = 1_000_000_000
+    reduce_bucket_size: Elements = 500_000_000
+    sub_group_size: Elements = 1_000_000_000
     contiguous_gradients: bool = True
     offload_optimizer: dict[str, Any] | None = None
 
@@ -265,6 +264,7 @@ class Experiment:
 
     Attributes:
         config: The configuration as plain dictionaries; ``experiment["train"]`` is a group.
+        deepspeed: The group ``deepspeed``, with the defaults of keys that a plan reads.
         world_size: Ranks of the run.
         grid: Where the ranks sit.
         tensor: Ranks of a tensor group, which train on the same sequences.
@@ -280,7 +280,7 @@ class Experiment:
     """
 
     def __init__(self, config: dict[str, Any], world_size: int | None = None) -> None:
-        self._deepspeed = validated(Configuration, config, "").deepspeed
+        self.deepspeed = validated(Configuration, config, "").deepspeed
         self.config = {**config, "model": _named(config["model"])}
         owned = {**OF_DEEPSPEED, "zero_optimization": {**OF_DEEPSPEED["zero_optimization"], "hzero": None}}
         owned["train_batch_size"] = None
@@ -294,7 +294,7 @@ class Experiment:
         else:
             self.grid = resolve_grid(declared, self.world_size, where="topology")
         self.block = self._block(declared)
-        self.tensor = self._deepspeed.tensor_parallel.autotp_size
+        self.tensor = self.deepspeed.tensor_parallel.autotp_size
         if self.world_size % self.tensor:
             raise ConfigError(
                 f"deepspeed.tensor_parallel.autotp_size: found {self.tensor}; expected a divisor of the {self.world_size} ranks"
@@ -339,26 +339,6 @@ class Experiment:
     def numels(self) -> list[int]:
         """Elements of every parameter of the model; tied ones count once."""
         return list(self.architecture.numels)
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether DeepSpeed may hold a bucket that it gathers ahead of its use."""
-        zero = self._deepspeed.zero_optimization
-        return zero.stage3_max_live_parameters >= 2 * zero.stage3_prefetch_bucket_size
-
-    def buffers(self, module: int = 0) -> Buffers:
-        """Sizes of DeepSpeed's buffers; ``module`` is that of the largest module that is gathered as a whole."""
-        zero, types = self._deepspeed.zero_optimization, self._deepspeed.data_types
-        return Buffers(
-            prefetch=int(zero.stage3_prefetch_bucket_size),
-            reduce=int(zero.reduce_bucket_size),
-            contiguous=zero.contiguous_gradients,
-            reuse=int(zero.stage3_max_reuse_distance),
-            sub_group=int(zero.sub_group_size),
-            module=module,
-            accumulation_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(str(types.get("grad_accum_dtype"))),
-            offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
-        )
 
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration. Trainer fills values that are ``auto``, and makes optimizer and schedule."""

@@ -14,8 +14,8 @@ from transformers import TrainerState
 from hzero.commands.experiment import Experiment
 from hzero.config import NET_TIERS, TIERS
 from hzero.files import replacing
+from hzero.plan.collectives import Scheme, step_traffic
 from hzero.plan.shards import ShardPlan
-from hzero.plan.traffic import zero3_traffic
 from hzero.terminal import size_text
 
 #: Maximum number of steps at either end whose mean is given as first and last loss.
@@ -51,7 +51,8 @@ def summary_of(
     whole = sum(numels) * experiment.itemsize * world
     fetches = _fetches(experiment.plan, whole, traffic, accumulation)
     grid, itemsize = experiment.data_parallel, experiment.itemsize
-    plain = zero3_traffic(grid, numels, itemsize=itemsize, accumulation=accumulation, fetches=fetches)
+    about: Any = {"itemsize": itemsize, "accumulation": accumulation, "fetches": fetches}
+    plain = step_traffic(Scheme("deepspeed"), grid, numels, **about)
     window = max(min(WINDOW, len(losses) // 2), 1)
     tokens = train["micro_batch"] * accumulation * world // experiment.tensor * experiment["model"]["seq_length"]
     return {

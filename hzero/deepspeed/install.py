@@ -22,10 +22,9 @@ from hzero.deepspeed.pipeline_engine import HZeroPipelineEngine
 from hzero.deepspeed.pipeline_state import PipelineState
 from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
 from hzero.deepspeed.stage import HZeroStage3, StockStage3
-from hzero.deepspeed.state import StageState
+from hzero.deepspeed.state import BUCKET_NUMEL, LIVE_NUMEL, StageState
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.engine.weights import Weights
-from hzero.plan.buffers import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.plan.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks

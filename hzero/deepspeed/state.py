@@ -42,11 +42,12 @@ from hzero.engine.guard import Guard
 from hzero.engine.managed import layers_of
 from hzero.engine.routes import Routes
 from hzero.engine.weights import Weights
-from hzero.plan.buffers import BUCKET_NUMEL, LIVE_NUMEL
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError
 
 logger = logging.getLogger("hzero")
+#: DeepSpeed's defaults of ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters``.
+BUCKET_NUMEL, LIVE_NUMEL = 50_000_000, 10**9
 
 
 class StageState:

@@ -16,7 +16,7 @@ from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.deepspeed.refusals import ZeroParameter
 from hzero.engine.accumulators import Accumulators
 from hzero.engine.routes import Route, Routes
-from hzero.plan.buffers import IN_FLIGHT
+from hzero.plan.program import IN_FLIGHT
 
 logger = logging.getLogger("hzero")
 

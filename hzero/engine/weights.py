@@ -34,7 +34,7 @@ from hzero.engine.managed import (
 )
 from hzero.engine.primary import PrimaryShards
 from hzero.engine.routes import Route, Routes
-from hzero.plan.buffers import IN_FLIGHT
+from hzero.plan.program import IN_FLIGHT
 
 #: Functions that DeepSpeed sets on every parameter and the stage replaces.
 _PATCHED = ("all_gather_coalesced", "all_gather", "partition")

@@ -35,15 +35,13 @@ from rich.console import Console
 from hzero.commands.experiment import SHORT, full_names, key_of
 from hzero.config import PRESETS
 from hzero.plan import tables
-from hzero.plan import traffic as traffic_plan
+from hzero.plan.collectives import Scheme, TierTraffic, link_seconds, node_bytes, schemes_node_bytes, step_traffic
 from hzero.plan.memory import footprint
 from hzero.plan.profile import CONSTANTS
 from hzero.plan.scenario import KEYS, Scenario, read_scenario
 from hzero.plan.search import Setting, draw, fit, node_counts, sweep, tune
-from hzero.plan.sequence import Scheme
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import predict
-from hzero.plan.traffic import TierTraffic
 from hzero.validation import ConfigError, Parser
 
 #: Of `KEYS` those that each mode reads.
@@ -121,8 +119,8 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
             f"zero.codecs.weights.{narrow[0]}: found 'exp', which holds bfloat16; expected train.dtype=bf16"
         )
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
-    traffic = traffic_plan.plan_traffic(plan, numels, **about)
-    stock = traffic_plan.zero3_traffic(grid, numels, **about)
+    traffic = step_traffic(plan, grid, numels, **about)
+    stock = step_traffic(Scheme("deepspeed"), grid, numels, **about)
     rates, links = experiment["topology"].get("bandwidth_gb_s") or {}, None
     if scenario.links is not None:
         measured = {tier: scenario.links.tiers[tier].model_dump() for tier in grid.crossed}
@@ -152,20 +150,20 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
         "traffic": [asdict(row) for row in traffic],
         "zero3_traffic": [asdict(row) for row in stock],
         "node_bytes": {
-            f"hzero {experiment.preset}": traffic_plan.node_bytes(traffic, plan),
-            **traffic_plan.schemes_node_bytes(grid, numels, **about),
+            f"hzero {experiment.preset}": node_bytes(traffic, grid),
+            **schemes_node_bytes(grid, numels, **about),
         },
         "presets": {
             name: {
                 "weights": _state_text(one, "weights"),
                 "gradients": _state_text(one, "gradients"),
-                "node_bytes": traffic_plan.node_bytes(traffic_plan.plan_traffic(one, numels, **about), one),
+                "node_bytes": node_bytes(step_traffic(one, grid, numels, **about), grid),
                 "memory_bytes": footprint(one, grid, job).bytes,
             }
             for name, one in plans.items()
         },
-        "link_seconds": traffic_plan.link_seconds(traffic, rates),
-        "zero3_link_seconds": traffic_plan.link_seconds(stock, rates),
+        "link_seconds": link_seconds(traffic, rates),
+        "zero3_link_seconds": link_seconds(stock, rates),
         "rates_gb_s": rates,
         "links": links,
         "predicted": None if isinstance(scenario.profile, ConfigError) or not job.layer else steps_dict(scenario, plan),
@@ -183,7 +181,7 @@ def _state_text(plan: ShardPlan, role: str) -> str:
 def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) -> list[str]:
     """What makes a run's bytes other than a plan's, or a plan's longer than one expects."""
     notes = []
-    if plan.gather_hops() and sum(scenario.job.model.numels) <= scenario.job.buffers.reuse:
+    if plan.gather_hops() and sum(scenario.job.model.numels) <= scenario.job.reuse:
         notes.append(
             "the model has no more parameters than stage3_max_reuse_distance, within which DeepSpeed keeps weights for their "
             "next use: a run fetches less than these bytes"

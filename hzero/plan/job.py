@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hzero.commands.experiment import Architecture
-from hzero.plan.buffers import BUCKET_NUMEL, Buffers
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how a step is cut.
+    """What is trained, and how a step is cut. Sizes of buffers are in elements.
 
     Attributes:
         name: Of the model.
@@ -21,24 +20,32 @@ class Job:
         accumulation: Micro-steps per step.
         checkpointing: Whether backward computes activations again.
         itemsize: Bytes of a weight and of a gradient on the wire.
-        bucket_numel: Elements gathered or reduced together, DeepSpeed's prefetch and reduce bucket.
-        reuse_numel: Elements of other parameters between the uses in forward and backward up to which DeepSpeed keeps a
-            parameter gathered (``stage3_max_reuse_distance``). It always keeps the last.
+        prefetch: ``stage3_prefetch_bucket_size``: gathered ahead of use. Buckets of a prediction have this size.
         ahead: Buckets that are gathered ahead of their use, where the engine does that.
-        buffers: Sizes of DeepSpeed's buffers, for memory only.
+        reduce: ``reduce_bucket_size``: reduced together.
+        contiguous: ``contiguous_gradients``: whether a buffer of that size is kept for gradients, however small the model.
+        reuse: ``stage3_max_reuse_distance``: a parameter stays whole until its next use if no more lie between the uses in
+            forward and backward. DeepSpeed always keeps the last.
+        sub_group: ``sub_group_size``: elements that the optimizer steps together.
+        gradient_itemsize: Bytes of an element of the gradient shard; None: of a weight, as DeepSpeed's default is.
+        offload: Whether the optimizer and the gradient shard are on the host.
     """
 
     name: str
     model: Architecture
     seq_length: int
-    micro_batch: int = 1
-    accumulation: int = 1
-    checkpointing: bool = False
-    itemsize: int = 2
-    bucket_numel: int = BUCKET_NUMEL
-    reuse_numel: int = 0
-    ahead: int = 1
-    buffers: Buffers = field(default_factory=Buffers)
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+    itemsize: int
+    prefetch: int
+    ahead: int
+    reduce: int
+    contiguous: bool
+    reuse: int
+    sub_group: int
+    gradient_itemsize: int | None
+    offload: bool
 
     @property
     def tokens(self) -> int:
@@ -53,7 +60,7 @@ class Job:
     @property
     def layers_together(self) -> int:
         """Whole layers that one bucket holds: DeepSpeed gathers ahead, and reduces, across modules; at least 1."""
-        return max(self.bucket_numel // self.layer, 1)
+        return max(self.prefetch // self.layer, 1)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def buckets_of(job: Job, layers: int | None = None) -> list[Bucket]:
         counts = [min(together, layers - first) for first in range(0, layers, together)]
         return [embedding, *(Bucket(f"{n} layers", model.layer * n, (weights + attention) * n) for n in counts), head]
     of_layer = []
-    for index, part in enumerate(_split(model.layer, job.bucket_numel)):
+    for index, part in enumerate(_split(model.layer, job.prefetch)):
         # The operations of attention itself count with the bucket of the first matrix.
         flops = weights / job.layer * sum(part) + (attention if index == 0 else 0.0)
         of_layer.append(Bucket(f"layer.{index}", tuple(part), flops))

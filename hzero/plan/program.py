@@ -17,8 +17,10 @@ from typing import Literal, TypeAlias
 
 from hzero.codecs.formats import record_format
 from hzero.config import LOSSLESS, NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
-from hzero.plan.shards import Hop, ShardPlan
+from hzero.plan.shards import Hop, ShardPlan, plain
 
+#: Programs of a kind in flight, at most: reductions, and refreshes ahead of the gathers.
+IN_FLIGHT = 2
 #: The algorithm of all-gathers inside nodes.
 _LIBRARY = NodeAllGather()
 Kind: TypeAlias = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "send", "receive"]
@@ -210,6 +212,46 @@ class Program:
         """The collectives."""
         return tuple(step for step in self.steps if isinstance(step, Cross))
 
+    @property
+    def residual_rows(self) -> int:
+        """Shards of every tensor whose encoding keeps a residual."""
+        kept = (step for step in self.steps if isinstance(step, Encode) and step.residual is not None)
+        return sum(step.order.rows for step in kept)
+
+    def peak_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Most bytes of messages and sums that a rank holds at once, for a bucket as in `Cross.message_bytes`.
+
+        A step keeps what it takes until it has made what it leaves. Tensors that the caller gives, and whole ones that the last
+        step leaves, do not count.
+        """
+        peak = held = 0
+        for step in self.steps:
+            if isinstance(step, Cross):
+                held = step.message_bytes(chunks, itemsize)
+            left = _left_bytes(step, held, chunks, itemsize)
+            if isinstance(step, Decode) and step is self.steps[-1]:
+                left = 0
+            peak, held = max(peak, held + left), left
+        return peak
+
+
+def _left_bytes(step: Step, held: int, chunks: Sequence[int], itemsize: int) -> int:
+    """Bytes of the message or the tensors that a step leaves of ``held`` bytes."""
+    if isinstance(step, Turn):
+        return held
+    if isinstance(step, Cross):
+        factor = {"all_gather": step.ranks, "reduce_scatter": 1 / step.ranks}.get(step.kind, 1.0)
+        return round(held * factor)
+    if isinstance(step, Encode | Recode):
+        rows = step.order.rows if isinstance(step, Encode) else step.pieces * step.rows
+        codec = step.codec if isinstance(step, Encode) else step.target
+        return record_format(codec).message_bytes(chunks, rows, itemsize)
+    if isinstance(step, Decode):
+        return step.order.rows * sum(chunks) * itemsize
+    if step.target is None:
+        return step.rows * sum(chunks) * 4
+    return record_format(step.target).message_bytes(chunks, step.rows, itemsize)
+
 
 # ---- of the stage and the communicator ------------------------------------------------------------------------------
 
@@ -298,6 +340,49 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
         elif not encoded:
             steps.append(Decode(PLAIN, order, 1))
     return Program(tuple(steps))
+
+
+@dataclass(frozen=True)
+class StagePrograms:
+    """What the stage runs for a bucket in one step. A program without steps is one that a plan does not need.
+
+    Attributes:
+        refresh: From primary shards to resident copies, as payloads or decoded.
+        whole: The same without codecs, where other refreshes send differences.
+        difference: From the message of a difference of primary shards to that of a resident copy.
+        fetch: To whole weights, from resident payloads or, where none are kept, from primary shards.
+        micro: Of gradients in every micro-step.
+        boundary: Of gradients once per step.
+    """
+
+    refresh: Program
+    whole: Program
+    difference: Program
+    fetch: Program
+    micro: Program
+    boundary: Program
+
+    @classmethod
+    def of(cls, plan: ShardPlan) -> StagePrograms:
+        """The programs of a shard plan."""
+        refresh = whole = difference = fetch = Program(())
+        if hops := plan.refresh_hops():
+            kept = None if plan.decoded else plan.resident_codec
+            refresh = gather_program(plan, hops, left=kept)
+            whole = gather_program(plan, plain(hops), left=kept)
+            difference = gather_program(plan, hops, held=hops[0].codec, left=hops[-1].codec)
+            fetch = gather_program(plan, plan.fetch_hops(), held=plan.resident_codec, rows=plan.resident_rows)
+        elif hops := plan.gather_hops():
+            fetch = gather_program(plan, hops)
+        micro = plan.micro_hops()
+        return cls(
+            refresh,
+            whole,
+            difference,
+            fetch,
+            micro=reduce_program(plan, micro, plan.grid.world_size, shard_order=True),
+            boundary=reduce_program(plan, plan.boundary_hops(), plan.gradient_rows, shard_order=not micro),
+        )
 
 
 def all_to_all_program(plan: ShardPlan) -> Program:

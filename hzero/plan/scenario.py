@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 
 from hzero.commands.experiment import Experiment, compose
 from hzero.parsing import parse_config
+from hzero.plan.collectives import Scheme
 from hzero.plan.cost import Machine
 from hzero.plan.job import Job
 from hzero.plan.links_file import LinksFile, links_for
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
-from hzero.plan.sequence import Scheme
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import Prediction
 from hzero.topology import Grid
@@ -182,20 +182,25 @@ def _job(experiment: Experiment, topology: str) -> Job:
     DeepSpeed gathers ahead what its prefetch bucket and the parameters that may be live leave room for, and keeps what is
     used again soon.
     """
-    train, model = experiment["train"], experiment.architecture
-    buffers = experiment.buffers(max(sum(model.layer or ()), *model.before, *model.after))
+    train, zero = experiment["train"], experiment.deepspeed.zero_optimization
+    prefetch = int(zero.stage3_prefetch_bucket_size)
+    gradient = str(experiment.deepspeed.data_types.get("grad_accum_dtype"))
     return Job(
         str(experiment["model"]["name"]),
-        model,
+        experiment.architecture,
         experiment["model"]["seq_length"],
         micro_batch=train["micro_batch"],
         accumulation=train["grad_accumulation"],
         checkpointing=train["activation_checkpointing"],
         itemsize={"fp32": 4, "auto": 4 if topology == CPU_TOPOLOGY else 2}.get(train["dtype"], 2),
-        bucket_numel=buffers.prefetch,
-        reuse_numel=buffers.reuse,
-        ahead=int(experiment.gathers_ahead),
-        buffers=buffers,
+        prefetch=prefetch,
+        ahead=int(zero.stage3_max_live_parameters >= 2 * prefetch),
+        reduce=int(zero.reduce_bucket_size),
+        contiguous=zero.contiguous_gradients,
+        reuse=int(zero.stage3_max_reuse_distance),
+        sub_group=int(zero.sub_group_size),
+        gradient_itemsize={"fp32": 4, "bf16": 2, "fp16": 2}.get(gradient),
+        offload=(zero.offload_optimizer or {}).get("device", "none") != "none",
     )
 
 

@@ -16,11 +16,11 @@ from hzero.commands.experiment import key_of
 from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier
 from hzero.files import refusing, replacing
 from hzero.parsing import parse_config
+from hzero.plan.collectives import chains_of
 from hzero.plan.cost import Machine
 from hzero.plan.job import Job, buckets_of
 from hzero.plan.memory import Footprint, footprint
 from hzero.plan.scenario import Quality, Scenario
-from hzero.plan.sequence import stage_chains
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import Prediction, predict
 from hzero.terminal import size_text
@@ -86,12 +86,12 @@ class Setting:
 
     def overrides(self, scenario: Scenario) -> list[str]:
         """The same for `hzero train`, as Hydra's overrides."""
-        job, given = self.job, scenario.job.buffers
+        job = self.job
         found = [f"zero={self.preset}", *(f"zero.{key}={value}" for key, value in self.changes.items())]
         found += [f"train.micro_batch={job.micro_batch}", f"train.grad_accumulation={job.accumulation}"]
         found += [f"train.activation_checkpointing={str(job.checkpointing).lower()}"]
         for name, key in _BUCKETS.items():
-            if (size := getattr(job.buffers, name)) != getattr(given, name):
+            if (size := getattr(job, name)) != getattr(scenario.job, name):
                 found.append(f"deepspeed.zero_optimization.{key}={size}")
         return found
 
@@ -107,7 +107,7 @@ class Setting:
         doubling = ", doubling" if self.plan.node_all_gather.algorithm == "doubling" else ""
         return (
             f"{states}; {job.micro_batch} x {job.accumulation}{', checkpointing' * job.checkpointing}; "
-            f"buckets {job.bucket_numel / 1e6:g} M{doubling}"
+            f"buckets {job.prefetch / 1e6:g} M{doubling}"
         )
 
 
@@ -268,7 +268,7 @@ def settings(scenario: Scenario) -> Iterator[Setting]:
         preset = min(changed, key=lambda name: len(changed[name]))
         for size, again in itertools.product(batches, (False, True)):
             job = replace(scenario.job, micro_batch=size, accumulation=per_rank // size, checkpointing=again)
-            yield _setting(scenario, preset, changed[preset], _with_bucket(job, job.bucket_numel, scenario))
+            yield _setting(scenario, preset, changed[preset], _with_bucket(job, job.prefetch, scenario))
 
 
 def _changes(
@@ -289,7 +289,7 @@ def _with_bucket(job: Job, numel: int, scenario: Scenario) -> Job:
     """A job whose buckets have this size, except those whose size the user has given."""
     given = scenario.experiment["deepspeed"].get("zero_optimization", {})
     sizes: dict[str, Any] = {name: numel for name, key in _BUCKETS.items() if key not in given}
-    return replace(job, bucket_numel=sizes.get("prefetch", job.bucket_numel), buffers=replace(job.buffers, **sizes))
+    return replace(job, **sizes)
 
 
 def _compute_s(job: Job, machine: Machine) -> float:
@@ -303,7 +303,7 @@ def _distinct(found: Sequence[Setting]) -> list[Setting]:
     kept: dict[Any, Setting] = {}
     for one in found:
         job = one.job
-        chains = tuple(stage_chains(one.plan, min(job.accumulation, 2)))
+        chains = tuple(chains_of(one.plan, one.plan.grid, min(job.accumulation, 2)))
         kept.setdefault((chains, _order(one), job.micro_batch, job.checkpointing, one.memory.bytes), one)
     return list(kept.values())
 
@@ -322,7 +322,7 @@ def _order(one: Setting) -> tuple[float, int, bool, int]:
     """Shortest first; of equal ones, to a thousandth, what loses least and is simplest."""
     lost = 32 - sum(_BITS[codec] for codec in one.codecs)
     step = float(f"{one.step.step_s:.3e}")
-    return step, lost, one.job.checkpointing, one.plan.node_all_gather.below_bytes + one.job.bucket_numel
+    return step, lost, one.job.checkpointing, one.plan.node_all_gather.below_bytes + one.job.prefetch
 
 
 # ---- sweep --------------------------------------------------------------------------------------------------------------

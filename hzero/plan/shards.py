@@ -81,7 +81,7 @@ class ShardPlan:
     others. A tier of size 1 is no hop.
 
     A rank thus holds 1/(ranks of the scope) of the weights and of the gradient accumulators, the more the smaller the
-    scope: memory is the price of crossing outer tiers less often. `hzero.plan.buffers` and `hzero.plan.traffic`
+    scope: memory is the price of crossing outer tiers less often. `hzero.plan.memory` and `hzero.plan.collectives`
     count both from a plan alone.
 
     The plan is arithmetic on the grid: it makes no process group and no tensor, chooses nothing at run time, and costs

@@ -2,7 +2,7 @@
 
 One device represents all. Its lanes are compute and one stream per communicator: the stage has one for each role and tier,
 other engines one for each group. A lane runs one task at a time in order, and running tasks share resources. Which
-collectives there are, and in what order, comes from `hzero.plan.sequence`.
+collectives there are, and in what order, comes from `hzero.plan.collectives`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hzero.codecs.formats import chunk_numel
-from hzero.plan.buffers import IN_FLIGHT
+from hzero.plan.collectives import CHECKSUM_BYTES, Chain, Scheme, chains_of
 from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Bucket, Job, buckets_of
 from hzero.plan.memory import footprint
-from hzero.plan.sequence import Chain, Scheme, scheme_chains, stage_chains
+from hzero.plan.program import IN_FLIGHT
 from hzero.plan.shards import ShardPlan
-from hzero.plan.traffic import CHECKSUM_BYTES
 from hzero.validation import ConfigError
 
 #: Micro-steps and layers that are simulated; more are extrapolated from the last ones, since they are all alike.
@@ -82,7 +81,7 @@ def simulated(scheme: Scheme | ShardPlan, job: Job, machine: Machine, layers: in
 def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
     """The job with the buckets of a scheme: FSDP gathers and reduces a layer at once."""
     if isinstance(scheme, Scheme) and scheme.engine == "fsdp":
-        return replace(job, bucket_numel=job.layer)
+        return replace(job, prefetch=job.layer)
     return job
 
 
@@ -99,7 +98,7 @@ def _many_micro_steps(scheme: Scheme | ShardPlan, job: Job, machine: Machine) ->
 def _many_layers(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
     """The same over layers, which are alike too, but for those that backward finds still gathered."""
     layers, behind = job.model.layers, sum(job.model.after)
-    kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse_numel), 0)
+    kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
     if layers <= more:
         return _figures(simulated(scheme, job, machine))
@@ -124,11 +123,9 @@ class _Builder:
 
     def __init__(self, scheme: Scheme | ShardPlan, job: Job, machine: Machine, buckets: Sequence[Bucket]) -> None:
         self._job, self._machine, self._buckets, self._world = job, machine, buckets, machine.grid.world_size
-        self._stage = self._engine = None
-        if isinstance(scheme, ShardPlan):
-            self._stage, chains = scheme, stage_chains(scheme, job.accumulation)
-        else:
-            self._engine, chains = scheme.engine, scheme_chains(scheme, machine.grid, job.accumulation)
+        self._stage = scheme if isinstance(scheme, ShardPlan) else None
+        self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
+        chains = chains_of(scheme, machine.grid, job.accumulation)
         self._chains: dict[tuple[str, int], Chain] = {(chain.phase, chain.micro): chain for chain in chains}
         # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
@@ -137,7 +134,7 @@ class _Builder:
         # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
         behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
         keeps = self._engine in (None, "deepspeed")
-        self._kept = [keeps and (numel < job.reuse_numel or not numel) for numel in behind]
+        self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
         self._phases: dict[tuple[object, ...], Sequence[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
@@ -183,7 +180,7 @@ class _Builder:
         chain = self._chains.get(("refresh", 0))
         if chain is None or self._stage is None:
             return []
-        limit = self._stage.refresh_numel(self._job.bucket_numel, self._job.itemsize)
+        limit = self._stage.refresh_numel(self._job.prefetch, self._job.itemsize)
         groups: list[list[int]] = [[]]
         for index, bucket in enumerate(self._buckets):
             if groups[-1] and sum(self._buckets[i].numel for i in groups[-1]) + bucket.numel > limit:

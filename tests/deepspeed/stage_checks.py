@@ -335,7 +335,7 @@ def check_saving_changes_nothing() -> None:
 
 
 def check_memory_is_what_the_plan_says() -> None:
-    from hzero.plan.buffers import plan_memory
+    from hzero.plan.memory import held_states
 
     for preset, changes in (
         ("topo", {"error_feedback": ["node"]}),
@@ -347,10 +347,10 @@ def check_memory_is_what_the_plan_says() -> None:
         state.settle()
         measured = state.memory(engine.optimizer)
         numels = [p.ds_numel for p in engine.module.parameters()]
-        planned = {m.name: m.bytes for m in plan_memory(state.plan, numels, itemsize=4, accumulation=2)}
+        planned = {m.name: m.bytes for m in held_states(state.plan, numels, 4, 2)}
         assert measured["resident weights"] == planned["resident weights"] > 0, preset
         trainable = [p.ds_numel for p in engine.module.parameters() if p.requires_grad]
-        planned = {m.name: m.bytes for m in plan_memory(state.plan, trainable, itemsize=4, accumulation=2)}
+        planned = {m.name: m.bytes for m in held_states(state.plan, trainable, 4, 2)}
         assert measured["gradient accumulators"] == planned["gradient accumulators"] > 0, preset
         assert measured["error feedback"] == planned["error feedback"]
         engine.destroy()

@@ -14,7 +14,7 @@ import hzero
 from hzero.comm import Transport
 from hzero.config import ALGORITHMS, BASE_TIERS, ROLES, TIERS
 from hzero.parsing import parse_config
-from hzero.plan.traffic import node_bytes, plan_traffic
+from hzero.plan.collectives import node_bytes, step_traffic
 from tests.deepspeed.training import AwkwardNet, block_of, ds_config, engine_of, train
 
 
@@ -47,10 +47,14 @@ def check_bytes_between_nodes() -> None:
         into_node = sum(map(float, everyones[4 * node : 4 * node + 4])) / 2
         m, f = 2 * sum(numels), 1 / 2
         assert 0.70 * m * f < into_node <= 0.78 * m * f, into_node / (m * f)
-        planned = plan_traffic(state.plan, numels, itemsize=2, accumulation=accumulation, comm_itemsize=2)
-        assert into_node == node_bytes(planned, state.plan)
+        planned = step_traffic(
+            state.plan, state.plan.grid, numels, itemsize=2, accumulation=accumulation, comm_itemsize=2
+        )
+        assert into_node == node_bytes(planned, state.plan.grid)
         # Inside the node the frozen parameters are fetched too, though they are never refreshed.
-        fetched = plan_traffic(state.plan, numels + frozen, itemsize=2, accumulation=accumulation, comm_itemsize=2)
+        fetched = step_traffic(
+            state.plan, state.plan.grid, numels + frozen, itemsize=2, accumulation=accumulation, comm_itemsize=2
+        )
         logged = {(e.role, e.tier): e.wire_bytes for e in state.wire_log.entries()}
         for traffic in planned:
             if traffic.role == "gradients" and traffic.used:
@@ -73,7 +77,9 @@ def check_bytes_of_differences() -> None:
         train(engine, 1, 2, first=step)
         state.settle()
         plan = state.plan if step % 3 else whole
-        planned = {(row.role, row.tier): row.wire_bytes for row in plan_traffic(plan, numels + frozen * (step == 0))}
+        planned = {
+            (row.role, row.tier): row.wire_bytes for row in step_traffic(plan, plan.grid, numels + frozen * (step == 0))
+        }
         assert state.wire_log.wire_bytes("node", "weights") == planned["weights", "node"], step
         if step % 3:
             into_node = state.wire_log.wire_bytes("node") * state.plan.grid.scope_size("node")

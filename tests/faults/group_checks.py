@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hzero
-from hzero.plan.traffic import plan_traffic
+from hzero.plan.collectives import step_traffic
 from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,
@@ -42,7 +42,9 @@ def check_16_ranks_as_8_nodes_in_2_groups() -> None:
             assert_losses(losses, stock[0], tolerance)
             state.settle()
             numels = [param.ds_numel for param in model.parameters()]
-            planned = plan_traffic(state.plan, numels, itemsize=4, accumulation=ACCUMULATION, comm_itemsize=4)
+            planned = step_traffic(
+                state.plan, state.plan.grid, numels, itemsize=4, accumulation=ACCUMULATION, comm_itemsize=4
+            )
             logged = {(entry.role, entry.tier): entry for entry in state.wire_log.entries()}
             far = {(row.role, row.tier): row for row in planned if row.used and row.tier in ("node", "group")}
             assert len(far) == 4

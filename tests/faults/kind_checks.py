@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 import hzero
-from hzero.plan.traffic import plan_traffic
+from hzero.plan.collectives import step_traffic
 from tests.deepspeed import training
 from tests.deepspeed.training import ds_config, shared_folder
 
@@ -274,8 +274,8 @@ def check_bytes_on_the_wire_are_those_of_the_plan() -> None:
             engine(torch.ones(1, 8))
         own = hzero.state(engine)
         own.settle()
-        layer = plan_traffic(own.plan, [64, 8], itemsize=4, fetches=1)
-        codes = plan_traffic(own.plan.with_codec(hzero.config.PLAIN), sizes, itemsize=1, fetches=1)
+        layer = step_traffic(own.plan, own.plan.grid, [64, 8], itemsize=4, fetches=1)
+        codes = step_traffic(own.plan.with_codec(hzero.config.PLAIN), own.plan.grid, sizes, itemsize=1, fetches=1)
         planned: dict[str, int] = {}
         for row in (*layer, *codes):
             if row.role == "weights" and row.used:

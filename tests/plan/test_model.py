@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.model import LONG, checks
-from hzero.commands.experiment import compose
 from hzero.parsing import parse_config
+from hzero.plan.collectives import Scheme
 from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Job, buckets_of
 from hzero.plan.memory import activations
 from hzero.plan.profile import Profile, Source, load_profile, profile_names
-from hzero.plan.sequence import Scheme
+from hzero.plan.scenario import read_scenario
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import COMPUTE, Prediction, Task, predict, simulate, simulated, speeds
 from hzero.topology import Grid
@@ -32,8 +32,8 @@ FRONTIER = load_profile("frontier-2026")
 
 @functools.cache
 def _model(name: str, *more: str) -> Job:
-    experiment = compose([f"model={name}", *more])
-    return Job(name, experiment.architecture, experiment["model"]["seq_length"])
+    """A model in 16 bits of which nothing is kept gathered."""
+    return replace(read_scenario([f"model={name}", *more]).job, itemsize=2, micro_batch=1, reuse=0)
 
 
 def _machine(nodes: int, profile: Profile = FRONTIER) -> Machine:
@@ -120,7 +120,7 @@ def test_activations_are_those_of_torch() -> None:
 
 @given(bucket_numel=st.integers(1, 2 * 10**9), name=st.sampled_from(["gpt_neox_1m", "gpt_neox_125m", "gpt_neox_20b"]))
 def test_buckets_of_every_size_add_up_to_the_model(bucket_numel: int, name: str) -> None:
-    job = replace(_model(name), bucket_numel=bucket_numel)
+    job = replace(_model(name), prefetch=bucket_numel)
     model, buckets = job.model, buckets_of(job)
     assert tuple(numel for bucket in buckets for numel in bucket.numels) == model.numels, (
         "each parameter once, in order"
@@ -135,13 +135,13 @@ def test_buckets_of_every_size_add_up_to_the_model(bucket_numel: int, name: str)
 def test_small_models_are_gathered_together_and_kept() -> None:
     """DeepSpeed gathers ahead across layers up to its bucket, and releases what is not used again soon."""
     job = _model("gpt_neox_125m")
-    job = replace(job, bucket_numel=5 * job.layer)
+    job = replace(job, prefetch=5 * job.layer)
     assert [bucket.name for bucket in buckets_of(job)] == ["embedding", "5 layers", "5 layers", "2 layers", "head"]
 
     def gathers(reuse_numel: int, scheme: str | Scheme = "topo") -> list[str]:
         machine = _machine(2)
         made = _preset(scheme, machine.grid) if isinstance(scheme, str) else scheme
-        timeline = simulated(made, replace(job, reuse_numel=reuse_numel), machine)
+        timeline = simulated(made, replace(job, reuse=reuse_numel), machine)
         return [task.name.removeprefix("backward ") for task in timeline.tasks
                 if task.name.startswith("backward") and task.lane != COMPUTE]  # fmt: skip
 
@@ -160,7 +160,7 @@ def test_small_models_are_gathered_together_and_kept() -> None:
         ("gpt_neox_20b", "topo", 48, {"accumulation": 5}),
         ("gpt_neox_20b", "zero3", 48, {"accumulation": 5}),
         ("gpt_neox_20b", Scheme("deepspeed", hpz="node", quantized=True, visible=1), 48, {"accumulation": 5}),
-        ("gpt_neox_1b", "zero3", 4, {"reuse_numel": 10**9}),  # layers that are kept are not extrapolated
+        ("gpt_neox_1b", "zero3", 4, {"reuse": 10**9}),  # layers that are kept are not extrapolated
     ],
 )
 def test_layers_and_micro_steps_are_alike(name: str, scheme: str | Scheme, nodes: int, keys: dict[str, int]) -> None:

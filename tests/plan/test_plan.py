@@ -78,12 +78,12 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
     job = read_scenario(["model=gpt_neox_4m"]).job
-    assert (job.bucket_numel, job.reuse_numel, job.ahead) == (50_000_000, 10**9, 1), "DeepSpeed's defaults"
+    assert (job.prefetch, job.reuse, job.ahead) == (50_000_000, 10**9, 1), "DeepSpeed's defaults"
     assert job.itemsize == 4, "with dtype auto a run on CPU sends float32"
     keys = ("prefetch_bucket_size=800000", "max_live_parameters=900000", "max_reuse_distance=7")
     told = [f"deepspeed.zero_optimization.stage3_{key}" for key in keys]
     job = read_scenario(["model=gpt_neox_4m", "train.dtype=bf16", *told]).job
-    assert (job.bucket_numel, job.reuse_numel, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
+    assert (job.prefetch, job.reuse, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
 
 
 def _links(path: Path, **tiers: float) -> Path:

@@ -22,7 +22,7 @@ import pytest
 
 from hzero import cli
 from hzero.commands.experiment import compose
-from hzero.plan.traffic import plan_traffic
+from hzero.plan.collectives import step_traffic
 from tests.forks import fork, join, torchrun
 from tests.ranks import LONG, ROOT
 
@@ -106,7 +106,9 @@ def test_losses_fall_and_bytes_are_the_plans(first: Done, place: Path, monkeypat
     assert found["status"] == "finished" and found["steps"] == len(found["losses"]) == STEPS
     assert found["loss_last"] < found["loss_first"]
     assert experiment.plan is not None
-    planned = plan_traffic(experiment.plan, experiment.numels, itemsize=4, fetches=found["fetches_per_micro_step"])
+    planned = step_traffic(
+        experiment.plan, experiment.grid, experiment.numels, itemsize=4, fetches=found["fetches_per_micro_step"]
+    )
     want = {(row.tier, row.role): 4 * row.wire_bytes for row in planned if row.used and row.wire_bytes}
     got = {(row["tier"], row["role"]): row["received"] for row in found["bytes_per_step"]}
     assert got == pytest.approx(want, rel=1e-3)

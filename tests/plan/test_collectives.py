@@ -1,4 +1,4 @@
-"""Bytes and memory: against a walk of every message, and against the closed forms of the schemes."""
+"""Collectives of a step: their order, and bytes and memory against a walk of every message and closed forms."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from hzero.codecs.formats import RecordFormat, chunk_numel, record_format
 from hzero.comm.checksum import checksums
 from hzero.config import BASE_TIERS
 from hzero.parsing import parse_config
-from hzero.plan.buffers import plan_memory, zero3_memory
-from hzero.plan.shards import ShardPlan
-from hzero.plan.traffic import (
+from hzero.plan.collectives import (
     CHECKSUM_BYTES,
+    Chain,
+    Scheme,
+    chains_of,
     link_seconds,
-    plan_traffic,
     ring_links,
     schemes_node_bytes,
-    zero3_traffic,
+    step_traffic,
 )
+from hzero.plan.memory import footprint
+from hzero.plan.scenario import read_scenario
+from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
-from tests.plan.test_plan import GRIDS
+from tests.plan.test_shards import GRIDS
 
+ZERO3 = Scheme("deepspeed")
+GRID = Grid(48, 4, 2)
 NUMELS = st.lists(st.integers(1, 3000), min_size=1, max_size=5)
 
 
@@ -65,7 +70,8 @@ def _walk(
 def test_checksums_add_sixteen_bytes_per_peer_and_hop() -> None:
     for checksum in (False, True):
         config = parse_config({"preset": "topo", "checksum": checksum})
-        rows = plan_traffic(ShardPlan.from_config(config, Grid(4, 1, 2), 0), [1000])
+        plan = ShardPlan.from_config(config, Grid(4, 1, 2), 0)
+        rows = step_traffic(plan, plan.grid, [1000])
         found = {row.tier: row.checksum_bytes for row in rows}
         assert found == ({"gcd": 16, "gpu": 0, "node": 48} if checksum else dict.fromkeys(BASE_TIERS, 0))
     assert checksums(torch.zeros(64, dtype=torch.uint8), 4).nbytes == 4 * CHECKSUM_BYTES
@@ -78,7 +84,7 @@ def test_traffic_is_what_a_walk_of_all_messages_counts(
 ) -> None:
     plan = ShardPlan.from_config(parse_config({"preset": preset}), grid, grid.world_size - 1)
     walked = _walk(plan, numels, 2, accumulation, 2)
-    for row in plan_traffic(plan, numels, itemsize=2, accumulation=accumulation):
+    for row in step_traffic(plan, grid, numels, itemsize=2, accumulation=accumulation):
         assert row.wire_bytes == walked[row.role, row.tier], row
         assert row.used == (grid.size(row.tier) > 1)
 
@@ -103,7 +109,7 @@ def test_a_ring_has_the_links_that_a_walk_over_its_ranks_finds(shape: tuple[int,
 
 def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> None:
     """2 x 2 x 2: 4 of the ring's 8 links are inside packages, 2 between packages of a node, 2 between nodes."""
-    rows = {(r.role, r.tier): r for r in zero3_traffic(Grid(2, 2, 2), [8 * 100], itemsize=2, accumulation=3)}
+    rows = {(r.role, r.tier): r for r in step_traffic(ZERO3, Grid(2, 2, 2), [8 * 100], itemsize=2, accumulation=3)}
     link = 7 * 100 * 2  # M (w - 1) / w of M = 1,600 bytes
     assert {key: row.wire_bytes for key, row in rows.items()} == {
         ("weights", "gcd"): 4 * link * 6 / 8,
@@ -114,40 +120,44 @@ def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> N
         ("gradients", "node"): 2 * link * 3 / 8,
     }
     assert 4 * rows["weights", "node"].wire_bytes == 6 * link  # a node's four ranks together: one link of the ring
-    assert not any(row.used for row in zero3_traffic(Grid(1, 1, 1), [100]))
+    assert not any(row.used for row in step_traffic(ZERO3, Grid(1, 1, 1), [100]))
 
 
 def test_link_times_of_zero3_on_frontier() -> None:
     """20.55 x 10^9 weights of 2 bytes, three collectives, NICs of 100 GB/s per node: 41.1 GB x 3 x 383 / 384 / 100 GB/s."""
     grid, rates = Grid(48, 4, 2), {"gcd": 200.0, "gpu": 50.0, "node": 12.5}
     numels = _gpt_neox(6144, layers=44, vocab=50432)
-    seconds = link_seconds(zero3_traffic(grid, numels), rates)
+    seconds = link_seconds(step_traffic(ZERO3, grid, numels), rates)
     m = 2 * 20_554_567_680
     assert seconds["node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
     # A node's ring has 4 links inside packages and 3 between them; 8 devices share what these carry.
     assert seconds["gcd"] == pytest.approx(4 * 3 * m * 383 / 384 / (8 * 200e9), rel=1e-3)
     assert seconds["gpu"] == pytest.approx(3 * 3 * m * 383 / 384 / (8 * 50e9), rel=1e-3)
     # What enters a node is within a hundredth or two of the minimum that a node has to receive.
-    into_node = 8 * sum(row.wire_bytes for row in zero3_traffic(grid, numels) if row.tier == "node")
+    into_node = 8 * sum(row.wire_bytes for row in step_traffic(ZERO3, grid, numels) if row.tier == "node")
     minimum = schemes_node_bytes(grid, numels)["ZeRO-3"]
     assert into_node / minimum == pytest.approx((383 / 384) / (47 / 48), rel=1e-3)
-    assert link_seconds(zero3_traffic(grid, numels), {"node": 12.5, "gpu": None}).keys() == {"node"}
+    assert link_seconds(step_traffic(ZERO3, grid, numels), {"node": 12.5, "gpu": None}).keys() == {"node"}
 
 
 def test_zero3_holds_a_shard_of_its_states_and_deepspeeds_buffer_of_gradients() -> None:
-    grid, p = Grid(48, 4, 2), 20_554_567_680
-    states = zero3_memory(grid, _gpt_neox(6144, layers=44, vocab=50432), channels=0)
-    held = sum(state.bytes for state in states if not state.name.startswith("transient"))
+    job, p = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48"]).job, 20_554_567_680
+    states = footprint(ZERO3, Grid(48, 4, 2), job).states
+    kept = ("primary weights", "gradient shard", "optimizer", "gradient buffer")
+    held = sum(state.bytes for state in states if state.name in kept)
     assert held == pytest.approx(16 * p / 384 + 2 * 500_000_000, rel=0.01)
 
 
 def test_communicators_are_those_of_roles_and_tiers_and_one_of_deepspeed() -> None:
+    job = read_scenario(["model=gpt_neox_1m"]).job
+
+    def communicators(scheme: Scheme | ShardPlan, grid: Grid) -> int:
+        return next(state.bytes for state in footprint(scheme, grid, job).states if state.name == "communicators")
+
     for shape, count in (((48, 4, 2), 7), ((2, 4, 1), 5), ((1, 8, 1), 3)):
         plan = ShardPlan.from_config(parse_config({"preset": "topo"}), Grid(*shape), 0)
-        found = {state.name: state.bytes for state in plan_memory(plan, [1000], channels=8)}
-        assert found["communicators"] == count * 8 * 2 * 2**22, shape
-    (stock,) = (s.bytes for s in zero3_memory(Grid(48, 4, 2), [1000], channels=8) if s.name == "communicators")
-    assert stock == 8 * 2 * 2**22
+        assert communicators(plan, plan.grid) == count * 16 * 2 * 2**22, shape
+    assert communicators(ZERO3, Grid(48, 4, 2)) == 16 * 2 * 2**22
 
 
 @given(
@@ -162,3 +172,46 @@ def test_records_hold_their_codes_and_scales(codec: str, numel: int, block_size:
     assert size % 16 == 0
     assert fmt.code_bytes(numel, 4) <= fmt.scales_offset(numel, 4) <= size
     assert size - fmt.code_bytes(numel, 4) - fmt.scales_bytes(numel) < 32
+
+
+# ---- order --------------------------------------------------------------------------------------------------------------
+
+
+def _shape(chains: list[Chain]) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
+    return [(c.phase, c.micro, [("+".join(x.tiers), x.ranks, x.rows) for x in c.crossings]) for c in chains]
+
+
+def test_topo_refreshes_once_and_crosses_nodes_in_the_last_micro_step() -> None:
+    plan = ShardPlan.from_config(parse_config({"preset": "topo"}), GRID, 0)
+    fetch, inside = [("gcd", 2, 192)], [("gcd", 2, 384), ("gpu", 4, 192)]
+    assert _shape(chains_of(plan, GRID, 2)) == [
+        ("refresh", 0, [("node", 48, 1), ("gpu", 4, 48)]),
+        ("forward", 0, fetch),
+        ("backward", 0, fetch),
+        ("reduce", 0, inside),
+        ("forward", 1, fetch),
+        ("backward", 1, fetch),
+        ("reduce", 1, [*inside, ("node", 48, 48)]),
+    ]
+
+
+def test_zeropp_takes_the_devices_that_a_rank_sees_for_its_node() -> None:
+    def reduce(visible: int | None) -> list[tuple[str, int, int]]:
+        scheme = Scheme("deepspeed", hpz="node", quantized=True, visible=visible)
+        return _shape(chains_of(scheme, GRID, 1))[-1][2]
+
+    assert reduce(None) == [("gcd+gpu", 8, 384), ("node", 48, 48)]
+    assert reduce(1) == [("gcd+gpu+node", 384, 384)]
+
+
+def test_other_engines() -> None:
+    hsdp = _shape(chains_of(Scheme("fsdp", shard="node"), GRID, 2))
+    assert hsdp[-1] == ("reduce", 1, [("gcd+gpu", 8, 384), ("node", 48, 48)])
+    assert hsdp[2] == ("reduce", 0, [("gcd+gpu", 8, 384)])
+    assert [c.phase for c in chains_of(Scheme("deepspeed", stage=2), GRID, 3)] == ["reduce"] * 3 + ["after"]
+    stage1 = chains_of(Scheme("deepspeed", stage=1), GRID, 3)
+    assert [c.phase for c in stage1] == ["reduce", "after"]
+    assert [c.crossings[0].kind for c in stage1] == ["all_reduce", "all_gather"]
+    hpz = chains_of(Scheme("deepspeed", hpz="node"), GRID, 2)
+    assert [c.crossings[0].ranks for c in hpz if c.crossings[0].role == "weights"] == [384, 8, 8, 8]
+    assert len(chains_of(Scheme("ddp"), GRID, 4)) == 1
