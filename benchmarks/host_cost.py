@@ -38,18 +38,18 @@ import hzero
 from hzero.codecs import reference
 from hzero.codecs.ops import OPERATORS
 from hzero.config import PRESETS, HZeroConfig
-from hzero.deepspeed import stage
-from hzero.engine import gradients, weights
+from hzero.deepspeed import parameters, stage
+from hzero.engine import gradients
 from hzero.validation import one_of
 
 WORLD, HIDDEN, TOKENS = 8, 64, 16
 ACCUMULATION = 2
 #: Where DeepSpeed calls the stage.
 ENTRIES: tuple[tuple[type, str], ...] = (
-    (weights.Weights, "gather"),
-    (weights.Weights, "_partition"),
-    (weights.GatherHandle, "wait"),
-    (gradients.Gradients, "micro"),
+    (parameters.Parameters, "gather"),
+    (parameters.Parameters, "_partition"),
+    (parameters.GatherHandle, "wait"),
+    (gradients.Gradients, "accumulate"),
     (gradients.Gradients, "settle"),
     (gradients.Gradients, "boundary"),
     (stage.HZeroStage3, "partition_grads"),

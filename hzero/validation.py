@@ -152,6 +152,11 @@ def report(error: BaseException) -> None:
     print(f"hzero: error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
 
 
+def is_rank_0() -> bool:
+    """Whether this rank logs for all."""
+    return _rank() == 0
+
+
 def _rank() -> int:
     """This process' rank in its process group, or as torchrun, MPI or Slurm numbers it; otherwise 0.
 

@@ -306,7 +306,7 @@ class _Meter(TrainerCallback):
         """The stage's state, whose wire log holds whole steps: the refresh that follows a step is part of it."""
         state = hzero.state(self._trainer.model_wrapped)
         if isinstance(state, StageState):
-            state.weights.refresh()
+            state.weights.resident.refresh()
             state.settle()
             return state
         return None

@@ -3,8 +3,7 @@
 from hzero.deepspeed.install import enable, exact_evaluation, exact_weights, initialize, state
 from hzero.deepspeed.pipeline_state import PipelineState
 from hzero.deepspeed.state import StageState
-from hzero.engine.audit import StaleWeightsError
-from hzero.engine.guard import DivergenceError
+from hzero.engine.guard import DivergenceError, StaleWeightsError
 
 __all__ = [
     "DivergenceError",

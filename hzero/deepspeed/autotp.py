@@ -14,9 +14,8 @@ from hzero.block import KEY
 from hzero.comm import Communicator, for_dimension
 from hzero.comm.activations import copy_to, reduce_from
 from hzero.config import HZeroConfig, Tier, tiers_inside
-from hzero.deepspeed.partition import speaks
 from hzero.topology import Grid
-from hzero.validation import ConfigError, some
+from hzero.validation import ConfigError, is_rank_0, some
 
 logger = logging.getLogger("hzero")
 
@@ -86,7 +85,7 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
             left.append(f"{name} ({type(layer).__name__})")
         else:
             layer.hzero_group, layer.forward = group, types.MethodType(_FORWARDS[type(layer).forward], layer)
-    if left and speaks():
+    if left and is_rank_0():
         logger.warning(
             "hzero: codecs.tensor does not reach layers of AutoTP with a forward or a gather of their own: %s",
             some(left, 4),

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY, find
-from hzero.deepspeed import autotp, checkpoint
+from hzero.deepspeed import autotp, checkpoint, parameters
 from hzero.deepspeed.partition import Partition, check_mpu, group_of
 from hzero.deepspeed.pipeline_engine import HZeroPipelineEngine
 from hzero.deepspeed.pipeline_state import PipelineState
@@ -24,7 +24,6 @@ from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, 
 from hzero.deepspeed.stage import HZeroStage3, StockStage3
 from hzero.deepspeed.state import BUCKET_NUMEL, LIVE_NUMEL, StageState
 from hzero.deepspeed.versions import check_deepspeed
-from hzero.engine.weights import Weights
 from hzero.plan.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
@@ -64,10 +63,10 @@ def enable() -> None:
     DeepSpeedEngine._configure_checkpointing = checkpoint.configures(DeepSpeedEngine._configure_checkpointing)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
     Init._all_gather, Init._partition = (
-        Weights.gathers_exactly(Init._all_gather),
-        Weights.notes_changes(Init._partition),
+        parameters.gathers_exactly(Init._all_gather),
+        parameters.notes_changes(Init._partition),
     )
-    StockStage3._reassign_or_swap_out_partitioned_parameters = Weights.notes_steps(
+    StockStage3._reassign_or_swap_out_partitioned_parameters = parameters.notes_steps(
         StockStage3._reassign_or_swap_out_partitioned_parameters
     )
     deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
@@ -146,7 +145,7 @@ def _with_weights(stock: Any) -> Any:
         ds_config = kwargs.get("ds_config", args[2] if len(args) > 2 else None)
         config = read_block(ds_config)
         module = kwargs["module"] if "module" in kwargs else args[0]
-        Weights.release_all(module)
+        parameters.release_all(module)
         autotp.give_back(module)
         if config is None:
             return stock(self, *args, **kwargs)
@@ -277,9 +276,8 @@ def exact_evaluation() -> Any:
 
     class ExactEvaluation(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            weights = Weights.of(next(model.parameters()))
-            if weights is not None:
-                weights.follow_mode()
+            for managed in parameters.managed_of([next(model.parameters())]):
+                managed.owner.follow_mode()
 
     return ExactEvaluation()
 

@@ -83,11 +83,6 @@ class Partition:
         return f"; data parallel over {len(self.ranks)} of {self.world.world_size} ranks ({self.world})"
 
 
-def speaks() -> bool:
-    """Whether this rank logs for all: rank 0 of the world, since each tensor rank has a rank 0 of its partition."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def ranks_of(group: Any) -> list[int]:
     """Ranks of the world in a process group; None is the world."""
     return list(range(dist.get_world_size())) if group is None else list(dist.get_process_group_ranks(group))

@@ -20,10 +20,10 @@ from hzero.comm import Communicator, CommunicatorConfig, WireLog, for_dimension
 from hzero.comm.process_groups import world_timeout
 from hzero.config import LOSSLESS, HZeroConfig
 from hzero.deepspeed.comms_logger import LoggedHops
-from hzero.deepspeed.partition import Partition, ranks_of, speaks
+from hzero.deepspeed.partition import Partition, ranks_of
 from hzero.deepspeed.state import adopt, optimizer_bytes, stage_lanes, undeclared
 from hzero.plan.shards import lossy_crossings
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, is_rank_0
 
 logger = logging.getLogger("hzero")
 
@@ -81,7 +81,7 @@ class PipelineState:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
         self._keeps = bool(kept)  # residuals
         self._pipeline = stage_lanes(config.transport)
-        if speaks():
+        if is_rank_0():
             transport = "mpi" if config.transport == "mpi" else dist.get_backend()
             print(
                 f"hzero: codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config)}: pipelines of "
@@ -146,7 +146,7 @@ class PipelineState:
     def forget(self) -> None:
         """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
         self.gradients.forget()
-        if self._keeps and speaks():
+        if self._keeps and is_rank_0():
             logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
 
 

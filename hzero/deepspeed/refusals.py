@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,10 @@ from hzero.codecs.ops import FLOATS
 from hzero.config import TIERS, HZeroConfig
 from hzero.deepspeed import autotp
 from hzero.deepspeed.versions import check_features, uses_experts
+from hzero.engine.parameter import Route
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
-from hzero.plan.shards import ShardPlan
 from hzero.topology.resolve import declared_grid
 from hzero.validation import ConfigError
-
-#: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
-ZeroParameter: TypeAlias = Any
 
 
 def read_block(ds_config: Any) -> HZeroConfig | None:
@@ -246,18 +243,18 @@ def _is_set(device: Any, *allowed: str) -> bool:
     return name not in ("none", "None", *allowed)
 
 
-def check_types(module: torch.nn.Module, plan_of: Callable[[ZeroParameter], ShardPlan]) -> None:
+def check_types(module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route]) -> None:
     """Refuses codec ``exp`` for weights of another type than bfloat16.
 
     Args:
         module: The model.
-        plan_of: Gives the plan of a parameter.
+        routes: Of its parameters.
 
     Raises:
         ConfigError: Naming the tier, the parameter and its type.
     """
     for name, param in module.named_parameters():
-        tiers = [hop.tier for hop in plan_of(param).gather_hops() if hop.codec.codec == "exp"]
+        tiers = [hop.tier for hop in routes[param].plan.gather_hops() if hop.codec.codec == "exp"]
         if tiers and param.dtype != torch.bfloat16:
             raise ConfigError(
                 f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "

@@ -14,9 +14,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from hzero.block import KEY, find
 from hzero.comm import blaming, shared_watchdog
 from hzero.deepspeed import versions
-from hzero.deepspeed.refusals import ZeroParameter, mixed_types
+from hzero.deepspeed.parameters import ZeroParameter
+from hzero.deepspeed.refusals import mixed_types
 from hzero.deepspeed.state import StageState
 from hzero.engine.guard import DivergenceError
+from hzero.engine.parameter import Parameter
 from hzero.validation import on_all_ranks
 
 StockStage3 = DeepSpeedZeroOptimizer_Stage3
@@ -44,6 +46,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = False
+        self._arrived: set[int] = set()  # ids of parameters whose gradients of this window stock has received,
+        self._complete: set[int] = set()  # and of those that the last micro-step has brought
         try:
             super().__init__(*args, **kwargs)
         except AssertionError:
@@ -64,10 +68,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - the mangled name is how stock calls it
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[torch.Tensor]:
-        """Submits the reduction of one bucket over the gradients' scope; see `Gradients.micro`."""
+        """Submits the reduction of one bucket over the gradients' scope; see `Gradients.accumulate`."""
+        gradients = [param.grad for param in params_to_reduce]
+        for param in params_to_reduce:
+            param.grad = None
         try:
-            self.hzero.gradients.micro(
-                params_to_reduce,
+            self.hzero.gradients.accumulate(
+                self.hzero.weights.weights_of(params_to_reduce),
+                gradients,
                 communication_data_type,
                 float(self.loss_scale),
                 last=versions.at_boundary(self),
@@ -79,7 +87,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[torch.Tensor]) -> None:
-        """Nothing: `Gradients.micro` has taken the gradients, and shards reach stock by `_deliver`."""
+        """Nothing: `Gradients.accumulate` has taken the gradients, and shards reach stock by `_deliver`."""
 
     def backward_prologue(self) -> None:
         """Stock; a micro-step counts."""
@@ -106,12 +114,12 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock step, after gradients that still wait have crossed."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
-        self.hzero.weights.before_change()
+        self.hzero.weights.resident.before_change()
         self._settle_on_cpus()
         try:
             self.hzero.before_step(itertools.chain.from_iterable(self.fp16_groups), self._gradient_of)
         except Exception:  # whoever catches it goes on with a new window
-            self.hzero.gradients.clear()
+            self._new_window()
             raise
         self._stepping = True
         try:
@@ -120,14 +128,14 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         except DivergenceError:
             # Discarded as by stock, so that whoever catches it finds the weights of the last good step.
             self._overflow_clean_up(self.loss_scale)
-            self.hzero.gradients.clear()
+            self._new_window()
             raise
         finally:
             self._stepping = False
         if not self.overflow:
             self.hzero.gradients.commit()
             self.hzero.guard.stepped()
-        self.hzero.gradients.clear()
+        self._new_window()
         self.hzero.weights.gather_kept_whole()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
@@ -137,12 +145,17 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
         if has_overflow and not self.hzero.fall_back():
-            self.hzero.guard.discarded(
-                self.loss_scaler, itertools.chain.from_iterable(self.fp16_groups), self._gradient_of
-            )
+            stepped = self.hzero.weights.weights_of(itertools.chain.from_iterable(self.fp16_groups))
+            self.hzero.guard.discarded(self.loss_scaler, stepped, self._gradient_of)
         super()._update_scale(has_overflow)
 
-    def _gradient_of(self, param: ZeroParameter) -> torch.Tensor:
+    def _new_window(self) -> None:
+        self.hzero.gradients.clear()
+        self._arrived.clear()
+        self._complete.clear()
+
+    def _gradient_of(self, weight: Parameter) -> torch.Tensor:
+        (param,) = self.hzero.weights.params_of([weight])
         shard: torch.Tensor = self._get_fp32_grad_state_partition(param, True)[0]
         return shard
 
@@ -156,7 +169,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         What a backward has left behind that an exception cut short is dropped too.
         """
         if not self._stepping:
-            self.hzero.gradients.clear()
+            self._new_window()
             for bucket in self.ipg_buckets.values():
                 bucket.clear_params()
             while self.cut_short:
@@ -185,40 +198,36 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
-    def _deliver(self, params: list[ZeroParameter], shards: list[torch.Tensor]) -> None:
+    def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
         """Delivers shards to stock, which must copy the first delivery of a window and add later ones.
 
         Later deliveries occur where every micro-step delivers, and where re-entrant checkpointing runs several epilogues
         in one backward. Stock decides by the number of the micro-step: it would add the first gradient of a parameter
         that was silent before to the remains of the last window.
         """
-        gradients = self.hzero.gradients
+        params = self.hzero.weights.params_of(weights)
         for again in (False, True):
-            chosen = [i for i, param in enumerate(params) if gradients.arrived(param) == again]
+            chosen = [i for i, param in enumerate(params) if (param.ds_id in self._arrived) == again]
             with self._as_micro_step(int(again)):
                 super().partition_grads(
                     [_Receiver(params[i]) for i in chosen],
                     [shards[i].to(self.gradient_accumulation_dtype) for i in chosen],
                 )
-        gradients.arrive(params)
+        self._arrived.update(param.ds_id for param in params)
         if versions.at_boundary(self):
-            gradients.complete.update(param.ds_id for param in params)
+            self._complete.update(param.ds_id for param in params)
 
     def _offload_earlier(self) -> None:
         """Moves gradients to the host that only earlier micro-steps delivered; stock moves the last micro-step's only."""
-        gradients = self.hzero.gradients
-        earlier = [
-            param
-            for param in itertools.chain.from_iterable(self.fp16_groups)
-            if gradients.arrived(param) and param.ds_id not in gradients.complete
-        ]
+        missing = self._arrived - self._complete
+        earlier = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in missing]
         sums = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         device = get_accelerator().current_device_name()
         with self._as_micro_step(0):  # stock copies what it has onto itself, and then to the host
             super().partition_grads(
                 [_Receiver(param) for param in earlier], [sums[param.ds_id].to(device) for param in earlier]
             )
-        gradients.complete.update(param.ds_id for param in earlier)
+        self._complete |= missing
 
     @contextlib.contextmanager
     def _as_micro_step(self, micro_step: int) -> Iterator[None]:
@@ -237,7 +246,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         shards = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for number, group in enumerate(self.fp16_groups):
             for param in group:
-                if not self.hzero.gradients.arrived(param):
+                if param.ds_id not in self._arrived:
                     shards[param.ds_id].zero_()
                     if self.offload_optimizer:
                         self.norm_for_param_grads.pop(self.get_param_id(param), None)  # of an abandoned window
@@ -262,7 +271,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _before_reading(self, params: Iterable[ZeroParameter]) -> None:
         """Gradients that are summed in every micro-step have arrived; partial sums over a scope are refused."""
         for param in params:
-            if self.hzero.gradients.holds(param):
+            if self.hzero.gradients.holds(param.ds_id):
                 raise RuntimeError(
                     f"hzero: the gradient of parameter {param.ds_id} is a partial sum over its "
                     f"{self.hzero.plan.gradients_scope} until the accumulation boundary. Read it after the backward of the "
@@ -289,12 +298,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         if self._stepping:
             self.hzero.weights.mark_stale(self.fp16_groups[sub_group_id])
             if not get_accelerator().is_synchronized_device():
-                self.hzero.weights.refresh((), among=self.fp16_groups[sub_group_id])
+                self.hzero.weights.refresh_stepped(self.fp16_groups[sub_group_id])
 
     def _restore_from_bit16_weights(self) -> None:
         """The last call of stock's load without optimizer states: the weights have been replaced."""
         super()._restore_from_bit16_weights()
         self.hzero.replaced()
+        self._new_window()
 
     def checkpoint_event_prologue(self) -> None:
         """Stock. A resumed run refreshes whole weights first, so one that goes on has to do the same after a save."""
@@ -316,14 +326,15 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock; then drops resident payloads, waiting gradients and residuals, which belong to the old weights."""
         own = state_dict_list[self.hzero.plan.rank].get(KEY) if state_dict_list else None
         self._partition_all_parameters()
-        self.hzero.weights.before_change()
+        self.hzero.weights.resident.before_change()
         super().load_state_dict(state_dict_list, *args, **kwargs)
         self.hzero.replaced()
+        self._new_window()
         self.hzero.load_state_dict(own)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Stock; resident payloads are freed too, and rebuilt at their next use."""
-        self.hzero.weights.before_change()
+        self.hzero.weights.resident.before_change()
         super().offload_states(*args, **kwargs)
         self.hzero.weights.drop()
 

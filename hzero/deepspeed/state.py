@@ -6,7 +6,7 @@ import hashlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -34,16 +34,14 @@ from hzero.comm.process_groups import world_timeout
 from hzero.config import ROLES, Dimension, HZeroConfig, Tier, TransportName
 from hzero.deepspeed import autotp
 from hzero.deepspeed.comms_logger import LoggedHops
-from hzero.deepspeed.partition import Partition, ranks_of, speaks
-from hzero.deepspeed.refusals import ZeroParameter
-from hzero.engine.audit import Audit
+from hzero.deepspeed.parameters import Parameters, ZeroParameter, layers_of
+from hzero.deepspeed.partition import Partition, ranks_of
+from hzero.deepspeed.refusals import check_types
 from hzero.engine.gradients import Gradients
-from hzero.engine.guard import Guard
-from hzero.engine.managed import layers_of
-from hzero.engine.routes import Routes
-from hzero.engine.weights import Weights
+from hzero.engine.guard import Audit, GradientOf, Guard
+from hzero.engine.parameter import routes_of
 from hzero.plan.shards import ShardPlan
-from hzero.validation import ConfigError
+from hzero.validation import ConfigError, is_rank_0
 
 logger = logging.getLogger("hzero")
 #: DeepSpeed's defaults of ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters``.
@@ -88,7 +86,8 @@ class StageState:
         self.config = config
         self._module = module
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
-        routes = Routes(module, self.plan)
+        routes, codes = routes_of(module, self.plan)
+        check_types(module, routes)
         self._autotp = autotp.take_over(module, config, self.partition.world)
         self.wire_log = WireLog()
         self.logged_hops = LoggedHops(self.wire_log)
@@ -103,15 +102,16 @@ class StageState:
         self._collectives = collectives
         # Weights that are whole on every device need no gather.
         self._layers = [] if self.plan.decoded else layers_of(module, min(self.plan.unit_numel, live_numel))
-        self.weights = Weights(module, collectives, routes, bucket_numel, self._layers)
+        self.weights = Parameters(module, collectives, routes, codes, bucket_numel, self._layers)
         if config.exact_evaluation:
             self.weights.follow_mode()
-        self.gradients = Gradients(collectives, routes, bucket_numel)
-        self.guard = Guard(module, self.plan, config.guard.discarded_steps)
-        if speaks():
-            self._announce(routes.codes)
+        self.gradients = Gradients(collectives, bucket_numel, len(set(routes.values())))
+        device, resident = torch.device(get_accelerator().current_device_name()), self.weights.resident
+        self.guard = Guard(resident, config.guard.discarded_steps, device)
+        if is_rank_0():
+            self._announce(len(codes))
         self._steps = 0
-        self._audit, self._audit_due = Audit(module, self.weights, collectives), True
+        self._audit, self._audit_due = Audit(resident, collectives, device), True
 
     def _announce(self, codes: int) -> None:
         """Says on one line, whatever the level of logs, that and how the stage is in effect."""
@@ -166,7 +166,7 @@ class StageState:
             for tier, kept in self._feedback.saved().items():
                 residuals[tier] = {names[key]: residual for key, (residual, _) in kept.items()}
                 scales[tier] = {names[key]: scale for key, (_, scale) in kept.items()}
-        seeds = {"weights": self.weights.version, "gradients": self.gradients.reductions}
+        seeds = {"weights": self.weights.resident.version, "gradients": self.gradients.reductions}
         return {"plan": self._identity(), "seeds": seeds, "residuals": residuals, "scales": scales}
 
     def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
@@ -179,12 +179,15 @@ class StageState:
         """
         kept = found["residuals"] if found is not None else {}
         same = found is not None and found["plan"] == self._identity()
-        if self._feedback is not None and speaks() and not (same and kept):
+        if self._feedback is not None and is_rank_0() and not (same and kept):
             why = "was written with another plan or on other ranks" if kept else "has none"
             logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
         if found is None or not same:
             return
-        self.weights.version, self.gradients.reductions = found["seeds"]["weights"], found["seeds"]["gradients"]
+        self.weights.resident.version, self.gradients.reductions = (
+            found["seeds"]["weights"],
+            found["seeds"]["gradients"],
+        )
         if self._feedback is None:
             return
         keys = {name: key for key, name in self._names().items()}
@@ -235,14 +238,14 @@ class StageState:
 
         From now on they travel without that codec.
         """
-        if not self.weights.fallible:
+        if not self.weights.resident.fallible:
             return False
         what = self._collectives.lost()
         lost = torch.tensor(int(what is not None), dtype=torch.uint8, device=get_accelerator().current_device_name())
         dist.all_reduce(lost, dist.ReduceOp.MAX)
         if not int(lost):
             return False
-        if speaks():
+        if is_rank_0():
             logger.warning(
                 "hzero: %s; this step is discarded, and weights travel without the codec from now on",
                 what or "codec exp could not hold some weights",
@@ -261,10 +264,8 @@ class StageState:
         """Signal-to-noise ratios that the last audit found, in dB; see `Audit`."""
         return self._audit.ratios
 
-    def before_step(
-        self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
-    ) -> None:
-        """Counts an optimizer step that is about to begin, and audits where that is due. Collective.
+    def before_step(self, params: Iterable[ZeroParameter], gradient_of: GradientOf) -> None:
+        """Counts an optimizer step that is about to begin, and audits if one is due. Collective.
 
         Args:
             params: Those that the optimizer steps.
@@ -276,7 +277,7 @@ class StageState:
         self._steps += 1
         every = self.config.guard.every
         if every and (self._audit_due or self._steps % every == 0):
-            self._audit.run(self._steps, params, gradient_of)
+            self._audit.run(self._steps, self.weights.weights_of(params), gradient_of)
             self._audit_due = False
 
     def memory(self, optimizer: Any = None) -> dict[str, int]:
@@ -289,7 +290,7 @@ class StageState:
         """
         return {
             "primary weights": self.weights.primary_bytes(),
-            "resident weights": self.weights.resident_bytes(),
+            "resident weights": self.weights.resident.resident_bytes(),
             "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
             "gradient accumulators": self.gradients.peak_bytes,
             "optimizer": optimizer_bytes(optimizer),
@@ -353,7 +354,7 @@ def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> li
     crossed: dict[str | None, set[Tier]] = {}
     for communicator in used:
         crossed.setdefault(communicator.role, set()).update(hop.tier for hop in communicator.plan.gather_hops())
-    for dimension in config.written_dimensions if speaks() else ():
+    for dimension in config.written_dimensions if is_rank_0() else ():
         tiers = crossed.get(dimension)
         if not tiers:
             logger.warning(

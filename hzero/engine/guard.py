@@ -1,48 +1,61 @@
-"""Guard: ends a training whose gradients stay not finite, and says where they are not."""
+"""Guards: end a training that diverges, or whose resident weights are wrong; and measure how much codecs lose."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
-from hzero.codecs.formats import owned_numel
-from hzero.deepspeed.partition import speaks
-from hzero.deepspeed.refusals import ZeroParameter
-from hzero.engine import noise
-from hzero.plan.shards import ShardPlan
-from hzero.validation import PlainError, of_all_ranks, some
+from hzero.codecs.codec import Codec
+from hzero.comm import Bucket, Chain, Collectives, WireLog, blaming
+from hzero.comm.checksum import checksums
+from hzero.config import ROLES, CodecConfig, Role, Tier
+from hzero.engine.parameter import Parameter
+from hzero.engine.weights import Weights
+from hzero.plan.program import reduce_program
+from hzero.plan.shards import ShardPlan, plain
+from hzero.validation import PlainError, is_rank_0, of_all_ranks, some
 
 logger = logging.getLogger("hzero")
 
+#: Gives this rank's shard of the gradient of a parameter.
+GradientOf: TypeAlias = Callable[[Parameter], torch.Tensor]
 #: Names that a message gives of a set of parameters.
 _NAMED = 8
+#: Elements of gradients that are summed with and without codecs, on all ranks together; a chunk has at least `_CHUNK`, since
+#: blocks that are shorter than a codec's lose less.
+_SAMPLE, _CHUNK = 1 << 20, 256
 
 
 class DivergenceError(PlainError):
     """Losses or gradients are not finite, and loss scaling cannot mend it. The message says since when and where."""
 
 
-class Guard:
-    """Counts the optimizer steps that DeepSpeed discards because the norm of the gradients is not finite.
+class StaleWeightsError(PlainError):
+    """Resident weights are not those that their owners, or other ranks, hold. The message names them."""
 
-    DeepSpeed discards such a step in every type of weights and goes on, for ever if nothing changes. A step does not count
+
+# ---- divergence -------------------------------------------------------------------------------------------------------
+
+
+class Guard:
+    """Counts the optimizer steps that are discarded because the norm of the gradients is not finite.
+
+    DeepSpeed discards such a step in every type of weights and continues, for ever if nothing changes. A step does not count
     while dynamic loss scaling can still lower its scale: there discarded steps are how it finds one.
 
     Args:
-        module: The model, its parameters partitioned by DeepSpeed.
-        plan: The shard plan of this rank.
+        weights: The weights.
         limit: Discarded steps in a row with which training ends; 0 never ends it.
+        device: Where sums over ranks are made.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: ShardPlan, limit: int) -> None:
-        self._module = module
-        self._plan = plan
-        self._limit = limit
+    def __init__(self, weights: Weights, limit: int, device: torch.device) -> None:
+        self._weights, self._limit, self._device = weights, limit, device
         self._steps = self._discarded = 0
 
     def stepped(self) -> None:
@@ -50,13 +63,11 @@ class Guard:
         self._steps += 1
         self._discarded = 0
 
-    def discarded(
-        self, loss_scaler: Any, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]
-    ) -> None:
+    def discarded(self, scaler: Any, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
         """Notes a step that is about to be discarded. All ranks must call it alike.
 
         Args:
-            loss_scaler: DeepSpeed's, before it takes account of the step.
+            scaler: The loss scaler, with DeepSpeed's attributes, before it takes account of the step.
             params: The parameters in the optimizer. Others may require gradients too, but have none to look at.
             gradient_of: Gives this rank's shard of the gradient of one of them.
 
@@ -65,13 +76,13 @@ class Guard:
                 raise an error that names nothing.
         """
         self._steps += 1
-        at_minimum = loss_scaler.dynamic
+        at_minimum = scaler.dynamic
         # A discarded step lowers the loss scale, so a later one may be finite.
-        if self._limit == 0 or (at_minimum and loss_scaler.cur_scale > loss_scaler.min_scale):
+        if self._limit == 0 or (at_minimum and scaler.cur_scale > scaler.min_scale):
             return
         self._discarded += 1
-        if self._discarded < self._limit and not (at_minimum and loss_scaler.raise_error_at_min_scale):
-            if speaks():
+        if self._discarded < self._limit and not (at_minimum and scaler.raise_error_at_min_scale):
+            if is_rank_0():
                 logger.warning(
                     "hzero: step %d is discarded: the norm of the gradients is not finite (guard: %d of %d in a row)",
                     self._steps,
@@ -79,7 +90,7 @@ class Guard:
                     self._limit,
                 )
             return
-        scaled = f" and the loss scale is at its minimum of {loss_scaler.cur_scale:g}" if at_minimum else ""
+        scaled = f" and the loss scale is at its minimum of {scaler.cur_scale:g}" if at_minimum else ""
         message = (
             f"the norm of the gradients is not finite in {self._discarded} steps in a row (guard: {self._limit})"
             f"{scaled}; the last is step {self._steps} of this engine. These steps have not changed the weights. "
@@ -88,34 +99,231 @@ class Guard:
         raise of_all_ranks(DivergenceError(message))
 
     @torch.no_grad()
-    def _where(self, params: Iterable[ZeroParameter], gradient_of: Callable[[ZeroParameter], torch.Tensor]) -> str:
+    def _where(self, params: Sequence[Parameter], gradient_of: GradientOf) -> str:
         """Names the parameters with values that are not finite, and gives the signal-to-noise ratio of lossy hops."""
-        names_of = {id(param): name for name, param in self._module.named_parameters()}
-        named = [(names_of.get(id(param), f"parameter {param.ds_id}"), param) for param in params]
-        weights = [self._own_weights(param) for _, param in named]
-        gradients = [gradient_of(param).detach().flatten() for _, param in named]
-        device = torch.device(get_accelerator().current_device_name())  # offloaded gradients are on the host
+        # Shards are on the host if the optimizer is. Padding beyond the last element, which nobody writes, is left out.
+        weights = [self._weights.primary_shard(param).detach() for param in params]
+        gradients = [gradient_of(param).detach().flatten() for param in params]
         spoilt = torch.tensor(
             [[not bool(shard.isfinite().all()) for shard in shards] for shards in (gradients, weights)],
             dtype=torch.uint8,
-            device=device,
+            device=self._device,
         )
         dist.all_reduce(spoilt, dist.ReduceOp.MAX)
         parts = []
         for what, marks in zip(("gradients", "weights"), spoilt.tolist()):
-            names = [name for (name, _), mark in zip(named, marks) if mark]
+            names = _marked(params, marks)
             listed = f": {some(names, _NAMED)}" if names else ""
-            parts.append(f"Not finite in the {what} of {len(names)} of {len(named)} parameters{listed}")
-        if tiers := noise.lossy_tiers(self._plan):
-            powers = noise.of_codecs(tiers, {"weights": weights, "gradients": gradients}, device)
+            parts.append(f"Not finite in the {what} of {len(names)} of {len(params)} parameters{listed}")
+        if tiers := _lossy_tiers(self._weights.plan):
+            powers = _of_codecs(tiers, {"weights": weights, "gradients": gradients}, self._device)
             ratios = [
-                f"{role} {codec.codec} on {', '.join(names)}: {noise.described(noise.decibels(*found))}"
+                f"{role} {codec.codec} on {', '.join(names)}: {_described(_decibels(*found))}"
                 for ((role, codec), names), found in zip(tiers.items(), powers)
             ]
             parts.append(f"Signal-to-noise ratio of the codecs on what is finite: {'; '.join(ratios)}")
         return ". ".join(parts)
 
-    def _own_weights(self, param: ZeroParameter) -> torch.Tensor:
-        """This rank's shard without the padding behind the last element, which DeepSpeed never writes."""
-        shard = param.ds_tensor.detach().flatten()
-        return shard[: owned_numel(param.ds_numel, shard.numel(), self._plan.rank)]
+
+def _marked(params: Sequence[Parameter], marks: Sequence[int]) -> list[str]:
+    return [param.name for param, mark in zip(params, marks) if mark]
+
+
+# ---- audit ------------------------------------------------------------------------------------------------------------
+
+
+class Audit:
+    """Checks the weights that forward and backward read, and measures what codecs lose. Nothing of it is in the wire log.
+
+    Args:
+        weights: The weights.
+        collectives: The engine's; hops use their lanes.
+        device: Where sums over ranks are made.
+
+    Attributes:
+        ratios: Signal-to-noise ratios of the last audit in dB: of a role (``weights``, ``gradients``) all the way through
+            the tiers, and of one tier's codec (``weights/node``). Those without loss, or without a finite signal, are left
+            out. Those of gradients are of stand-ins: a rank does not keep its whole gradients, so its shards of their sums
+            take their place.
+    """
+
+    def __init__(self, weights: Weights, collectives: Collectives, device: torch.device) -> None:
+        self._weights, self._plan, self._device = weights, collectives.plan, device
+        self._collectives = collectives.beside(WireLog())
+        self._count = 0
+        self.ratios: dict[str, float] = {}
+
+    @torch.no_grad()
+    def run(self, step: int, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
+        """Audits before an optimizer step. Collective; waits for the device.
+
+        Args:
+            step: The number of the step, for messages.
+            params: Those that the optimizer steps.
+            gradient_of: Gives this rank's shard of the gradient of one of them.
+
+        Raises:
+            StaleWeightsError: On all ranks, if one has found a difference.
+        """
+        self._collectives.lanes.drain()
+        with blaming():
+            self._compare(step)
+            self.ratios = self._measure(params, gradient_of)
+            self._collectives.verify()
+        self._count += 1
+        if self.ratios and is_rank_0():
+            texts = [f"{name} {ratio:.1f}" for name, ratio in self.ratios.items()]
+            logger.info("hzero: signal-to-noise ratios before step %d, in dB: %s", step, ", ".join(texts))
+
+    def _compare(self, step: int) -> None:
+        """Compares resident copies with their owners' shards, and with the other ranks' copies."""
+        resident = self._weights.resident()
+        if not resident:
+            return
+        copies = [param.resident for param in resident if param.resident is not None]
+        stale = torch.stack([self._is_stale(param, copy) for param, copy in zip(resident, copies)])
+        sums = torch.cat([checksums(copy.view(-1).view(torch.uint8), 1) for copy in copies])
+        # One sum of all sums first: those of each parameter, from each peer, would take a gigabyte of a large world.
+        both = torch.cat([stale, self._differing(checksums(sums.view(torch.uint8).view(-1), 1))]).to(torch.uint8)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        parts = []
+        if names := _marked(resident, both[:-1].tolist()):
+            parts.append(
+                f"the resident copies of {len(names)} of {len(resident)} weights are not what their owners hold: "
+                f"{some(names, _NAMED)}. Something has changed them behind the stage: change weights inside "
+                "deepspeed.zero.GatheredParameters with a modifier_rank, or call "
+                "hzero.state(engine).weights.mark_stale() on all ranks afterwards"
+            )
+        if bool(both[-1]):
+            differing = self._differing(sums).to(torch.uint8)
+            dist.all_reduce(differing, dist.ReduceOp.MAX)
+            names = _marked(resident, differing.tolist())
+            parts.append(
+                f"ranks that hold the same copies of {len(names)} of {len(resident)} weights have different ones: "
+                f"{some(names, _NAMED)}. Go back to a checkpoint from before, and look at the links between nodes "
+                '("checksum": true finds the message)'
+            )
+        if parts:
+            raise of_all_ranks(StaleWeightsError(f"guard before step {step} of this engine: {'; '.join(parts)}"))
+
+    def _is_stale(self, param: Parameter, copy: torch.Tensor) -> torch.Tensor:
+        """Whether a refresh would now make other bytes of this rank's shard than its copy has; bool ``[]``."""
+        compared = self._weights.own_shard(param)
+        if compared is None:
+            return torch.zeros((), dtype=torch.bool, device=copy.device)
+        own, fresh = (tensor.reshape(-1).view(torch.uint8) for tensor in compared)
+        return (own != fresh).any()
+
+    def _differing(self, sums: torch.Tensor) -> torch.Tensor:
+        """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
+        differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
+        for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
+            lane = ("weights", hop.tier)
+            chain = self._collectives.send(lane, "all_gather", sums.view(torch.uint8).view(-1), "weights of an audit")
+            differs |= (chain.wait().view(torch.int64).view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
+        return differs
+
+    def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
+        """Ratios of a weight and of a sample of gradients, with codecs against without."""
+        tiers = _lossy_tiers(self._plan)
+        gatherable = [param for param in self._weights.gatherable() if param.route.number == 0]  # no exceptions
+        if not tiers or not gatherable:
+            return {}
+        gradients = self._sample(params, gradient_of)
+        if not len(gradients):
+            return {}
+        mean = sum(param.numel for param in gatherable) / len(gatherable)
+        large = [param for param in gatherable if param.numel >= mean]
+        param = large[self._count % len(large)]
+        exact = self._weights.primary_shard(param).to(self._device)
+        whole = self._weights.gathered(param, self._collectives)
+        read = whole.view(self._plan.grid.world_size, -1)[self._plan.rank, : len(exact)]
+        powers = torch.stack([_power(exact, read), self._of_gradients(gradients)])
+        dist.all_reduce(powers)
+        found = dict(zip(("weights", "gradients"), powers.tolist()))
+        shards: dict[Role, list[torch.Tensor]] = {"weights": [exact], "gradients": [gradients]}
+        for (role, _), names, power in zip(tiers, tiers.values(), _of_codecs(tiers, shards, self._device)):
+            found.update({f"{role}/{tier}": power for tier in names})
+        ratios = {name: _decibels(*power) for name, power in found.items()}
+        return {name: ratio for name, ratio in ratios.items() if ratio is not None and math.isfinite(ratio)}
+
+    def _sample(self, params: Sequence[Parameter], gradient_of: GradientOf) -> torch.Tensor:
+        """Float32 values as large as gradients are, as many on every rank: its shards, again from the first if they are few."""
+        world = self._plan.grid.world_size
+        wanted = left = max(_SAMPLE // world**2, _CHUNK) * world
+        shards = [torch.empty(0, device=self._device)]
+        for place in range(len(params)):
+            shard = gradient_of(params[(place + self._count) % len(params)]).detach().flatten()[:left]
+            shards.append(shard.to(self._device, torch.float32))
+            left -= shard.numel()
+            if not left:
+                break
+        found = torch.cat(shards)
+        return found.repeat(-(-wanted // max(len(found), 1)))[:wanted]
+
+    def _of_gradients(self, sample: torch.Tensor) -> torch.Tensor:
+        """Powers of this rank's part of the sum of all ranks' samples."""
+        world, hops = self._plan.grid.world_size, self._plan.reduce_hops()
+        bucket = Bucket((0,), (len(sample) // world,), torch.float32, "gradients", name="gradients of an audit")
+        sums: list[torch.Tensor] = []
+        for way in (plain(hops), hops):
+            program = reduce_program(self._plan, way, world, shard_order=True)
+            chain: Chain[list[torch.Tensor]] = self._collectives.run(
+                program, bucket, lambda: [sample], lambda sums: sums, seed=self._plan.rank
+            )
+            sums += chain.wait()
+        return _power(*sums)
+
+
+# ---- signal-to-noise ratios -------------------------------------------------------------------------------------------
+
+
+def _lossy_tiers(plan: ShardPlan) -> dict[tuple[Role, CodecConfig], list[Tier]]:
+    """Tiers whose codec loses something, those of one codec together."""
+    tiers: dict[tuple[Role, CodecConfig], list[Tier]] = {}
+    for role in ROLES:
+        for hop in plan.gather_hops() if role == "weights" else plan.reduce_hops():
+            if not Codec.from_config(hop.codec).exact:
+                tiers.setdefault((role, hop.codec), []).append(hop.tier)
+    return tiers
+
+
+def _of_codecs(
+    tiers: Mapping[tuple[Role, CodecConfig], list[Tier]],
+    shards: Mapping[Role, Sequence[torch.Tensor]],
+    device: torch.device,
+) -> list[list[float]]:
+    """Powers ``[signal, noise]`` of one round trip through each codec, summed over all ranks. Collective.
+
+    Shards that are not all finite are left out.
+    """
+    powers = torch.zeros(len(tiers), 2, dtype=torch.float64, device=device)
+    for total, (role, config) in zip(powers, tiers):
+        codec = Codec.from_config(config)
+        for shard in shards[role]:
+            if shard.numel() and bool(shard.isfinite().all()):
+                values, numel = shard.to(device, torch.float32), [shard.numel()]
+                (decoded,) = codec.decode(codec.encode([values], numel), numel, dtype=values.dtype)
+                total += _power(values, decoded[: values.numel()])
+    dist.all_reduce(powers)
+    found: list[list[float]] = powers.tolist()
+    return found
+
+
+def _power(exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    """Sums of squares of values and of their errors, float64 ``[2]``."""
+    exact, decoded = exact.double(), decoded.double()
+    return torch.stack([exact.square().sum(), (decoded - exact).square().sum()])
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    """The ratio in dB; infinity without noise, None without a finite signal."""
+    if not signal or not math.isfinite(signal + noise):
+        return None
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+def _described(ratio: float | None) -> str:
+    if ratio is None:
+        return "unknown (nothing but zeros)"
+    return f"{ratio:.1f} dB" if math.isfinite(ratio) else "without loss"

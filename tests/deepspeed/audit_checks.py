@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
 import hzero
-from hzero.engine.weights import Weights
 from tests.deepspeed.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, train
 
 AUDITED = {"every": 1}
@@ -108,11 +107,10 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
         train(engine, 1)
         engine.backward(engine(batch(1, 0)))
         if dist.get_rank() == 2:
-            own = Weights.of(model.down.weight)
-            assert own is not None
-            (kept,) = (kept for managed, kept in own.resident() if managed.param is model.down.weight)
-            rows = kept.view(own.collectives.plan.resident_rows, -1).view(torch.uint8)
-            rows[own.collectives.plan.own_row - 1, 0] ^= 1
+            own = hzero.state(engine).weights.resident
+            (kept,) = (param.resident for param in own.resident() if param.name == "down.weight")
+            rows = kept.view(own.plan.resident_rows, -1).view(torch.uint8)
+            rows[own.plan.own_row - 1, 0] ^= 1
         with pytest.raises(hzero.StaleWeightsError) as caught:
             engine.step()
         message = str(caught.value)

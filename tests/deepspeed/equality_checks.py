@@ -134,7 +134,7 @@ def check_weights_are_bit_identical_after_every_gather() -> None:
         }
         engine = engine_of(ds_config(block))
         seen: list[torch.Tensor] = []
-        collectives = engine.optimizer.hzero.weights.collectives
+        collectives = engine.optimizer.hzero.weights.resident.collectives
         run = collectives.run
 
         def spy(program, bucket, read, then, run=run, seen=seen, **how):

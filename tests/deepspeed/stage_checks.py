@@ -19,8 +19,8 @@ import hzero
 from hzero.codecs import backends
 from hzero.comm import HopError
 from hzero.comm.process_groups import order_of_ranks
+from hzero.deepspeed.parameters import GatherHandle
 from hzero.deepspeed.partition import Partition
-from hzero.engine.managed import GatherHandle
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     OFFLOAD,
@@ -136,11 +136,11 @@ def check_parameters_that_nobody_uses_do_not_keep_others_from_being_refreshed_ah
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 9)))
         engine.step()
-    refresh, gather = weights._start_refresh, weights.gather
+    refresh, gather = weights.resident._start_refresh, weights.gather
 
-    def refreshing(managed: Any) -> Any:
-        events.extend(("refresh", own.param.ds_id) for own in managed)
-        return refresh(managed)
+    def refreshing(params: Any) -> Any:
+        events.extend(("refresh", param.key) for param in params)
+        return refresh(params)
 
     def gathering(params: Any, *rest: Any, **keywords: Any) -> Any:
         params = list(params)
@@ -149,7 +149,7 @@ def check_parameters_that_nobody_uses_do_not_keep_others_from_being_refreshed_ah
 
     patched = [mock.patch.object(param, "all_gather_coalesced", gathering) for param in engine.module.parameters()]
     with contextlib.ExitStack() as stack:
-        for one in (mock.patch.object(weights, "_start_refresh", refreshing), *patched):
+        for one in (mock.patch.object(weights.resident, "_start_refresh", refreshing), *patched):
             stack.enter_context(one)
         engine(torch.ones(2, 9))
     for layer in engine.module.layers[2:]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.engine.accumulators import Accumulators
+from hzero.engine.gradients import Accumulators
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32, min_value=-(2.0**100), max_value=2.0**100)
 

@@ -1,0 +1,658 @@
+"""DeepSpeed's parameters as the engine's: functions that DeepSpeed calls on them gather through resident weights.
+
+DeepSpeed partitions every parameter over the world; these partitions are the primary shards. Its coordinator calls functions that
+it has set on each parameter, which are replaced here. The first request for a parameter of a layer gathers the whole layer, its
+unit. The coordinator sees only the parameters that it has requested; the others wait in the unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, TypeAlias
+from weakref import ref
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+from deepspeed.utils import z3_leaf_module
+
+from hzero.comm import Collectives, DeviceStreams, lasting
+from hzero.engine.parameter import Parameter, Route
+from hzero.engine.weights import Unsharded, Weights
+
+#: A torch.nn.Parameter with the attributes that DeepSpeed sets on it (ds_id, ds_tensor, ds_status and so on).
+ZeroParameter: TypeAlias = Any
+
+
+@dataclass(eq=False)
+class Managed:
+    """One parameter that an engine gathers; the parameter has it as its attribute ``hzero``.
+
+    Attributes:
+        owner: The parameters of its engine.
+        param: The parameter, with DeepSpeed's attributes.
+        weight: The same for `hzero.engine`.
+        stock: DeepSpeed's functions that are replaced, by name.
+        own: The functions in their place.
+        decoded: Whether ``param.data``, while it is available, came through a codec.
+        unit: The layer that it is gathered with; None: it is gathered when it is requested.
+        part: The gathered parameter, until a handle takes it or the unit's turn is over.
+    """
+
+    owner: Parameters
+    param: ZeroParameter
+    weight: Parameter
+    stock: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+    decoded: bool = False
+    unit: Unit | None = None
+    part: Part | None = None
+
+    def attach(self, own: dict[str, Any]) -> None:
+        """Puts functions in the place of DeepSpeed's."""
+        self.stock, self.own = {name: getattr(self.param, name) for name in own}, own
+        for name, function in own.items():
+            setattr(self.param, name, function)
+        self.param.hzero = self
+
+    def detach(self) -> None:
+        """Gives the parameter DeepSpeed's functions back; a failed gather may have left it under way."""
+        self.put_away(decoded=True)
+        self.part = None
+        if self.param.ds_status == ZeroParamStatus.INFLIGHT:
+            self.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        for name, function in self.own.items():
+            if getattr(self.param, name) == function:  # else someone has replaced ours
+                setattr(self.param, name, self.stock[name])
+        del self.param.hzero
+        if self.unit is not None:
+            self.unit.members.remove(self)
+
+    def put_away(self, decoded: bool = False) -> None:
+        """Partitions the parameter if it is available and not in use; with ``decoded``, only if it came through a codec."""
+        param = self.param
+        available = param.ds_status == ZeroParamStatus.AVAILABLE and not param.ds_active_sub_modules
+        if available and (self.decoded or not decoded):
+            param.partition()
+
+    def forget(self) -> None:
+        """Lets go of the gathered parameter, which has changed."""
+        self.part = None
+        if self.unit is not None:
+            self.unit.waiting.discard(self)
+
+    def gone(self) -> None:
+        """DeepSpeed has partitioned it."""
+        self.decoded = False
+        if self.unit is not None:
+            self.unit.out.discard(self)
+
+
+def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
+    """The parameters that engines with a block gather, of any engines; those of stock engines are left out."""
+    return [param.hzero for param in params if hasattr(param, "hzero")]
+
+
+class Parameters:
+    """The parameters of one engine.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed.
+        collectives: The engine's tiered collectives.
+        routes: How each parameter travels, see `hzero.engine.parameter.routes_of`.
+        codes: Parameters that travel by their bytes.
+        bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
+        layers: Modules whose parameters are gathered together.
+
+    Attributes:
+        resident: The engine's resident weights.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        collectives: Collectives,
+        routes: Mapping[torch.nn.Parameter, Route],
+        codes: Collection[torch.nn.Parameter],
+        bucket_numel: int,
+        layers: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        self._module, self._collectives = module, collectives
+        self._exact = self._evaluating = False  # see `exact` and `follow_mode`
+        self._managed: dict[int, Managed] = {}
+        for name, param in module.named_parameters():
+            dtype = torch.uint8 if param in codes else param.ds_tensor.dtype  # type: ignore[attr-defined]
+            key = param.ds_id  # type: ignore[attr-defined]
+            weight = Parameter(key, name, 0, dtype, routes[param], partial(_shard, param, dtype))
+            self._managed[key] = managed = Managed(self, param, weight, {})
+            _measure(managed)
+            managed.attach(
+                {
+                    "all_gather_coalesced": self.gather,
+                    "all_gather": partial(self._all_gather, managed),
+                    "partition": partial(self._partition, managed),
+                }
+            )
+        accelerator = get_accelerator()
+        streams = None if accelerator.is_synchronized_device() else DeviceStreams(accelerator)
+        self._all = dict(self._managed)  # with those that a later engine has taken over
+        weights = [managed.weight for managed in self._all.values()]
+        self.resident = Weights(collectives, weights, bucket_numel, streams)
+        self._units = units = Units()
+        form_units(module, layers, self._managed)
+        # Functions that hold nothing else, so that a copy of the model copies no engine.
+        self._hooks = [
+            module.register_forward_pre_hook(torch.compiler.disable(lambda *_: units.drop())),
+            module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
+        ]
+
+    def weights_of(self, params: Iterable[ZeroParameter]) -> list[Parameter]:
+        """The engine's parameters."""
+        return [self._all[param.ds_id].weight for param in params]
+
+    def params_of(self, weights: Iterable[Parameter]) -> list[ZeroParameter]:
+        """DeepSpeed's parameters."""
+        return [self._all[weight.key].param for weight in weights]
+
+    def close(self) -> None:
+        """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            self._collectives.lanes.drain()
+        finally:
+            for managed in list(self._managed.values()):
+                self._release(managed)
+
+    def _release(self, managed: Managed) -> None:
+        managed.detach()
+        del self._managed[managed.weight.key]
+        self.resident.remove(managed.weight)
+
+    # ---- staleness -----------------------------------------------------------------------------------------------
+
+    def mark_stale(self, stepped: Iterable[ZeroParameter] | None = None) -> None:
+        """Payloads of ``stepped``, which a step has changed, or of all, are rebuilt before their next use.
+
+        A later engine may have taken over some of ``stepped``; then it keeps their payloads. All ranks must call this alike,
+        since rebuilding is a collective.
+        """
+        marked = list(self._managed.values()) if stepped is None else managed_of(stepped)
+        for managed in marked:
+            managed.forget()
+        for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
+            owner._units.drop()
+            weights = [managed.weight for managed in marked if managed.owner is owner]
+            owner.resident.mark_stale(weights if stepped is not None else None)
+
+    def refresh_stepped(self, params: Iterable[ZeroParameter]) -> None:
+        """Starts to rebuild payloads of this engine's parameters, whose step is done."""
+        self.resident.refresh_stepped(one.weight for one in managed_of(params) if one.owner is self)
+
+    def drop(self) -> None:
+        """Frees all resident payloads; their next use rebuilds them."""
+        for managed in self._managed.values():
+            managed.forget()
+        self.resident.drop()
+
+    def fall_back(self) -> None:
+        """From now on weights travel without codecs that may fail. All ranks must call this alike."""
+        self._put_away_all()
+        self.resident.fall_back()
+
+    def primary_bytes(self) -> int:
+        """Memory of the primary shards on this rank, in bytes."""
+        return sum(managed.param.ds_tensor.nbytes for managed in self._managed.values())
+
+    # ---- exact weights -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
+        before, self._exact = self._exact, True
+        self._units.drop()
+        for managed in self._managed.values():
+            managed.put_away(decoded=True)
+        try:
+            yield
+        finally:
+            self._put_away_all()
+            self._exact = before
+        self.gather_kept_whole()
+
+    def follow_mode(self) -> None:
+        """From now on a forward in evaluation mode, and its backward, read exact weights, as inside `exact`.
+
+        The mode is that of the whole module (``module.training``) when its forward begins. All ranks must call this alike,
+        and set the mode alike. Codec ``none`` is exact anyway.
+        """
+        if len(self._hooks) == 2 and any(managed.weight.route.lossy for managed in self._managed.values()):
+            self._hooks.append(self._module.register_forward_pre_hook(self._enter_mode, prepend=True))
+
+    @torch.compiler.disable
+    def _enter_mode(self, module: torch.nn.Module, *_: Any) -> None:
+        """If the mode has changed, puts away what the other mode has left available. No collective."""
+        if self._evaluating == module.training:
+            self._evaluating = not module.training
+            self._put_away_all()
+
+    def _put_away_all(self) -> None:
+        self._units.drop()
+        for managed in self._managed.values():
+            managed.put_away()
+
+    # ---- gather --------------------------------------------------------------------------------------------------
+
+    def gather(self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False) -> Any:
+        """Starts the gather of whole parameters for forward or backward (``param.all_gather_coalesced``).
+
+        Args:
+            params: Parameters that are not available, the same on all ranks in any order; of any engines.
+            safe_mode: DeepSpeed's; only the exact path uses it.
+            quantize: DeepSpeed's own weight quantisation; always False, since it is refused at start.
+
+        Returns:
+            A handle whose ``wait`` sets ``param.data``, ``[ds_shape]``, and the status AVAILABLE.
+
+        Raises:
+            RuntimeError: A parameter is already available or under way.
+        """
+        mine: list[Managed] = []
+        others: dict[Parameters | None, list[ZeroParameter]] = {}
+        for param in sorted(params, key=lambda param: param.ds_id):
+            managed = getattr(param, "hzero", None)
+            if managed is not None and managed.owner is self:
+                mine.append(managed)
+            else:
+                others.setdefault(managed and managed.owner, []).append(param)
+        handle = self._start(mine, safe_mode, quantize)
+        if not others:
+            return handle
+        # Their functions are those of their engine, or DeepSpeed's.
+        handles = [same[0].all_gather_coalesced(same, safe_mode=safe_mode) for same in others.values()]
+        return Handles([handle, *handles])
+
+    def _start(self, wanted: list[Managed], safe_mode: bool, quantize: bool) -> Any:
+        if wanted and (self._exact or self._evaluating or self.resident.plan.grid.world_size == 1):
+            self.resident.await_change()
+            with lasting():
+                params = [managed.param for managed in wanted]
+                # An evaluation in inference mode may wait for it, and a backward may use what it gave.
+                return Handles(
+                    [wanted[0].stock["all_gather_coalesced"](params, safe_mode=safe_mode, quantize=quantize)]
+                )
+        for managed in wanted:
+            if managed.param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(
+                    f"hzero: cannot gather a parameter that is not partitioned: {managed.param.ds_summary()}"
+                )
+            if _measure(managed):  # users can resize a parameter inside GatheredParameters
+                managed.forget()
+                self.resident.mark_edited(managed.weight)
+        self._units.turn_to(wanted, waiting=False)
+        missing = self._units.widened(wanted)
+        owner = {managed.weight: managed for managed in missing}
+        for weights, wait in self.resident.unshard(list(owner)) if missing else ():
+            gathering = Gathering(wait, self._collectives.lanes.streams is not None)
+            for weight in weights:
+                owner[weight].part = gathering.add()
+                self._units.bring(owner[weight])
+        for managed in wanted:
+            managed.param.ds_status = ZeroParamStatus.INFLIGHT
+            managed.decoded = managed.weight.route.lossy
+        return GatherHandle(wanted, self._units)
+
+    def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        """``param.all_gather``: stock, see `gathers_exactly`, unless a forward reads it outside its own module."""
+        param = managed.param
+        in_forward = getattr(self._module._parameters, "_in_forward", False)
+        if param_list is None and in_forward and param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            return self.gather([param]).wait()
+        return managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
+
+    def _partition(
+        self,
+        managed: Managed,
+        param_list: Any = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """``param.partition``: stock, see `notes_changes`."""
+        frees = param_list is None and free_data and not has_been_updated
+        if frees and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
+            with lasting():
+                # All that stock does here, without the texts that it makes and does not print.
+                free_param(managed.param)
+            managed.gone()
+            return
+        managed.stock["partition"](
+            param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
+        )
+
+    def gather_kept_whole(self) -> None:
+        """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
+        kept = (managed.param for managed in self._managed.values() if managed.param.ds_persist)
+        self.gather(param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
+
+    def end_backward(self) -> None:
+        """Lets go of the layers that backward has gathered."""
+        self._units.end()
+
+    def drop_units(self) -> None:
+        """Lets go of all layers, also of those gathered ahead."""
+        self._units.drop()
+
+
+def _shard(param: ZeroParameter, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's partition of a parameter, flat, where the parameter is computed with."""
+    shard: torch.Tensor = param.ds_tensor.detach().view(-1).view(dtype).to(param.device)
+    return shard
+
+
+def _measure(managed: Managed) -> bool:
+    """Takes over what may change of a parameter; whether its size has."""
+    param, weight = managed.param, managed.weight
+    numel = param.ds_numel * (param.ds_tensor.dtype.itemsize if weight.dtype == torch.uint8 else 1)
+    changed, weight.numel = numel != weight.numel, numel
+    weight.trained, weight.urgent = param.requires_grad, param.ds_persist
+    return changed
+
+
+# ---- what DeepSpeed calls on lists of parameters, of any engines ---------------------------------------------------------
+
+
+def gathers_exactly(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``Init._all_gather``, which stock's ``param.all_gather`` calls.
+
+    DeepSpeed calls ``params[0].all_gather(params)``, and the others may belong to other engines, with or without a block.
+    Available data may have been decoded. A reader that may write back must not see it, and must not write to the resident
+    copy: such parameters are partitioned first, and DeepSpeed gathers their primary shards.
+    """
+
+    @wraps(stock)
+    def all_gather(init: Any, param_list: list[ZeroParameter], *args: Any, **kwargs: Any) -> Any:
+        found = managed_of(param_list)
+        # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
+        idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
+        for managed in idle:
+            inexact = managed.decoded or managed.weight.whole is not None
+            if managed.param.ds_status == ZeroParamStatus.AVAILABLE and inexact:
+                managed.param.partition()
+        with lasting() if found else contextlib.nullcontext():
+            gathered = stock(init, param_list, *args, **kwargs)
+        for managed in idle:
+            managed.decoded = False
+        return gathered
+
+    return all_gather
+
+
+def notes_changes(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``Init._partition``, which stock's ``param.partition`` calls: payloads of written parameters become stale."""
+
+    @wraps(stock)
+    def partition(
+        init: Any, param_list: list[ZeroParameter], force: bool = False, has_been_updated: bool = False, **kwargs: Any
+    ) -> None:
+        found = managed_of(param_list)
+        for owner in dict.fromkeys(managed.owner for managed in found) if has_been_updated else ():
+            owner.resident.before_change()
+        with lasting() if found else contextlib.nullcontext():
+            stock(init, param_list, force=force, has_been_updated=has_been_updated, **kwargs)
+        for managed in found:
+            managed.gone()
+            if has_been_updated:
+                managed.forget()
+                _measure(managed)
+                managed.owner.resident.mark_edited(managed.weight)
+
+    return partition
+
+
+def notes_steps(stock: Callable[..., None]) -> Callable[..., None]:
+    """The end of a step of DeepSpeed's optimizer, whose parameters a later engine with a block may gather."""
+
+    @wraps(stock)
+    def reassign(optimizer: Any, sub_group_id: int) -> None:
+        found = [] if hasattr(optimizer, "hzero") else managed_of(optimizer.fp16_groups[sub_group_id])
+        for owner in dict.fromkeys(managed.owner for managed in found):
+            owner.resident.before_change()
+        stock(optimizer, sub_group_id)
+        if found:
+            found[0].owner.mark_stale([managed.param for managed in found])
+
+    return reassign
+
+
+def release_all(module: torch.nn.Module) -> None:
+    """Releases the parameters of a module from an earlier engine that was not destroyed."""
+    for managed in managed_of(module.parameters()):
+        managed.owner._collectives.lanes.drain()
+        managed.owner._release(managed)
+
+
+# ---- units ---------------------------------------------------------------------------------------------------------------
+
+
+class Unit:
+    """A layer, while it is gathered: DeepSpeed has some of its parameters, and the others wait here to be requested.
+
+    So DeepSpeed never holds a parameter that it has not requested, whichever modules of the layer a forward skips. What it
+    gives back is kept too, until the layer's turn is over: backward uses what activation checkpointing has just computed
+    from.
+
+    Args:
+        members: The parameters.
+
+    Attributes:
+        members: The same.
+        waiting: Those that a gather brings and DeepSpeed has not requested yet.
+        out: Those that DeepSpeed has.
+        used: Whether DeepSpeed has had one.
+    """
+
+    def __init__(self, members: list[Managed]) -> None:
+        self.members = members
+        self.waiting: set[Managed] = set()
+        self.out: set[Managed] = set()
+        self.used = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parameters have been used and given back."""
+        return self.used and not self.waiting and not self.out
+
+    def give(self, managed: Managed) -> None:
+        """DeepSpeed has a parameter."""
+        self.used = True
+        self.waiting.discard(managed)
+        self.out.add(managed)
+
+    def drop(self) -> None:
+        """Lets go of all. What DeepSpeed has stays until it gives it back."""
+        for managed in self.members:
+            managed.part = None
+        self.waiting.clear()
+        self.out.clear()
+        self.used = False
+
+
+class Units:
+    """The units that are gathered, and when their turn is over: all ranks decide alike, by what DeepSpeed requests."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[Unit, None] = {}
+
+    def widened(self, wanted: Iterable[Managed]) -> list[Managed]:
+        """Parameters to gather for a request: those that are not there yet, with the others of their units, by id."""
+        found = {managed.weight.key: managed for managed in wanted if managed.part is None}
+        for unit in {managed.unit for managed in found.values()} - {None}:
+            for other in unit.members:  # type: ignore[union-attr]
+                if other.part is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                    found[other.weight.key] = other
+        return [found[key] for key in sorted(found)]
+
+    def bring(self, managed: Managed) -> None:
+        """A gather brings a parameter."""
+        if managed.unit is not None:
+            self._gathered[managed.unit] = None
+            managed.unit.waiting.add(managed)
+
+    def turn_to(self, requested: Collection[Managed], *, waiting: bool) -> None:
+        """Lets go of units whose turn is over, when parameters are requested, or ``waiting`` when they are used.
+
+        A complete unit goes at the next request for anything else, an incomplete one, of which a module was skipped or is
+        kept by DeepSpeed for its next use, when another one is used. One that was only gathered ahead stays.
+        """
+        now = {managed.unit for managed in requested} - {None}
+        self._drop(
+            unit for unit in self._gathered if unit not in now and (unit.complete or (waiting and now and unit.used))
+        )
+
+    def end(self) -> None:
+        """At the end of a forward or backward: lets go of what has been used."""
+        self._drop(unit for unit in self._gathered if unit.used)
+
+    def drop(self) -> None:
+        """Lets go of everything."""
+        self._drop(self._gathered)
+
+    def _drop(self, units: Iterable[Unit]) -> None:
+        for unit in list(units):
+            unit.drop()
+            del self._gathered[unit]
+
+
+def layers_of(module: torch.nn.Module, limit: int) -> list[torch.nn.Module]:
+    """The layers of a model, whose parameters DeepSpeed has partitioned, from the outside in.
+
+    They are the innermost modules that ``_no_split_modules`` names, as models of transformers do, since that list may also
+    name a whole encoder; elsewhere those of a class that repeats in a ``ModuleList`` or ``Sequential``. A layer of more
+    than ``limit`` elements is divided into its children. DeepSpeed's leaf modules are none: it requests their parameters
+    together anyway.
+    """
+    names = {name for one in module.modules() for name in getattr(one, "_no_split_modules", None) or ()}
+
+    def found(parent: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        in_list = isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential))
+        kinds = Counter(type(child) for child in parent._modules.values()) if in_list else Counter()
+        for child in parent.children():
+            if z3_leaf_module(child):
+                continue
+            has_named = any(type(one).__name__ in names for one in child.modules() if one is not child)
+            if not has_named and (type(child).__name__ in names or kinds[type(child)] > 1):
+                yield from fitting(child)
+            else:
+                yield from found(child)
+
+    def fitting(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        if sum(param.ds_numel for param in layer.parameters()) > limit:  # type: ignore[attr-defined]
+            for child in layer.children():
+                yield from fitting(child)
+        elif sum(any(True for _ in one.parameters(recurse=False)) for one in layer.modules()) > 1:
+            yield layer  # one module's parameters come together anyway
+
+    return list(found(module))
+
+
+def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module], managed: Mapping[int, Managed]) -> None:
+    """Makes a unit of each layer, without parameters that another part of the model shares or that are kept whole."""
+    users: dict[torch.nn.Parameter, set[int]] = {}
+    inside = {one: number for number, layer in enumerate(layers) for one in layer.modules()}
+    for one in module.modules():
+        for param in one._parameters.values():
+            if param is not None:
+                users.setdefault(param, set()).add(inside.get(one, -1))
+    for number, layer in enumerate(layers):
+        own = [param for param in layer.parameters() if users[param] == {number} and not param.ds_persist]  # type: ignore[attr-defined]
+        unit = Unit([managed[param.ds_id] for param in own])  # type: ignore[attr-defined]
+        for member in unit.members:
+            member.unit = unit
+
+
+# ---- handles -------------------------------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """One gather of whole parameters, each with a `Part` that alone holds its memory."""
+
+    def __init__(self, wait: Unsharded, on_streams: bool) -> None:
+        self._wait, self._on_streams, self._arrived = wait, on_streams, False
+        self._parts: list[ref[Part]] = []
+
+    def add(self) -> Part:
+        """The part of the next parameter."""
+        part = Part(self)
+        self._parts.append(ref(part))
+        return part
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the parts."""
+        if self._arrived and not self._on_streams:
+            return
+        flats = self._wait()
+        for found, flat in zip(self._parts, flats):
+            part = found()
+            if part is not None:
+                part.flat = flat
+        flats.clear()
+        self._arrived = True
+
+
+class Part:
+    """A whole parameter, flat ``[world * chunk]``, once its gather has been waited for."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self.gathering = gathering
+        self.flat: torch.Tensor | None = None
+
+
+class GatherHandle:
+    """Handle of parameters that gathers bring, as DeepSpeed's coordinator waits on it."""
+
+    def __init__(self, managed: Sequence[Managed], units: Units) -> None:
+        self._managed, self._units = managed, units
+        self._parts = [own.part for own in managed]
+        for own in managed:
+            if own.unit is None:
+                own.part = None
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Makes the parameters available.
+
+        ``handle_dependency`` is DeepSpeed's and has no effect: the decoded tensors alias no communication buffer, and the
+        current stream waits for them.
+        """
+        if not self._parts:
+            return
+        self._units.turn_to(self._managed, waiting=True)
+        for gathering in dict.fromkeys(part.gathering for part in self._parts if part is not None):
+            gathering.wait()
+        with lasting():
+            for own, part in zip(self._managed, self._parts):
+                assert part is not None and part.flat is not None, "gather has started it"
+                param = own.param
+                flat = part.flat.view(param.ds_tensor.dtype)  # or they are bytes
+                param.data = flat[: param.ds_numel].view(param.ds_shape)
+                param.ds_status = ZeroParamStatus.AVAILABLE
+                if own.unit is not None and own.part is part:
+                    own.unit.give(own)
+        self._parts = []  # they hold the tensors
+
+
+class Handles:
+    """Several handles as one; some may be DeepSpeed's own."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def wait(self, **how: Any) -> None:
+        """Waits on each handle."""
+        with lasting():
+            for handle in self._handles:
+                handle.wait(**how)

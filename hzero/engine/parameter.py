@@ -1,0 +1,170 @@
+"""Parameters as the engine sees them: keys, sizes, types and shards; and the programs by which each travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hzero.codecs.codec import Codec
+from hzero.codecs.formats import chunk_numel
+from hzero.codecs.ops import FLOATS
+from hzero.comm import Bucket, Chain
+from hzero.config import LOSSLESS, PLAIN, CodecConfig
+from hzero.plan.program import StagePrograms
+from hzero.plan.shards import ShardPlan
+from hzero.validation import ConfigError, some
+
+#: Names that a message gives.
+_NAMED = 4
+
+
+class Route:
+    """The programs of parameters that have one plan, made once.
+
+    Args:
+        plan: The shard plan.
+        number: Of the route, by which ranks order routes alike.
+
+    Attributes:
+        plan: The plan.
+        number: The number.
+        programs: Its programs.
+        lossy: Whether a hop of weights loses something.
+        fallible: Whether a hop of weights may fail to hold a block, see `Codec.lost`.
+        sums_travel: Whether a hop of gradients has codec ``none``, so that sums are made on the wire.
+    """
+
+    def __init__(self, plan: ShardPlan, number: int) -> None:
+        self.number = number
+        self.follow(plan)
+
+    def follow(self, plan: ShardPlan) -> None:
+        """Takes another plan from now on."""
+        self.plan = plan
+        self.programs = StagePrograms.of(plan)
+        self.lossy = any(hop.codec.codec not in LOSSLESS for hop in plan.gather_hops())
+        self.fallible = any(Codec.from_config(hop.codec).fallible for hop in plan.gather_hops())
+        self.sums_travel = any(hop.codec.codec == "none" for hop in plan.reduce_hops())
+
+
+@dataclass(eq=False)
+class Parameter:
+    """One parameter, or several that a front end keeps in one flat tensor.
+
+    Attributes:
+        key: A number, the same on all ranks, by which ranks order parameters alike.
+        name: For messages.
+        numel: Elements of the whole; bytes, if ``dtype`` is uint8. The front end sets it when it changes.
+        dtype: Type in which the weights travel: uint8 for the bytes of codes.
+        route: The programs.
+        shard: Gives this rank's primary shard, flat, ``[chunk]`` with or without padding at its end, on the device.
+        trained: Whether the optimizer changes it.
+        urgent: Whether it is needed right after a step, so that its refresh must not wait for others.
+        payload: Resident payload ``[rows][record]``, uint8; None if none is kept. This and what follows is the engine's.
+        whole: Resident weights ``[world * chunk]``, decoded, instead of a payload; None likewise.
+        chunk: Elements of each shard of the resident copy.
+        refresh: The chain that makes the resident copy.
+        age: Refreshes of differences since the last one of whole weights; None: the next one sends whole weights.
+    """
+
+    key: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    route: Route
+    shard: Callable[[], torch.Tensor]
+    trained: bool = True
+    urgent: bool = False
+    payload: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    chunk: int = 0
+    refresh: Chain[None] | None = None
+    age: int | None = None
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """The resident payload, or the resident weights."""
+        return self.whole if self.whole is not None else self.payload
+
+    @property
+    def differs(self) -> bool:
+        """Whether the next refresh sends a difference."""
+        return self.age is not None and self.age + 1 < self.route.plan.differences
+
+
+def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
+    """Parameters of one route as the tensors of one message."""
+    world = params[0].route.plan.grid.world_size
+    chunks = tuple(chunk_numel(param.numel, world) for param in params)
+    return Bucket(tuple(param.key for param in params), chunks, dtype, role)
+
+
+def by_route(params: Iterable[Parameter]) -> list[list[Parameter]]:
+    """Parameters of one route together, in an order that is the same on all ranks."""
+    found: dict[int, list[Parameter]] = {}
+    for param in params:
+        found.setdefault(param.route.number, []).append(param)
+    return [found[number] for number in sorted(found)]
+
+
+def routes_of(
+    module: torch.nn.Module, plan: ShardPlan
+) -> tuple[dict[torch.nn.Parameter, Route], set[torch.nn.Parameter]]:
+    """The route of every parameter of a model: the usual one, or one for each codec of an exception.
+
+    Args:
+        module: The model.
+        plan: The shard plan; its exceptions are patterns of the names that ``module`` gives its parameters.
+
+    Returns:
+        The routes, and the parameters that travel by their bytes (`holds_codes`).
+
+    Raises:
+        ConfigError: A pattern matches no parameter, or only those that an earlier pattern has taken.
+    """
+    usual = Route(plan, 0)
+    routes: dict[CodecConfig, Route] = {}
+    names = [name for name, _ in module.named_parameters()]
+    taken: dict[torch.nn.Parameter, int] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):  # a tied one may be meant by either name
+        at = plan.exception_of(name)
+        if at is not None:
+            taken[param] = min(at, taken.get(param, at))
+    for at, (pattern, codec) in enumerate(plan.exceptions):
+        if at not in taken.values():
+            raise ConfigError(
+                f"hzero.codecs.except: found {pattern!r}, which matches no parameter that an earlier pattern has not "
+                f"taken; parameters of the model: {some(names, _NAMED)}"
+            )
+        if codec not in routes:
+            own = plan.with_codec(codec)
+            same = (own.gather_hops(), own.reduce_hops()) == (plan.gather_hops(), plan.reduce_hops())
+            routes[codec] = usual if same else Route(own, 1 + at)
+    found = {
+        param: routes[plan.exceptions[taken[param]][1]] if param in taken else usual for param in module.parameters()
+    }
+    codes = {param for one in module.modules() for param in one.parameters(recurse=False) if holds_codes(param, one)}
+    if codes:
+        found |= dict.fromkeys(codes, Route(plan.with_codec(PLAIN), 1 + len(plan.exceptions)))
+    return found, codes
+
+
+def holds_codes(param: torch.Tensor, module: torch.nn.Module) -> bool:
+    """Whether a parameter holds codes, or numbers of a type that no codec supports, so that it travels by its bytes.
+
+    Quantised weights may have a floating type and hold packed codes (``bnb_4bit_quant_storage``, HQQ's ``view_as_float``).
+    Then their library keeps a state of the quantisation, and a lossy codec would destroy them.
+
+    Args:
+        param: The parameter.
+        module: The module that holds it.
+    """
+    if param.dtype not in FLOATS:
+        return True
+    if getattr(param, "quant_state", None) is not None:  # bitsandbytes, a Params4bit
+        return True
+    if param is getattr(module, "W_q", None):  # HQQ
+        return "nbits" in (getattr(module, "meta", None) or ())
+    return param is getattr(module, "weight", None) and getattr(module, "quant_state", None) is not None
