@@ -5,16 +5,16 @@ from hypothesis import settings
 
 #: Files that take longest, which begin first: at the end no process should have a long one alone. make test keeps the order.
 LONGEST = (
-    "zero/test_stage.py",
+    "deepspeed/test_stage.py",
     "faults/test_between_steps.py",
-    "collectives/test_tiered.py",
+    "comm/test_tiered.py",
     "faults/test_endings.py",
     "clients/test_clients.py",
-    "zero/test_units.py",
+    "deepspeed/test_units.py",
     "slurm/test_jobs.py",
     "faults/test_kinds.py",
-    "collectives/test_mpi.py",
-    "zero/test_adoption.py",
+    "comm/test_mpi.py",
+    "deepspeed/test_adoption.py",
     "examples/test_examples.py",
     "clients/test_resume.py",
     "faults/test_qlora.py",
