@@ -46,7 +46,7 @@ def step_bytes(
     for chain in chains_of(engine_of(scheme), grid, accumulation):
         # DeepSpeed keeps the last weights of forward for backward.
         times = fetches - 1 if chain.phase == "backward" and scheme["engine"] == "deepspeed" else 1
-        for crossing in chain.crossings:
+        for crossing in chain.program.crossings:
             shards = crossing.rows * (crossing.ranks if crossing.kind == "all_gather" else 1)
             size = weights * shards / grid.world_size
             for tier, sent in _collective_bytes(crossing, size, cluster, reduce_scatter).items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hzero.codecs.formats import chunk_numel
@@ -27,7 +27,7 @@ from hzero.config import (
     tiers_inside,
     tiers_outside,
 )
-from hzero.plan.program import Cross, Kind, StagePrograms
+from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, StagePrograms, Sum
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
@@ -64,17 +64,17 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Chain:
-    """Crossings of one bucket, one after the other.
+    """What one bucket starts at one time.
 
     Attributes:
         phase: When it starts.
         micro: Micro-step, from 0.
-        crossings: The collectives.
+        program: Its steps.
     """
 
     phase: Phase
     micro: int
-    crossings: tuple[Cross, ...]
+    program: Program
 
 
 # ---- in order -----------------------------------------------------------------------------------------------------------
@@ -86,72 +86,82 @@ def chains_of(scheme: Scheme | ShardPlan, grid: Grid, accumulation: int) -> list
         return _stage_chains(StagePrograms.of(scheme), accumulation)
     if scheme.engine == "fsdp":
         return _fsdp_chains(scheme, grid, accumulation)
-    last, reduced = accumulation - 1, _flat("gradients", "all_reduce", "world", grid)
+    last, reduced = accumulation - 1, _reduce("all_reduce", "world", grid)
     if scheme.engine == "ddp":
-        return [Chain("reduce", last, (reduced,))]
-    gathered = _flat("weights", "all_gather", "world", grid)
+        return [Chain("reduce", last, reduced)]
     if scheme.stage < 3:
         # Whole gradients, of which every rank keeps its part (use_multi_rank_bucket_allreduce, on by default in 0.19).
         reducing = range(accumulation) if scheme.stage == 2 else [last]
-        return [*(Chain("reduce", micro, (reduced,)) for micro in reducing), Chain("after", last, (gathered,))]
+        after = Chain("after", last, _gather("world", grid))
+        return [*(Chain("reduce", micro, reduced) for micro in reducing), after]
     weights = CodecConfig(codec="int8", block_size=DEFAULT_BLOCK_SIZE) if scheme.quantized else PLAIN
-    far = replace(gathered, codec=weights)
-    near = replace(_flat("weights", "all_gather", scheme.hpz, grid), codec=weights) if scheme.hpz else far
+    far = _gather("world", grid, weights)
+    near = _gather(scheme.hpz, grid, weights) if scheme.hpz else far
+    reduced = _zeropp_reduce(scheme, grid) if scheme.quantized else _reduce("reduce_scatter", "world", grid)
     chains = []
     for micro in range(accumulation):
         # hpZ's copy is made anew in a step's first forward (DeepSpeed 0.19).
-        chains.append(Chain("forward", micro, (far if micro == 0 else near,)))
-        chains.append(Chain("backward", micro, (near,)))
-        chains.append(Chain("reduce", micro, _deepspeed_reductions(scheme, grid)))
+        chains.append(Chain("forward", micro, far if micro == 0 else near))
+        chains += [Chain("backward", micro, near), Chain("reduce", micro, reduced)]
     return chains
 
 
 def _stage_chains(programs: StagePrograms, accumulation: int) -> list[Chain]:
-    chains = [Chain("refresh", 0, programs.refresh.crossings)] if programs.refresh.steps else []
-    inside, outside = programs.micro.crossings, programs.boundary.crossings
+    chains = [Chain("refresh", 0, programs.refresh)] if programs.refresh.steps else []
+    whole = Program(programs.micro.steps + programs.boundary.steps)
     for micro in range(accumulation):
-        uses: tuple[Phase, ...] = ("forward", "backward")
-        chains += [Chain(use, micro, programs.fetch.crossings) for use in uses]
-        if reduction := inside + outside if micro == accumulation - 1 else inside:
+        chains += [Chain("forward", micro, programs.fetch), Chain("backward", micro, programs.fetch)]
+        reduction = whole if micro == accumulation - 1 else programs.micro
+        if reduction.steps:
             chains.append(Chain("reduce", micro, reduction))
     return chains
 
 
 def _fsdp_chains(scheme: Scheme, grid: Grid, accumulation: int) -> list[Chain]:
     chains = []
-    gather = _flat("weights", "all_gather", scheme.shard, grid)
-    again = _flat("weights", "all_gather", scheme.reshard or scheme.shard, grid)
-    reduce = _flat("gradients", "reduce_scatter", scheme.shard, grid)
-    outside = tuple(tier for tier in tiers_outside(scheme.shard) if grid.size(tier) > 1)
+    gather, again = _gather(scheme.shard, grid), _gather(scheme.reshard or scheme.shard, grid)
+    reduce = whole = _reduce("reduce_scatter", scheme.shard, grid)
+    if outside := tuple(tier for tier in tiers_outside(scheme.shard) if grid.size(tier) > 1):
+        replicas = grid.world_size // grid.scope_size(scheme.shard)
+        whole = Program((*reduce.steps, Cross("gradients", "all_reduce", outside, replicas, PLAIN, replicas)))
     for micro in range(accumulation):
-        chains += [Chain("forward", micro, (gather,)), Chain("backward", micro, (again,))]
-        crossings = [reduce]
-        if outside and micro == accumulation - 1:
-            replicas = grid.world_size // grid.scope_size(scheme.shard)
-            crossings.append(Cross("gradients", "all_reduce", outside, replicas, PLAIN, replicas))
-        chains.append(Chain("reduce", micro, tuple(crossings)))
+        chains += [Chain("forward", micro, gather), Chain("backward", micro, again)]
+        chains.append(Chain("reduce", micro, whole if micro == accumulation - 1 else reduce))
     return chains
 
 
-def _deepspeed_reductions(scheme: Scheme, grid: Grid) -> tuple[Cross, ...]:
+def _zeropp_reduce(scheme: Scheme, grid: Grid) -> Program:
     """ZeRO++ reduces by an all-to-all inside what it takes for a node and one across (arXiv 2306.10209)."""
-    if not scheme.quantized:
-        return (_flat("gradients", "reduce_scatter", "world", grid),)
     codec = CodecConfig(codec="int4", block_size=DEFAULT_BLOCK_SIZE)
     if scheme.visible == 1:  # every device is a node of its own: one all-to-all over the world
-        return (replace(_flat("gradients", "all_to_all", "world", grid), codec=codec),)
-    inside = replace(_flat("gradients", "all_to_all", "node", grid), codec=codec, rows=grid.world_size)
+        return _reduce("all_to_all", "world", grid, codec)
+    inside = _reduce("all_to_all", "node", grid, codec)
     if grid.nodes == 1:
-        return (inside,)
+        return inside
     between = tuple(tier for tier in NET_TIERS if grid.size(tier) > 1)
-    return inside, Cross("gradients", "all_to_all", between, grid.nodes, codec, grid.nodes)
+    across = Cross("gradients", "all_to_all", between, grid.nodes, codec, grid.nodes)
+    return Program((*inside.steps, Encode(codec, Order.of_rows(grid.nodes)), across, Sum(codec, grid.nodes, 1)))
 
 
-def _flat(role: Role, kind: Kind, scope: Scope, grid: Grid) -> Cross:
-    """A collective over all ranks of a scope; shards are those of the world."""
-    tiers = tuple(tier for tier in tiers_inside(scope) if grid.size(tier) > 1)
-    ranks, whole = grid.scope_size(scope), grid.world_size
-    return Cross(role, kind, tiers, ranks, PLAIN, whole // ranks if kind == "all_gather" else whole)
+def _gather(scope: Scope, grid: Grid, codec: CodecConfig = PLAIN) -> Program:
+    """An all-gather over all ranks of a scope, whose ranks together hold all shards of the world."""
+    ranks, tiers = grid.scope_size(scope), _tiers(scope, grid)
+    rows = grid.world_size // ranks
+    cross = Cross("weights", "all_gather", tiers, ranks, codec, rows)
+    encoded = () if codec is PLAIN else (Encode(codec, Order.of_rows(rows)),)
+    return Program((*encoded, cross, Decode(codec, Order.of_rows(grid.world_size))))
+
+
+def _reduce(kind: Kind, scope: Scope, grid: Grid, codec: CodecConfig = PLAIN) -> Program:
+    """A reduction of whole gradients over all ranks of a scope."""
+    ranks, rows = grid.scope_size(scope), grid.world_size
+    cross = Cross("gradients", kind, _tiers(scope, grid), ranks, codec, rows)
+    summed = (Sum(codec, ranks, rows // ranks),) if kind == "all_to_all" else ()
+    return Program((Encode(codec, Order.of_rows(rows)), cross, *summed))
+
+
+def _tiers(scope: Scope, grid: Grid) -> tuple[Tier, ...]:
+    return tuple(tier for tier in tiers_inside(scope) if grid.size(tier) > 1)
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------------
@@ -221,7 +231,7 @@ def step_traffic(
     crossings: dict[tuple[Role, Tier], float] = defaultdict(float)
     for chain in chains_of(scheme, grid, accumulation):
         times = fetches - 1 if chain.phase == "backward" else 1
-        for crossing in chain.crossings:
+        for crossing in chain.program.crossings:
             size = itemsizes[crossing.role]
             links = ring_links([grid.size(tier) for tier in crossing.tiers])
             for tier, count in zip(crossing.tiers, links):

@@ -218,30 +218,39 @@ class Program:
         kept = (step for step in self.steps if isinstance(step, Encode) and step.residual is not None)
         return sum(step.order.rows for step in kept)
 
-    def peak_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
-        """Most bytes of messages and sums that a rank holds at once, for a bucket as in `Cross.message_bytes`.
-
-        A step keeps what it takes until it has made what it leaves. Tensors that the caller gives, and whole ones that the last
-        step leaves, do not count.
-        """
-        peak = held = 0
+    def moved(self, chunks: Sequence[int], itemsize: int) -> list[tuple[Step, int, int]]:
+        """Each step with the bytes that it takes and those that it leaves, for a bucket as in `Cross.message_bytes`."""
+        found: list[tuple[Step, int, int]] = []
+        taken = 0
         for step in self.steps:
             if isinstance(step, Cross):
-                held = step.message_bytes(chunks, itemsize)
-            left = _left_bytes(step, held, chunks, itemsize)
-            if isinstance(step, Decode) and step is self.steps[-1]:
-                left = 0
-            peak, held = max(peak, held + left), left
+                taken = step.message_bytes(chunks, itemsize)
+            elif isinstance(step, Encode) and not found:
+                taken = step.order.rows * sum(chunks) * itemsize
+            left = _left_bytes(step, taken, chunks, itemsize)
+            found.append((step, taken, left))
+            taken = left
+        return found
+
+    def peak_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
+        """Most bytes of messages and sums that a rank holds at once: a step keeps what it takes until the next has it.
+
+        Tensors that the caller gives, and whole ones that the last step leaves, do not count.
+        """
+        peak, moved = 0, self.moved(chunks, itemsize)
+        for number, (step, taken, left) in enumerate(moved):
+            given = isinstance(step, Encode) and number == 0
+            whole = isinstance(step, Decode) and number == len(moved) - 1
+            peak = max(peak, (0 if given else taken) + (0 if whole else left))
         return peak
 
 
-def _left_bytes(step: Step, held: int, chunks: Sequence[int], itemsize: int) -> int:
-    """Bytes of the message or the tensors that a step leaves of ``held`` bytes."""
+def _left_bytes(step: Step, taken: int, chunks: Sequence[int], itemsize: int) -> int:
     if isinstance(step, Turn):
-        return held
+        return taken
     if isinstance(step, Cross):
         factor = {"all_gather": step.ranks, "reduce_scatter": 1 / step.ranks}.get(step.kind, 1.0)
-        return round(held * factor)
+        return round(taken * factor)
     if isinstance(step, Encode | Recode):
         rows = step.order.rows if isinstance(step, Encode) else step.pieces * step.rows
         codec = step.codec if isinstance(step, Encode) else step.target

@@ -303,8 +303,9 @@ def _distinct(found: Sequence[Setting]) -> list[Setting]:
     kept: dict[Any, Setting] = {}
     for one in found:
         job = one.job
-        chains = tuple(chains_of(one.plan, one.plan.grid, min(job.accumulation, 2)))
-        kept.setdefault((chains, _order(one), job.micro_batch, job.checkpointing, one.memory.bytes), one)
+        chains = chains_of(one.plan, one.plan.grid, min(job.accumulation, 2))
+        started = tuple((chain.phase, chain.micro, chain.program.crossings) for chain in chains)
+        kept.setdefault((started, _order(one), job.micro_batch, job.checkpointing, one.memory.bytes), one)
     return list(kept.values())
 
 

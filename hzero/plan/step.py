@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hzero.codecs.formats import chunk_numel
-from hzero.plan.collectives import CHECKSUM_BYTES, Chain, Scheme, chains_of
+from hzero.plan.collectives import CHECKSUM_BYTES, Scheme, chains_of
 from hzero.plan.cost import Machine, Phase
 from hzero.plan.job import Bucket, Job, buckets_of
 from hzero.plan.memory import footprint
-from hzero.plan.program import IN_FLIGHT
+from hzero.plan.program import IN_FLIGHT, Cross, Program
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError
 
@@ -126,17 +126,19 @@ class _Builder:
         self._stage = scheme if isinstance(scheme, ShardPlan) else None
         self._engine = None if isinstance(scheme, ShardPlan) else scheme.engine
         chains = chains_of(scheme, machine.grid, job.accumulation)
-        self._chains: dict[tuple[str, int], Chain] = {(chain.phase, chain.micro): chain for chain in chains}
+        self._programs: dict[tuple[str, int], Program] = {(chain.phase, chain.micro): chain.program for chain in chains}
         # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
         # Crossings of a reduction before those that wait for the last micro-step.
-        self._inside = len(scheme.micro_hops()) if isinstance(scheme, ShardPlan) else 1
+        self._inside = len(self._stage.micro_hops()) if self._stage else 1
         # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
         behind = [2 * sum(bucket.numel for bucket in buckets[index + 1 :]) for index in range(len(buckets))]
         keeps = self._engine in (None, "deepspeed")
         self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
-        self._phases: dict[tuple[object, ...], Sequence[Phase]] = {}
+        # Equal buckets share their phases, by which `simulate` recognises what has run together before.
+        self._hops: dict[tuple[int, str], list[list[Phase]]] = {}
+        self._computes: dict[tuple[str, str], list[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
         self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
 
@@ -157,100 +159,91 @@ class _Builder:
         for place, (phase, micro, index) in enumerate(order):
             for other, step, ahead in order[len(gathered) : place + 1 + job.ahead]:
                 kept = other == "backward" and self._kept[ahead]
-                chain = self._chains.get((other, step))
-                needs = [*computed[-1:], *([refreshed[ahead]] if refreshed else [])]
-                gathered.append([] if chain is None or kept else self._chain(chain, ahead, needs)[-1:])
+                needs = [*computed[-1:], *refreshed[ahead : ahead + 1]]
+                made = [] if kept else self._chain(other, step, self._buckets[ahead], needs) or needs
+                gathered.append(made[-1:] if (other, step) in self._programs else [])
             needs = gathered[place]
             if phase == "backward" and len(pending) > self._in_flight:
                 needs = [*needs, pending[-1 - self._in_flight]]
-            computed.append(self._compute(phase, index, needs))
-            if phase == "backward" and (chain := self._chains.get(("reduce", micro))) is not None:
-                made = self._chain(chain, index, computed[-1:])
+            computed.append(self._compute(phase, self._buckets[index], needs))
+            if phase == "backward" and (made := self._chain("reduce", micro, self._buckets[index], computed[-1:])):
                 reductions += made[-1:]
                 inside = [one for one in made if not one.boundary]
                 pending.append((inside or computed)[-1])
         stepped = self._add(Task(COMPUTE, "optimizer", [self._optimizer()], reductions))
-        if (chain := self._chains.get(("after", job.accumulation - 1))) is not None:
-            ends = [task for index in range(count) for task in self._chain(chain, index, [stepped])[-1:]]
+        if ends := [
+            task for bucket in self._buckets for task in self._chain("after", job.accumulation - 1, bucket, [stepped])
+        ]:
             self._add(Task(COMPUTE, "gathered", [Phase(0.0)], ends))
         return self._tasks
 
     def _refresh(self) -> list[Task]:
         """The refresh of every bucket; several share a message where the block asks for long ones."""
-        chain = self._chains.get(("refresh", 0))
-        if chain is None or self._stage is None:
+        if self._stage is None or ("refresh", 0) not in self._programs:
             return []
         limit = self._stage.refresh_numel(self._job.prefetch, self._job.itemsize)
-        groups: list[list[int]] = [[]]
-        for index, bucket in enumerate(self._buckets):
-            if groups[-1] and sum(self._buckets[i].numel for i in groups[-1]) + bucket.numel > limit:
+        groups: list[list[Bucket]] = [[]]
+        for bucket in self._buckets:
+            if groups[-1] and sum(one.numel for one in groups[-1]) + bucket.numel > limit:
                 groups.append([])
-            groups[-1].append(index)
+            groups[-1].append(bucket)
         ends: list[Task] = []
         for group in groups:
-            numels = tuple(numel for index in group for numel in self._buckets[index].numels)
-            last = self._chain(chain, Bucket("+".join(self._buckets[i].name for i in group), numels, 0.0), [])[-1]
-            ends += [last] * len(group)
+            numels = tuple(numel for bucket in group for numel in bucket.numels)
+            together = Bucket("+".join(bucket.name for bucket in group), numels, 0.0)
+            ends += self._chain("refresh", 0, together, [])[-1:] * len(group)
         return ends
 
     def _add(self, task: Task) -> Task:
         self._tasks.append(task)
         return task
 
-    def _compute(self, phase: str, index: int, needs: list[Task]) -> Task:
-        bucket, job = self._buckets[index], self._job
-        factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
-        key = (COMPUTE, bucket.name, factor)
-        if key not in self._phases:
+    def _compute(self, phase: str, bucket: Bucket, needs: list[Task]) -> Task:
+        job = self._job
+        if (phase, bucket.name) not in self._computes:
+            factor = 1 if phase == "forward" else 3 if job.checkpointing else 2
             flops = bucket.flops * job.tokens * factor * self._late
-            self._phases[key] = [self._machine.compute(flops, job.tokens)]
-        return self._add(Task(COMPUTE, f"{phase} {bucket.name}", self._phases[key], needs))
+            self._computes[phase, bucket.name] = [self._machine.compute(flops, job.tokens)]
+        return self._add(Task(COMPUTE, f"{phase} {bucket.name}", self._computes[phase, bucket.name], needs))
 
     def _optimizer(self) -> Phase:
         ranks = 1 if self._engine == "ddp" else self._world
         if self._engine == "fsdp":
-            ranks = self._chains["forward", 0].crossings[0].ranks
+            ranks = self._programs["forward", 0].crossings[0].ranks
         return self._machine.optimizer(sum(bucket.numel for bucket in self._buckets) // ranks)
 
-    def _chain(self, chain: Chain, where: int | Bucket, needs: Sequence[Task]) -> list[Task]:
-        bucket = where if isinstance(where, Bucket) else self._buckets[where]
+    def _chain(self, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
+        """A task for each collective that a bucket starts at some time, one after the other."""
+        program = self._programs.get((phase, micro), Program(()))
+        key = (id(program), bucket.name)
+        if key not in self._hops:
+            self._hops[key] = self._timed(program, bucket)
         made: list[Task] = []
-        for number, crossing in enumerate(chain.crossings):
-            key = (chain.phase, chain.crossings, bucket.name, number)
-            if key not in self._phases:
-                self._phases[key] = self._hop(chain, number, bucket)
+        for number, (crossing, phases) in enumerate(zip(program.crossings, self._hops[key])):
             tier = crossing.tiers[-1] if crossing.tiers else "gcd"
             lane = f"{crossing.role} {tier}" if self._stage is not None else "+".join(crossing.tiers)
-            boundary = chain.phase == "reduce" and number >= self._inside
-            task = Task(lane, f"{chain.phase} {bucket.name}", self._phases[key], made[-1:] or needs, tier, boundary)
+            boundary = phase == "reduce" and number >= self._inside
+            task = Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)
             made.append(self._add(task))
-        return made or list(needs)[-1:]
+        return made
 
-    def _hop(self, chain: Chain, number: int, bucket: Bucket) -> list[Phase]:
-        """One collective between the kernels that read and write its messages.
-
-        Encoding reads whole elements and writes the payload; a reduction reads the payloads of all peers and writes their
-        sum; the last hop of a gather writes whole elements. Codec ``none`` copies.
-        """
-        crossing, last = chain.crossings[number], number == len(chain.crossings) - 1
-        machine, stage, itemsize = self._machine, self._stage, self._job.itemsize
+    def _timed(self, program: Program, bucket: Bucket) -> list[list[Phase]]:
+        """The phases of every collective of a program: with the kernels behind it, the first also with those before."""
+        machine, stage = self._machine, self._stage
         chunks = [chunk_numel(numel, self._world) for numel in bucket.numels]
-        message = crossing.message_bytes(chunks, itemsize)
-        # Sizes as nccl-tests count them: of the whole array over the group.
-        array = message * (crossing.ranks if crossing.kind == "all_gather" else 1)
-        phases = []
-        encodes = number == 0 and (crossing.kind != "all_gather" or chain.phase == "refresh" or stage is None)
-        if encodes and (crossing.role == "gradients" or crossing.codec.codec != "none"):
-            phases.append(machine.kernel(crossing.rows * sum(chunks) * itemsize + message))
-        phases.append(machine.transfer(crossing, array, crossing.algorithms.of(message)))
-        if stage is not None and stage.checksum:
-            phases.append(machine.transfer(crossing, CHECKSUM_BYTES * crossing.ranks))
-        if crossing.kind == "all_gather" and last:
-            whole = array if chain.phase == "refresh" else bucket.numel * itemsize
-            phases.append(machine.kernel(array + whole))
-        elif crossing.kind == "all_to_all":
-            phases.append(machine.kernel(array + 4 * array / crossing.ranks))
-        return phases
+        hops: list[list[Phase]] = [[]]
+        for step, taken, left in program.moved(chunks, self._job.itemsize):
+            if not isinstance(step, Cross):
+                hops[-1].append(machine.kernel(taken + left))
+                continue
+            if step is not program.crossings[0]:
+                hops.append([])
+            hops[-1].append(
+                machine.transfer(step, step.array_bytes(chunks, self._job.itemsize), step.algorithms.of(taken))
+            )
+            if stage is not None and stage.checksum:
+                hops[-1].append(machine.transfer(step, CHECKSUM_BYTES * step.ranks))
+        return hops
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_records_hold_their_codes_and_scales(codec: str, numel: int, block_size:
 
 
 def _shape(chains: list[Chain]) -> list[tuple[str, int, list[tuple[str, int, int]]]]:
-    return [(c.phase, c.micro, [("+".join(x.tiers), x.ranks, x.rows) for x in c.crossings]) for c in chains]
+    return [(c.phase, c.micro, [("+".join(x.tiers), x.ranks, x.rows) for x in c.program.crossings]) for c in chains]
 
 
 def test_topo_refreshes_once_and_crosses_nodes_in_the_last_micro_step() -> None:
@@ -211,7 +211,7 @@ def test_other_engines() -> None:
     assert [c.phase for c in chains_of(Scheme("deepspeed", stage=2), GRID, 3)] == ["reduce"] * 3 + ["after"]
     stage1 = chains_of(Scheme("deepspeed", stage=1), GRID, 3)
     assert [c.phase for c in stage1] == ["reduce", "after"]
-    assert [c.crossings[0].kind for c in stage1] == ["all_reduce", "all_gather"]
+    assert [c.program.crossings[0].kind for c in stage1] == ["all_reduce", "all_gather"]
     hpz = chains_of(Scheme("deepspeed", hpz="node"), GRID, 2)
-    assert [c.crossings[0].ranks for c in hpz if c.crossings[0].role == "weights"] == [384, 8, 8, 8]
+    assert [c.program.crossings[0].ranks for c in hpz if c.program.crossings[0].role == "weights"] == [384, 8, 8, 8]
     assert len(chains_of(Scheme("ddp"), GRID, 4)) == 1
