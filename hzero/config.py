@@ -510,7 +510,7 @@ class HZeroConfig(Block):
             experts of which a forward uses few.
         unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It limits
             the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a limit too.
-        error_feedback: Tiers whose gradient encoding keeps its error (float32) and adds it in the next step. It starts at zero
+        error_feedback: Tiers whose gradient encoding keeps its error (bfloat16) and adds it in the next step. It starts at zero
             after a resume without `save_residuals`.
         save_residuals: Whether checkpoints contain the errors that error feedback keeps, many times the size of the rest. On
             other ranks or plans they start at zero.

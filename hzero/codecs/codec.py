@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -151,6 +152,91 @@ class Codec:
             # int4: the sign opposite to that of the largest element has 7 levels of the 8.
             cut = max(cut, scale + codes.highest * drift)
         return max(step, cut) + 3 * single * absmax + 2.0**-149
+
+    def encoder(
+        self,
+        chunks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int = 1,
+        adds: str = "",
+    ) -> Callable[..., torch.Tensor]:
+        """`encode`, or with ``adds="residuals"`` `encode_feedback`, for one layout: takes tensors, a buffer and a seed."""
+        how: dict[str, Any] = {"sizes": sizes, "strides": strides, "outer": outer}
+
+        def encode(
+            source: Sequence[torch.Tensor],
+            out: torch.Tensor | None = None,
+            seed: int = 0,
+            added: Sequence[torch.Tensor] = (),
+            factors: Sequence[float] = (),
+            left: Sequence[torch.Tensor] = (),
+        ) -> torch.Tensor:
+            if not adds:
+                message = self.encode(source, chunks, seed=seed, **how)
+            else:
+                kept = [one.to(torch.float32) for one in added]
+                message, lost = self.encode_feedback(source, kept, factors, chunks, seed=seed, **how)
+                torch._foreach_copy_(list(left), lost)
+            return message if out is None else out.copy_(message)
+
+        itemsize = 4 if adds else dtype.itemsize
+        encode.bytes = self.message_bytes(chunks, math.prod(sizes), itemsize)  # type: ignore[attr-defined]
+        return encode
+
+    def decoder(
+        self,
+        chunks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        outer: int = 1,
+    ) -> Callable[..., list[torch.Tensor]]:
+        """`decode` for one layout: takes a message, and tensors to fill."""
+        how: dict[str, Any] = {"dtype": dtype, "sizes": sizes, "strides": strides, "outer": outer}
+
+        def decode(payload: torch.Tensor, out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+            tensors = self.decode(payload, chunks, **how)
+            if out is None:
+                return tensors
+            torch._foreach_copy_(out, tensors)
+            return out
+
+        return decode
+
+    def summer(
+        self,
+        peers: int,
+        chunks: Sequence[int],
+        *,
+        inner: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        to: Codec | None = None,
+        outer: int = 1,
+        add: bool = False,
+    ) -> Callable[..., Any]:
+        """`decode_sum`, or `decode_sum_encode`, for one layout: takes messages, what to fill, and a seed."""
+        how: dict[str, Any] = {"inner": inner, "dtype": dtype}
+
+        def summed(payload: torch.Tensor, out: Any = None, seed: int = 0) -> Any:
+            if to is not None:
+                message = self.decode_sum_encode(payload, peers, chunks, to=to, outer=outer, seed=seed, **how)
+                return message if out is None else out.copy_(message)
+            if add:
+                return self.decode_sum(payload, peers, chunks, into=out, **how)
+            sums = self.decode_sum(payload, peers, chunks, **how)
+            if out is not None:
+                torch._foreach_copy_(out, sums)
+            return sums if out is None else out
+
+        summed.bytes = to.message_bytes(chunks, inner, 4) if to is not None else 0  # type: ignore[attr-defined]
+        return summed
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""

@@ -29,7 +29,7 @@ _MASK = 2**64 - 1
 #: Senders that an error names one by one.
 _NAMED = 4
 #: Bytes of a checksum.
-_BYTES = 16
+CHECKSUM_BYTES = 16
 #: Factors of a message's number, its sender and its receiver.
 _NUMBER, _SENDER, _RECEIVER = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
 
@@ -102,8 +102,8 @@ def verified(
         what: Describes the collective.
     """
     parts = arrived.view(len(senders), -1)
-    message = parts[:, :-_BYTES].reshape(-1)
-    sent = parts[:, -_BYTES:].reshape(-1).view(torch.int64).view(-1, 2)
+    message = parts[:, :-CHECKSUM_BYTES].reshape(-1)
+    sent = parts[:, -CHECKSUM_BYTES:].reshape(-1).view(torch.int64).view(-1, 2)
     sums = checksums(message, len(senders))
     if len(senders) == 1:
         sums = addressed(sums, number, senders[0], receiver or 0)

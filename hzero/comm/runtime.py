@@ -6,8 +6,11 @@ The tiers are those of MI250X machines in arXiv 2501.04266; hops that sum and qu
 
 from __future__ import annotations
 
+import bisect
 import math
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -15,15 +18,14 @@ import torch
 from hzero.codecs import mpc
 from hzero.codecs.codec import Codec
 from hzero.comm.bucket import Bucket
-from hzero.comm.checksum import Comparison
 from hzero.comm.errors import HopError
 from hzero.comm.feedback import ErrorFeedback
-from hzero.comm.lanes import Chain, Hops, Lanes
+from hzero.comm.lanes import Chain, DeviceStreams, Hops, Lanes
 from hzero.comm.transport import Pending, Transport, sum_of
-from hzero.comm.wirelog import HopTimer, WireLog
+from hzero.comm.wirelog import HopCounts, HopTimer, WireLog
 from hzero.comm.wires import Lane
-from hzero.config import Algorithm, CodecConfig
-from hzero.plan.program import Cross, Decode, Encode, Kind, Order, Program, Recode, Step, Sum, Turn
+from hzero.config import TIERS, Algorithm, CodecConfig, Tier
+from hzero.plan.program import Cross, CrossCut, Decode, Encode, Kind, Order, Program, Recode, Step, Sum, Turn
 from hzero.plan.shards import ShardPlan
 
 T = TypeVar("T")
@@ -32,21 +34,110 @@ T = TypeVar("T")
 _Lost: TypeAlias = tuple[torch.Tensor, str]
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
+#: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
+_BEHIND = 4
+#: Bound programs that are kept.
+_BOUND = 4096
+#: Added to a seed for each tier; seeds have 31 bits.
+_SALT, _SEED = 0x1E3779B1, 0x7FFFFFFF
+
+
+class Room:
+    """A buffer of the `Arena`.
+
+    Attributes:
+        buffer: Its memory, uint8.
+        event: On a device: recorded where it was last used.
+    """
+
+    def __init__(self, buffer: torch.Tensor, event: Any) -> None:
+        self.buffer, self.event = buffer, event
+        self._view: tuple[Any, Any] = (None, None)
+
+    def bytes(self, size: int) -> torch.Tensor:
+        """A message of this size in it."""
+        if self._view[0] != size:
+            self._view = size, self.buffer[:size]
+        view: torch.Tensor = self._view[1]
+        return view
+
+    def tensors(self, like: Floats) -> list[torch.Tensor]:
+        """Flat tensors in it, one after the other."""
+        if self._view[0] is not like:
+            whole = self.buffer[: like.bytes].view(like.dtype)
+            self._view = like, list(whole.split(like.numels))
+        views: list[torch.Tensor] = self._view[1]
+        return views
+
+
+class Floats(NamedTuple):
+    """Tensors between two steps: their type and elements."""
+
+    dtype: torch.dtype
+    numels: list[int]
+
+    @property
+    def bytes(self) -> int:
+        """Their memory."""
+        return sum(self.numels) * self.dtype.itemsize
+
+
+class Arena:
+    """Memory of messages, which a run of a program takes step by step and leaves to the next run.
+
+    What is left is used again at once on CPUs. On a device the stream that takes a buffer waits for the event of its last
+    use; until some are `_BEHIND`, a buffer that the device has passed or a new one is taken instead, so that programs overlap.
+
+    Args:
+        streams: Of the lanes; None on CPUs.
+    """
+
+    def __init__(self, streams: DeviceStreams | None) -> None:
+        self._streams = streams
+        self._free: list[Room] = []  # by size
+        self._lock = threading.Lock()
+
+    def take(self, size: int, device: torch.device) -> Room:
+        """A buffer of at least ``size`` bytes, for the current stream."""
+        with self._lock:
+            first = found = bisect.bisect_left(self._free, size, key=_size_of)
+            end = bisect.bisect_right(self._free, 2 * size, key=_size_of)
+            while found < end and self._streams is not None and not self._free[found].event.query():
+                found += 1
+            if found == end and end - first >= _BEHIND:
+                found = first
+            room = self._free.pop(found) if found < end else None
+        if room is None:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            return Room(buffer, None if self._streams is None else self._streams.event())
+        if self._streams is not None:
+            self._streams.wait(room.event)
+        return room
+
+    def give(self, room: Room) -> None:
+        """Takes a buffer back that the current stream has used last."""
+        if self._streams is not None:
+            room.event.record(self._streams.device.current_stream())
+        with self._lock:
+            bisect.insort(self._free, room, key=_size_of)
+
+
+def _size_of(room: Room) -> int:
+    return room.buffer.numel()
 
 
 class Collectives:
     """Gathers, reductions and moves that cross one tier at a time.
 
     All take a `Bucket`: several tensors, each cut into one shard per rank, which travel as one message. What a program lists
-    is done step by step: tensors are encoded, the message crosses a tier, and is decoded, summed or encoded again. `run`
-    submits the collectives to the `Lanes` and returns a `Chain`. The chains of several buckets overlap, since tiers use
-    different links.
+    is done step by step: tensors are encoded, the message crosses a tier, and is decoded, summed or encoded again. `bind`
+    makes a program ready for a bucket. Its runs submit the collectives to the `Lanes`. The chains of several buckets
+    overlap, since tiers use different links.
 
     Every rank decodes the bytes that all others decode, its own shards included, so all hold the same bits. Sums are made in
     float32, in the order of peers.
 
-    A chain needs the message that it sends and the one that it receives. Nothing here averages, accumulates or keeps a copy
-    between calls, except the residuals of error feedback.
+    Nothing here averages, accumulates or keeps a copy between calls, except the residuals of error feedback.
 
     Args:
         plan: The shard plan of this rank.
@@ -55,6 +146,9 @@ class Collectives:
         feedback: Residuals of lossy gradient hops; None where no tier keeps one.
         lanes: Run the hops; None makes some.
         strict: Whether a block that codec ``exp`` could not hold is an error, as a changed message is; otherwise `lost` tells.
+
+    Attributes:
+        arena: Memory of messages.
     """
 
     def __init__(
@@ -70,131 +164,71 @@ class Collectives:
         self._strict = strict
         self.plan, self.wire_log, self.feedback = plan, wire_log, feedback
         self.lanes = lanes or Lanes()
-        self._transport = transport
-        self._unread: list[Comparison] = []
+        self.transport = transport
+        self.arena = Arena(self.lanes.streams)
+        if self.lanes.streams is not None and transport.unread is None:
+            transport.unread = []
         self._lost: list[_Lost] = []
+        self._bound: dict[tuple[int, Bucket], Bound] = {}
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def beside(self, wire_log: WireLog) -> Collectives:
         """Collectives over the same lanes with a wire log of their own, and without error feedback."""
-        return Collectives(self.plan, self._transport, wire_log, None, self.lanes)
+        return Collectives(self.plan, self.transport, wire_log, None, self.lanes)
+
+    def bind(self, program: Program, bucket: Bucket) -> Bound:
+        """A program, ready for a bucket; the same object for the same ones."""
+        key = id(program), bucket
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) >= _BOUND:  # of a program of changing sizes, such as messages of text
+                self._bound.clear()
+            bound = self._bound[key] = Bound(self, program, bucket)
+        return bound
 
     def run(
-        self,
-        program: Program,
-        bucket: Bucket,
-        read: Callable[[], Any],
-        then: Callable[[Any], T],
-        *,
-        seed: int = 0,
-        own_seed: int | None = None,
-        scale: float = 1.0,
-        into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None,
-        after: Sequence[Chain[Any]] = (),
+        self, program: Program, bucket: Bucket, read: Callable[[], Any], then: Callable[[Any], T], **how: Any
     ) -> Chain[T]:
-        """Starts a program.
+        """Starts a program; arguments as of `Bound.run`."""
+        return self.bind(program, bucket).run(read, then, **how)
 
-        Args:
-            program: The steps.
-            bucket: The tensors; ``bucket.dtype`` is the type of hops with codec ``none``.
-            read: Gives what the first step takes: a uint8 message, or flat tensors whose missing elements count as zero.
-            then: Makes the result of what the last step leaves: a uint8 message, or flat tensors.
-            seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
-            own_seed: Seed of the first encoding; None takes the same.
-            scale: Loss scale of gradients; residuals are converted to it.
-            into: Float32 tensors like the result, to which the last sum adds what it receives, asked for when it has arrived;
-                None makes new ones.
-            after: Chains that make what ``read`` reads.
+    def place(self, tier: Tier) -> int:
+        """Coordinate of this rank on a tier."""
+        place: int = getattr(self.plan.grid.coordinates(self.plan.rank), tier)
+        return place
 
-        Returns:
-            A chain with the result of ``then``.
+    def used(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, whose memory is kept until the current stream of an asynchronous device has passed this point."""
+        if self.lanes.streams is not None:
+            self.lanes.streams.used(tensor)
+        return tensor
+
+    def received(self, pending: Pending) -> torch.Tensor:
+        """What a collective has brought.
+
+        Its buffers belong to the stream of its lane, which does not wait for it. They are kept until the current stream, which
+        does, is past this point.
         """
-        first = seed if own_seed is None else own_seed
-        hops = self._hops(program, bucket, read, then, seed, first, scale, into)
-        return self.lanes.submit(hops, [bucket.lane(cross.tiers[0]) for cross in program.crossings], after)
+        arrived = pending.wait()
+        if self.lanes.streams is not None:
+            for buffer in (*pending.buffers, arrived):
+                self.used(buffer)
+            if self.transport.unread is not None and len(self.transport.unread) >= _UNREAD:
+                self.verify()
+        return arrived
 
-    def _hops(
-        self,
-        program: Program,
-        bucket: Bucket,
-        read: Callable[[], Any],
-        then: Callable[[Any], T],
-        seed: int,
-        own_seed: int,
-        scale: float,
-        into: Callable[[], Sequence[torch.Tensor] | None],
-    ) -> Hops[T]:
-        value, crossed, lost = read(), False, list[_Lost]()
-        del read  # it may hold what has been read
-        if not program.steps:
-            value = [self.used(tensor) for tensor in value]
-        for step in program.steps:
-            if isinstance(step, Cross):
-                if not crossed:
-                    yield None
-                crossed = True
-                value = yield from self._cross(step, bucket, value, lost)
-            elif isinstance(step, Sum) and step.target is None:
-                codec = Codec.from_config(step.codec)
-                added = into() if step is program.steps[-1] else None
-                value = codec.decode_sum(
-                    value, step.peers, bucket.chunks, inner=step.rows, dtype=bucket.dtype, into=added
-                )
-            else:
-                value = self._local(step, bucket, value, seed if crossed else own_seed, scale)
-        if not crossed:
+    def send(
+        self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, algorithm: Algorithm = "library"
+    ) -> Chain[torch.Tensor]:
+        """Starts one collective of uint8 bytes that are no payload; the wire log does not count it. See `Transport.prepare`."""
+
+        def hops() -> Hops[torch.Tensor]:
             yield None
-        self._note(lost)
-        return then(value)
+            pending = self.transport.start(lane, kind, message, what, algorithm=algorithm)
+            yield pending
+            return self.received(pending)
 
-    # ---- steps --------------------------------------------------------------------------------------------------
-
-    def _local(self, step: Step, bucket: Bucket, value: Any, seed: int, scale: float) -> Any:
-        if isinstance(step, Encode):
-            return self._encode(step, bucket, value, seed, scale)
-        if isinstance(step, Recode):
-            how: dict[str, Any] = {"pieces": step.pieces, "rows": step.rows, "seed": seed}
-            return self.recode(bucket, value, step.source, step.target, **how)
-        if isinstance(step, Turn):
-            rest = self.plan.grid.world_size // step.crossed // step.ranks
-            return value.view(step.crossed, step.ranks, rest, -1).transpose(0, 1).contiguous().view(-1)
-        codec = Codec.from_config(step.codec)
-        if isinstance(step, Decode):
-            return self._decode(step, bucket, codec, value)
-        assert isinstance(step, Sum) and step.target is not None, step
-        if codec.exact:  # rounded once to the type of the elements, as a library's sum is
-            return sum_of(value.view(bucket.dtype).view(step.peers, -1)).view(torch.uint8)
-        return codec.decode_sum_encode(
-            value,
-            step.peers,
-            bucket.chunks,
-            inner=step.rows,
-            dtype=bucket.dtype,
-            to=Codec.from_config(step.target),
-            outer=step.pieces,
-            seed=seed,
-        )
-
-    def _encode(
-        self, step: Encode, bucket: Bucket, tensors: Sequence[torch.Tensor], seed: int, scale: float
-    ) -> torch.Tensor:
-        codec, order = Codec.from_config(step.codec), step.order
-        tensors = [self.used(tensor) for tensor in tensors]
-        if order.table is not None:
-            rows, _ = self._table(order, tensors[0].device)
-            tensors = [
-                _padded(tensor, len(rows) * chunk).view(len(rows), chunk)[rows].view(-1)
-                for tensor, chunk in zip(tensors, bucket.chunks)
-            ]
-        if codec.exact:
-            tensors = [tensor.to(bucket.dtype) for tensor in tensors]
-        layout: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "seed": seed}
-        if self.feedback is None or step.residual is None:
-            return codec.encode(tensors, bucket.chunks, **layout)
-        residuals, factors = self.feedback.of(step.residual, bucket, tensors, scale)
-        message, left = codec.encode_feedback(tensors, residuals, factors, bucket.chunks, **layout)
-        self.feedback.keep(step.residual, bucket, left, scale)
-        return message
+        return self.lanes.submit(hops(), [lane])
 
     def recode(
         self,
@@ -214,15 +248,6 @@ class Collectives:
             decoded, bucket.chunks, sizes=sizes, strides=(1,), outer=pieces, seed=seed
         )
 
-    def _decode(self, step: Decode, bucket: Bucket, codec: Codec, message: torch.Tensor) -> list[torch.Tensor]:
-        order = step.order
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces}
-        tensors = codec.decode(message, bucket.chunks, dtype=bucket.dtype, **how)
-        if order.table is None:
-            return tensors
-        _, places = self._table(order, message.device)
-        return [tensor.view(len(places), -1)[places].view(-1) for tensor in tensors]
-
     def add_decoded(
         self, program: Program, bucket: Bucket, message: torch.Tensor, tensors: Sequence[torch.Tensor]
     ) -> None:
@@ -232,13 +257,13 @@ class Collectives:
         if order.table is None:
             codec.decode_onto(message, tensors, bucket.chunks, **how)
             return
-        rows, _ = self._table(order, message.device)
+        rows, _ = self.table(order, message.device)
         added = [tensor.view(len(rows), -1)[rows] for tensor in tensors]
         codec.decode_onto(message, added, bucket.chunks, **how)
         for tensor, found in zip(tensors, added):
             tensor.view(len(rows), -1)[rows] = found
 
-    def _table(self, order: Order, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def table(self, order: Order, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Shard of every row, and row of every shard."""
         key = order.table, device
         if key not in self._tables:
@@ -247,139 +272,9 @@ class Collectives:
             self._tables[key] = rows.to(device), rows.argsort().to(device)
         return self._tables[key]
 
-    # ---- one hop ------------------------------------------------------------------------------------------------
-
-    def _cross(self, step: Cross, bucket: Bucket, message: torch.Tensor, lost: list[_Lost]) -> Hops[torch.Tensor]:
-        """Moves a message over one tier. ``lost`` gets the number of its blocks that the codec could not hold.
-
-        Yields:
-            The collective, once it is started.
-
-        Raises:
-            HopError: A message arrived changed, or a length is none that codec ``mpc`` writes.
-        """
-        codec, lane = Codec.from_config(step.codec), bucket.lane(step.tiers[0])
-        cut = self._cut(step, bucket, lane, codec, message) if codec.variable else None
-        if cut is not None:
-            message = cut.of(message)
-        timer = self._timer(message)
-        pending = self._transport.start(
-            lane,
-            step.kind,
-            message,
-            f"{bucket.label} in codec {codec.name}",
-            self._counts(step, bucket, codec, message.numel(), timer),
-            algorithm=step.algorithms.of(step.message_bytes(bucket.chunks, bucket.dtype.itemsize)),
-            root=step.root,
-            dtype=bucket.dtype,
-            compare=self._compare,
-            passed=timer.ready,
-        )
-        del message
-        yield pending
-        arrived = self.received(pending)
-        if codec.fallible:
-            lost.append((codec.lost(arrived, bucket.chunks, outer=step.pieces), bucket.label))
-        return arrived if cut is None else cut.whole(arrived)
-
-    def _timer(self, message: torch.Tensor) -> HopTimer:
-        """A timer of a hop from now on. One that the host starts and ends is timed by its clock, wherever its memory is."""
-        device = message.device if self.lanes.streams is not None else torch.device("cpu")
-        return HopTimer(device, self.lanes.waited_s)
-
-    def _counts(self, step: Cross, bucket: Bucket, codec: Codec, payload: int, timer: HopTimer) -> Callable[[], None]:
-        """Counts a hop in the wire log, when it is called behind the hop."""
-        elements, peers = step.rows * sum(bucket.chunks), step.received
-        if step.kind == "broadcast":
-            peers = float(self._place(step) != step.root)
-
-        def done() -> None:
-            timer.stop(self.lanes.waited_s)
-            self.wire_log.add(
-                role=bucket.role,
-                tier=step.tiers[0],
-                codec=codec.name,
-                elements=elements,
-                payload_bytes=payload,
-                wire_bytes=round(payload * peers),
-                raw_bytes=math.ceil(elements * bucket.dtype.itemsize * peers),
-                timer=timer,
-            )
-
-        return done
-
-    def _place(self, step: Cross) -> int:
-        """Coordinate of this rank on the tier of a hop."""
-        place: int = getattr(self.plan.grid.coordinates(self.plan.rank), step.tiers[0])
-        return place
-
-    def received(self, pending: Pending) -> torch.Tensor:
-        """What a collective has brought.
-
-        Its buffers belong to the stream of its lane, which does not wait for it. They are kept until the current stream, which
-        does, is past this point.
-        """
-        arrived = pending.wait()
-        for buffer in (*pending.buffers, arrived):
-            self.used(buffer)
-        return arrived
-
-    def used(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, whose memory is kept until the current stream of an asynchronous device has passed this point."""
-        if self.lanes.streams is not None:
-            self.lanes.streams.used(tensor)
-        return tensor
-
-    def send(
-        self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, algorithm: Algorithm = "library"
-    ) -> Chain[torch.Tensor]:
-        """Starts one collective of uint8 bytes that are no payload; the wire log does not count it. See `Transport.start`."""
-
-        def hops() -> Hops[torch.Tensor]:
-            yield None
-            pending = self._transport.start(lane, kind, message, what, algorithm=algorithm, compare=self._compare)
-            yield pending
-            return self.received(pending)
-
-        return self.lanes.submit(hops(), [lane])
-
-    # ---- messages of no fixed size ------------------------------------------------------------------------------
-
-    def _cut(self, step: Cross, bucket: Bucket, lane: Lane, codec: Codec, message: torch.Tensor) -> Cut:
-        """Exchanges how much of a hop's records is used: 8 bytes per record. The host waits for it on a device too.
-
-        Raises:
-            HopError: A length is none that the codec writes.
-        """
-        parts = step.ranks if step.kind == "all_to_all" else 1
-        rows, place = step.rows // parts, self._place(step)
-        sizes = [codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)] * rows
-        lengths = message.new_zeros(8 * parts * rows)
-        if step.kind not in ("broadcast", "receive") or step.root == place:
-            lengths.copy_(mpc.lengths(message, sizes * parts).view(torch.uint8))
-        kind: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
-        what = f"{bucket.label} in codec {codec.name} (lengths)"
-        told = self.received(self._transport.start(lane, kind, lengths, what, root=step.root, compare=self._compare))
-        every = [
-            [checked(part, sizes[0], bucket.label) for part in sender]
-            for sender in told.view(torch.int64).view(-1, parts, rows)
-        ]
-        own = every[place if step.kind in ("all_gather", "all_to_all") else 0]
-        arriving = [sender[place if parts > 1 else 0] for sender in every]
-        return Cut(sizes, own, arriving, max(sum(part) for sender in every for part in sender))
-
     # ---- what arrives changed, or incomplete --------------------------------------------------------------------
 
-    def _compare(self, comparison: Comparison, message: torch.Tensor) -> None:
-        """Compares checksums: at once, or on an asynchronous device, where that would make the host wait, in `verify`."""
-        if self.lanes.streams is None:
-            comparison.check()
-            return
-        self._unread.append(comparison)
-        if len(self._unread) >= _UNREAD:
-            self.verify()
-
-    def _note(self, lost: Sequence[_Lost]) -> None:
+    def note(self, lost: Sequence[_Lost]) -> None:
         """At the end of a chain, whose hops all ranks have made: an error with `strict` on CPUs, or kept for `lost`."""
         if self._strict and self.lanes.streams is None:
             self._refuse(_first(lost))
@@ -408,11 +303,11 @@ class Collectives:
         """
         if self._strict:
             self._refuse(self.lost())
-        unread, self._unread = self._unread, []
-        if unread and self.lanes.streams is not None:
-            self.lanes.streams.join()
-        if not unread:
+        unread = self.transport.unread
+        if not unread or self.lanes.streams is None:
             return
+        self.transport.unread = []
+        self.lanes.streams.join()
         for comparison in unread:
             self.used(comparison.sent)
             self.used(comparison.arrived)
@@ -420,6 +315,377 @@ class Collectives:
         if not torch.equal(sent, arrived):
             for comparison in unread:
                 comparison.check()
+
+
+# ---- programs of one bucket -----------------------------------------------------------------------------------------
+
+
+class _Local(NamedTuple):
+    """A step without a collective.
+
+    Attributes:
+        run: Takes the value, the room for the result (None: it makes its own), a seed and a `Call`; returns the result.
+        room: What the result needs: bytes of a message, tensors, or None where it is the caller's or lies where the value does.
+        salt: Added to seeds: each hop rounds by chance in its own way, and all ranks that hold copies in the same one.
+    """
+
+    run: Callable[[Any, Any, int, Call], Any]
+    room: int | Floats | None
+    salt: int = 0
+    in_place: bool = False
+
+
+class Call(NamedTuple):
+    """What one run brings: arguments of `Bound.run`."""
+
+    scale: float
+    into: Callable[[], Sequence[torch.Tensor] | None]
+
+
+class Bound:
+    """A program of one bucket, ready to run again: layouts, descriptors, lanes, labels and counts are found once.
+
+    A second run allocates only the tensors, or the message, that it leaves.
+
+    Args:
+        collectives: Run it.
+        program: The steps.
+        bucket: The tensors; ``bucket.dtype`` is the type of hops with codec ``none``.
+
+    Attributes:
+        lanes: Those of its hops.
+    """
+
+    def __init__(self, collectives: Collectives, program: Program, bucket: Bucket) -> None:
+        self._own, self._program, self._bucket = collectives, program, bucket
+        self.lanes = [bucket.lane(cross.tiers[0]) for cross in program.crossings]
+        self._steps: list[_Local | _Hop | _Cut] = []
+        self._given: torch.dtype | None = None  # type of what a run begins with
+
+    def run(
+        self,
+        read: Callable[[], Any],
+        then: Callable[[Any], T],
+        *,
+        seed: int = 0,
+        own_seed: int | None = None,
+        scale: float = 1.0,
+        into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None,
+        after: Sequence[Chain[Any]] = (),
+    ) -> Chain[T]:
+        """Starts the program.
+
+        Args:
+            read: Gives what the first step takes: a uint8 message, or flat tensors whose missing elements count as zero.
+            then: Makes the result of what the last step leaves: a uint8 message, or flat tensors.
+            seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
+            own_seed: Seed of the first encoding; None takes the same.
+            scale: Loss scale of gradients; residuals are converted to it.
+            into: Float32 tensors like the result, to which the last sum adds what it receives, asked for when it has arrived;
+                None makes new ones.
+            after: Chains that make what ``read`` reads.
+
+        Returns:
+            A chain with the result of ``then``.
+        """
+        first = seed if own_seed is None else own_seed
+        hops = self.hops(read, then, seed, first, Call(scale, into))
+        return self._own.lanes.submit(hops, self.lanes, after)
+
+    def hops(self, read: Callable[[], Any], then: Callable[[Any], T], seed: int, own_seed: int, call: Call) -> Hops[T]:
+        """The steps, as lanes run them."""
+        value, arena = read(), self._own.arena
+        del read  # it may hold what has been read
+        first = value if isinstance(value, torch.Tensor) else value[0]
+        if first.dtype is not self._given:
+            self._steps, self._given, device = self._ready(first.dtype, first.device), first.dtype, first.device
+        else:
+            device = first.device
+        del first
+        if self._own.lanes.streams is not None and not isinstance(value, torch.Tensor):
+            for tensor in value:
+                self._own.used(tensor)
+        room: Room | None = None  # where the value lies
+        crossed, lost = False, list[_Lost]()
+        for step in self._steps:
+            if isinstance(step, _Local):
+                wanted = step.room
+                into = None if wanted is None else arena.take(_bytes_of(wanted), device)
+                out: Any = None
+                if into is not None:
+                    out = into.tensors(wanted) if isinstance(wanted, Floats) else into.bytes(wanted)  # type: ignore[arg-type]
+                value = step.run(value, out, (seed if crossed else own_seed) + step.salt & _SEED, call)
+                if step.in_place:
+                    continue
+            else:
+                if not crossed:
+                    yield None
+                crossed = True
+                value, into = yield from step.cross(value, room, lost)
+                if into is room:
+                    continue
+            if room is not None:
+                arena.give(room)
+            room = into
+        if not crossed:
+            yield None
+        self._own.note(lost)
+        result = then(value)
+        if room is not None:
+            arena.give(room)
+        return result
+
+    # ---- steps, made ready --------------------------------------------------------------------------------------
+
+    def _ready(self, dtype: torch.dtype, device: torch.device) -> list[_Local | _Hop | _Cut]:
+        """The steps for inputs of a type."""
+        own, bucket, steps = self._own, self._bucket, self._program.steps
+        ready: list[_Local | _Hop | _Cut] = []
+        for index, step in enumerate(steps):
+            if isinstance(step, Cross):
+                what = f"{bucket.label} in codec {step.codec.codec}"
+                made = _Cut if isinstance(step, CrossCut) else _Hop
+                ready.append(made(own, bucket, step, what, device, last=step is steps[-1]))
+                continue
+            following = next((one for one in steps[index:] if isinstance(one, Cross)), None)
+            salt = 0
+            if index and following is not None:
+                salt = (1 + TIERS.index(following.tiers[0])) * _SALT
+            made_here = self._made(step, dtype, device)
+            ready += [one._replace(salt=salt) for one in made_here[:-1]]
+            last = made_here[-1]._replace(salt=salt)
+            ready.append(last._replace(room=None) if step is steps[-1] else last)
+            if isinstance(step, Sum) and step.target is None:
+                dtype = torch.float32
+            elif isinstance(step, Decode):
+                dtype = bucket.dtype
+        return ready
+
+    def _made(self, step: Step, dtype: torch.dtype, device: torch.device) -> list[_Local]:
+        """A step without a collective; of tensors of ``dtype``, if it takes some."""
+        bucket, chunks = self._bucket, self._bucket.chunks
+        if isinstance(step, Encode):
+            return self._encoding(step, dtype, device)
+        if isinstance(step, Recode):
+            rows = step.pieces * step.rows
+            return [
+                self._decoding(Decode(step.source, Order.of_rows(rows), step.pieces), device),
+                *self._encoding(Encode(step.target, Order.of_rows(rows), step.pieces), bucket.dtype, device),
+            ]
+        if isinstance(step, Decode):
+            return [self._decoding(step, device)]
+        if isinstance(step, Turn):
+            shape = step.crossed, step.ranks, self._own.plan.grid.world_size // step.crossed // step.ranks, -1
+
+            def turn(value: torch.Tensor, out: torch.Tensor, *_: Any) -> torch.Tensor:
+                turned = value.view(shape).transpose(0, 1)
+                out.view(turned.shape).copy_(turned)
+                return out
+
+            size = Codec.from_config(self._codec_before(step)).message_bytes(
+                chunks, math.prod(shape[:3]), bucket.dtype.itemsize
+            )
+            return [_Local(turn, size)]
+        assert isinstance(step, Sum), step
+        codec = Codec.from_config(step.codec)
+        if step.target is not None and codec.exact:  # rounded once to the type of the elements, as a library's sum is
+            peers = step.peers
+
+            def added(value: torch.Tensor, *_: Any) -> torch.Tensor:
+                return sum_of(value.view(bucket.dtype).view(peers, -1)).view(torch.uint8)
+
+            return [_Local(added, None, in_place=True)]
+        how: dict[str, Any] = {"inner": step.rows, "dtype": bucket.dtype, "device": device}
+        if step.target is not None:
+            summing = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
+            made = summing.bytes  # type: ignore[attr-defined]
+            return [_Local(lambda value, out, seed, _: summing(value, out, seed), made)]
+        new = codec.summer(step.peers, chunks, **how)
+        onto = codec.summer(step.peers, chunks, add=True, **how)
+
+        def summed(value: torch.Tensor, out: list[torch.Tensor] | None, _: int, call: Call) -> Sequence[torch.Tensor]:
+            sums = call.into() if out is None else None
+            return new(value, out) if sums is None else onto(value, sums)
+
+        return [_Local(summed, Floats(torch.float32, [step.rows * chunk for chunk in chunks]))]
+
+    def _codec_before(self, step: Step) -> CodecConfig:
+        """The codec of the message that a step takes."""
+        steps = self._program.steps
+        return next(one.codec for one in steps[steps.index(step) :: -1] if isinstance(one, (Encode, Cross)))
+
+    def _encoding(self, step: Encode, dtype: torch.dtype, device: torch.device) -> list[_Local]:
+        own, bucket, order = self._own, self._bucket, step.order
+        codec, feedback = Codec.from_config(step.codec), own.feedback
+        made: list[_Local] = []
+        encoded = bucket.dtype if codec.exact else dtype
+        if order.table is not None:
+            made.append(_Local(partial(self._in_table, order), None))
+        if encoded != dtype:
+            made.append(_Local(lambda tensors, *_: [tensor.to(encoded) for tensor in tensors], None))
+        adds = "residuals" if feedback is not None and step.residual is not None else ""
+        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "adds": adds}
+        encode = codec.encoder(bucket.chunks, encoded, device, **how)
+
+        def plainly(tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, _: Call) -> torch.Tensor:
+            message: torch.Tensor = encode(tensors, out, seed)
+            return message
+
+        def with_residuals(
+            tensors: Sequence[torch.Tensor], out: torch.Tensor | None, seed: int, call: Call
+        ) -> torch.Tensor:
+            assert feedback is not None and step.residual is not None
+            residuals, factors = feedback.of(step.residual, bucket, tensors, call.scale)
+            message: torch.Tensor = encode(tensors, out, seed, residuals, factors, residuals)
+            return message
+
+        made.append(_Local(with_residuals if adds else plainly, encode.bytes))  # type: ignore[attr-defined]
+        return made
+
+    def _in_table(self, order: Order, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+        """Tensors whose shards lie in the order of a table's rows."""
+        rows = self._own.table(order, tensors[0].device)[0]
+        return [
+            _padded(tensor, len(rows) * chunk).view(len(rows), chunk)[rows].view(-1)
+            for tensor, chunk in zip(tensors, self._bucket.chunks)
+        ]
+
+    def _decoding(self, step: Decode, device: torch.device) -> _Local:
+        order, bucket = step.order, self._bucket
+        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces}
+        decode = Codec.from_config(step.codec).decoder(bucket.chunks, bucket.dtype, device, **how)
+        rows = order.rows
+        room = Floats(bucket.dtype, [rows * chunk for chunk in bucket.chunks])
+        if order.table is None:
+            return _Local(lambda message, out, *_: decode(message, out), room)
+
+        def in_order(message: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+            places = self._own.table(order, device)[1]
+            return [tensor.view(rows, -1)[places].view(-1) for tensor in decode(message)]
+
+        return _Local(in_order, None)
+
+
+class _Hop:
+    """One collective of a bound program.
+
+    Args:
+        own: Runs it.
+        bucket: The tensors.
+        step: The collective.
+        what: Describes the message.
+        device: Where it lies.
+        last: Whether what arrives is the caller's.
+    """
+
+    def __init__(
+        self, own: Collectives, bucket: Bucket, step: Cross, what: str, device: torch.device, *, last: bool
+    ) -> None:
+        self._own, self._step, self._bucket, self._what, self._device = own, step, bucket, what, device
+        self._lane, self._codec = bucket.lane(step.tiers[0]), Codec.from_config(step.codec)
+        size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
+        self._counts, self._kept = self._counted(size), not last
+        # A hop that the host starts and ends is timed by its clock, wherever its memory is.
+        self._timed_on = device if own.lanes.streams is not None else torch.device("cpu")
+        self._collective = own.transport.prepare(
+            self._lane,
+            step.kind,
+            size,
+            what,
+            algorithm=step.algorithms.of(size),
+            root=step.root,
+            dtype=bucket.dtype,
+        )
+
+    def _counted(self, payload: int) -> HopCounts:
+        step, bucket, peers = self._step, self._bucket, self._step.received
+        if step.kind == "broadcast":
+            peers = float(self._own.place(step.tiers[0]) != step.root)
+        elements = step.rows * sum(bucket.chunks)
+        raw = math.ceil(elements * bucket.dtype.itemsize * peers)
+        key = bucket.role, step.tiers[0], self._codec.name
+        return HopCounts(key, elements, payload, round(payload * peers), raw)
+
+    def cross(
+        self, message: torch.Tensor, room: Room | None, lost: list[_Lost]
+    ) -> Hops[tuple[torch.Tensor, Room | None]]:
+        """Moves a message. ``lost`` gets the number of its blocks that the codec could not hold.
+
+        Args:
+            message: What is sent.
+            room: Where it lies.
+            lost: As above.
+
+        Yields:
+            The collective, once it is started.
+
+        Returns:
+            What has arrived, and where it lies.
+
+        Raises:
+            HopError: A message arrived changed.
+        """
+        own, size = self._own, self._collective.output_bytes
+        into = own.arena.take(size, self._device) if size and self._kept else None
+        timer = own.wire_log.timer(self._timed_on, own.lanes.waited_s)
+        output = None if into is None else into.bytes(size)
+        pending = self._collective.start(message, output, partial(self._end, timer), timer.ready)
+        given = room is None or into is None or self._collective.checksum
+        del message, output
+        yield pending
+        arrived = own.received(pending) if given else pending.wait()
+        if self._codec.fallible:
+            lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._bucket.label))
+        return arrived, into if size else room
+
+    def _end(self, timer: HopTimer) -> None:
+        timer.stop(self._own.lanes.waited_s)
+        self._own.wire_log.add(self._counts, timer)
+
+
+class _Cut(_Hop):
+    """A collective whose messages have no fixed size: their lengths are exchanged first, and the host waits for them."""
+
+    def cross(
+        self, message: torch.Tensor, room: Room | None, lost: list[_Lost]
+    ) -> Hops[tuple[torch.Tensor, Room | None]]:
+        """As `_Hop.cross`.
+
+        Raises:
+            HopError: Also where a length is none that the codec writes.
+        """
+        own, step, bucket = self._own, self._step, self._bucket
+        cut = self._exchanged(message)
+        timer = own.wire_log.timer(self._timed_on, own.lanes.waited_s)
+        sent = cut.of(message)
+        self._counts = self._counted(sent.numel())
+        algorithm = step.algorithms.of(step.message_bytes(bucket.chunks, bucket.dtype.itemsize))
+        collective = own.transport.prepare(
+            self._lane, step.kind, sent.numel(), self._what, algorithm=algorithm, root=step.root
+        )
+        pending = collective.start(sent, None, partial(self._end, timer), timer.ready)
+        del message, sent
+        yield pending
+        return cut.whole(own.received(pending)), None
+
+    def _exchanged(self, message: torch.Tensor) -> _Lengths:
+        """Exchanges how much of a hop's records is used: 8 bytes per record."""
+        own, step, bucket = self._own, self._step, self._bucket
+        parts = step.ranks if step.kind == "all_to_all" else 1
+        rows, place = step.rows // parts, own.place(step.tiers[0])
+        sizes = [self._codec.message_bytes(bucket.chunks, 1, bucket.dtype.itemsize)] * rows
+        lengths = message.new_zeros(8 * parts * rows)
+        if step.kind not in ("broadcast", "receive") or step.root == place:
+            lengths.copy_(mpc.lengths(message, sizes * parts).view(torch.uint8))
+        kind: Kind = "all_gather" if step.kind == "all_to_all" else step.kind
+        told = own.received(own.transport.start(self._lane, kind, lengths, f"{self._what} (lengths)", root=step.root))
+        every = [
+            [checked(part, sizes[0], bucket.label) for part in sender]
+            for sender in told.view(torch.int64).view(-1, parts, rows)
+        ]
+        first = every[place if step.kind in ("all_gather", "all_to_all") else 0]
+        arriving = [sender[place if parts > 1 else 0] for sender in every]
+        return _Lengths(sizes, first, arriving, max(sum(part) for sender in every for part in sender))
 
 
 def checked(lengths: torch.Tensor, size: int, what: str) -> list[int]:
@@ -442,7 +708,7 @@ def checked(lengths: torch.Tensor, size: int, what: str) -> list[int]:
     return found
 
 
-class Cut(NamedTuple):
+class _Lengths(NamedTuple):
     """What the messages of one hop use. Its parts are messages to, or from, one peer each, alike but for the data.
 
     Attributes:
@@ -479,6 +745,10 @@ def _first(lost: Sequence[_Lost]) -> str | None:
                 "their lines, which the codec cannot hold"
             )
     return None
+
+
+def _bytes_of(room: int | Floats) -> int:
+    return room if isinstance(room, int) else room.bytes
 
 
 def _padded(tensor: torch.Tensor, numel: int) -> torch.Tensor:

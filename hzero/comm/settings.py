@@ -47,7 +47,7 @@ class CommunicatorConfig(Frozen):
         gather: The same for what is copied and not summed: all-gathers, broadcasts, all-to-alls, sends, and the second half
             of an all-reduce, which spreads the sums. By default `codecs`.
         block_size: Elements that share a scale; a codec may have its own.
-        error_feedback: Tiers whose encoding keeps its loss (float32) and adds it the next time, in reductions that have a
+        error_feedback: Tiers whose encoding keeps its loss (bfloat16) and adds it the next time, in reductions that have a
             key; with the outermost tier of the machine also in the second half of an all-reduce.
         node_all_gather: Algorithm of the all-gathers between nodes.
         checksum: Whether every message is followed by a checksum of 16 bytes, which is compared on arrival; on GPUs in

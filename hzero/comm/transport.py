@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hzero.comm.checksum import Comparison, signed, verified
+from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
 from hzero.comm.errors import DisagreementError, HopError, MissingPeerError
 from hzero.comm.mpi_wires import shared_communicators
 from hzero.comm.process_groups import shared_groups, world_timeout
@@ -49,9 +49,9 @@ class Pending:
         lane: LaneHops | None = None,
         done: Callable[[], None] = _nothing,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        passed: Callable[[], bool] = lambda: True,
+        passed: Callable[[], bool] = bool,
     ) -> None:
-        self.buffers = tuple(buffers)
+        self.buffers = buffers
         self._work: Work | None = work
         self._what, self._lane, self._done, self._then = what, lane, done, then
         self._number = lane.start(what, buffers[-1].nbytes, passed) if lane is not None else 0
@@ -86,15 +86,6 @@ class Pending:
         return self.buffers[-1] if self._then is None else self._then(self.buffers[-1])
 
 
-#: Takes a comparison, and the message that it is of.
-Compare: TypeAlias = Callable[[Comparison, torch.Tensor], None]
-
-
-def compare_at_once(comparison: Comparison, message: torch.Tensor) -> None:
-    """Raises `HopError` where checksums differ; the host waits."""
-    comparison.check()
-
-
 def sum_of(parts: torch.Tensor) -> torch.Tensor:
     """The sum of ``[k][n]`` over ``k`` in float32, rounded once to the type of ``parts``, which is overwritten."""
     first, *others = parts
@@ -103,7 +94,7 @@ def sum_of(parts: torch.Tensor) -> torch.Tensor:
     total = first.to(torch.float32)
     for other in others:
         total.add_(other)
-    return total.to(parts.dtype)
+    return first.copy_(total)
 
 
 def wires_of(
@@ -194,6 +185,10 @@ class Transport:
         failures: Number of failed chains, see `most_failures`; the same on all ranks.
         sums: Whether sums with codec ``none`` may be the library's, in its order and in the type of the elements. Otherwise
             they are made here, in float32 and in peer order, and rounded once.
+
+    Attributes:
+        unread: Checksums that nobody has compared, on an asynchronous device, where that would make the host wait. None: each
+            is compared when it arrives.
     """
 
     def __init__(
@@ -211,6 +206,7 @@ class Transport:
         self._everyone = ranks if ranks is not None else range(plan.grid.world_size)
         self._rank = self._everyone[plan.rank]
         self._checksum, self._sums = plan.checksum, sums
+        self.unread: list[Comparison] | None = None
         self._groups: dict[Lane, _Group] = {}
         for tier in TIERS:
             if plan.grid.size(tier) == 1:
@@ -237,21 +233,18 @@ class Transport:
             hops = shared_watchdog().lane(lane, sorted(ranks), self._timeout.total_seconds())
             self._groups[lane] = _Group(wires, ranks, ranks.index(self._rank), hops)
 
-    def start(
+    def prepare(
         self,
         lane: Lane,
         kind: Kind,
-        message: torch.Tensor,
+        size: int,
         what: str,
-        done: Callable[[], None] = _nothing,
         *,
         algorithm: Algorithm = "library",
         root: int = 0,
         dtype: torch.dtype = torch.uint8,
-        compare: Compare = compare_at_once,
-        passed: Callable[[], bool] = lambda: True,
-    ) -> Pending:
-        """Starts a collective over the ranks of a lane, k of them.
+    ) -> Collective:
+        """A collective over the ranks of a lane, k of them, to be started any number of times.
 
         ``all_gather`` brings uint8 ``[b]`` of every rank to ``[k * b]``, in the order of coordinates. ``all_to_all`` sends part i
         of ``[k * b]`` to rank i, and part i of what arrives is of rank i. ``reduce_scatter`` leaves the sum of all ranks' parts
@@ -268,13 +261,78 @@ class Transport:
         Args:
             lane: The lane.
             kind: The collective, the same on all ranks.
-            message: uint8, contiguous; of a rank that only receives, what is filled.
+            size: Bytes of the message.
             what: Describes the message, for errors.
-            done: Called when the collective has been waited for.
             algorithm: Of an all-gather, the same on all ranks.
             root: Coordinate of the rank that broadcasts; rank of the group that sends or receives.
             dtype: Type of the elements that are summed.
-            compare: Takes the checksums, and the message for the current stream.
+        """
+        return Collective(self, lane, kind, size, what, algorithm, root, dtype)
+
+    def start(self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, **how: Any) -> Pending:
+        """A collective that is made once; arguments as of `prepare`, ``message`` as of `Collective.start`."""
+        return self.prepare(lane, kind, message.nbytes, what, **how).start(message)
+
+
+class Collective:
+    """A collective, with all that does not change from one start to the next; made by `Transport.prepare`.
+
+    Attributes:
+        output_bytes: Bytes of the buffer that it fills; 0 where it fills the message itself.
+        checksum: Whether its messages have checksums.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        lane: Lane,
+        kind: Kind,
+        size: int,
+        what: str,
+        algorithm: Algorithm,
+        root: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._transport, self._group = transport, transport._groups[lane]
+        group = self._group
+        self._lane, self._kind, self._size, self._what = lane, kind, size, what
+        self._algorithm, self._root, self._dtype, self._rank = algorithm, root, dtype, transport._rank
+        self.checksum = transport._checksum
+        self._label = f"hzero: {kind} {lane[1]}: {what}"
+        ranks = len(group.ranks)
+        self._parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
+        in_flight = size + (CHECKSUM_BYTES * self._parts if self.checksum else 0)
+        self._sums = kind == "reduce_scatter"
+        self._library_sums = self._sums and group.wires.own_sums and transport._sums and not self.checksum
+        if kind == "all_gather":
+            self.output_bytes = in_flight * ranks
+        elif kind in ("broadcast", "send", "receive"):
+            self.output_bytes = 0
+        else:
+            self.output_bytes = size // ranks if self._library_sums else in_flight
+
+    def __str__(self) -> str:
+        ranks, what, size = self._group.ranks, self._what, self._size
+        if self._kind in ("send", "receive"):
+            way = f"{'to' if self._kind == 'send' else 'from'} rank {ranks[1 - self._group.own]}"
+            return f"hzero: {what} {way} (rank {self._rank}, {size:,} bytes)"
+        shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
+        kind = self._kind.replace("_", "-")
+        return f"hzero: {kind} of {what} on tier {self._lane[1]!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+
+    def start(
+        self,
+        message: torch.Tensor,
+        output: torch.Tensor | None = None,
+        done: Callable[[], None] = _nothing,
+        passed: Callable[[], bool] = bool,
+    ) -> Pending:
+        """Starts the collective.
+
+        Args:
+            message: uint8, contiguous; of a rank that only receives, what is filled.
+            output: uint8 ``[output_bytes]``, which belongs to the collective until its result has been read; None makes one.
+            done: Called when the collective has been waited for.
             passed: As for `Pending`.
 
         Returns:
@@ -283,99 +341,86 @@ class Transport:
         Raises:
             HopError: It cannot be started, since peers are gone.
         """
-        group = self._groups[lane]
-        described = partial(self._describe, kind, lane, group, what, message.nbytes)
+        group = self._group
+        if output is None and self.output_bytes:
+            output = message.new_empty(self.output_bytes)
         try:
-            with record_function(f"hzero: {kind} {lane[1]}: {what}"):
-                return self._started(group, kind, message, described, done, algorithm, root, dtype, compare, passed)
+            with record_function(self._label):
+                if self._library_sums:
+                    assert output is not None, "sums do not replace their parts"
+                    sums = output.view(self._dtype)
+                    work = group.wires.reduce_scatter(sums, message.view(self._dtype))
+                    return Pending(work, (message, output), self.__str__, group.lane, done, None, passed)
+                then: Callable[[torch.Tensor], torch.Tensor] | None = None
+                if self.checksum:
+                    group.messages += 1
+                    message = signed(message, self._parts, group.messages, group.own)
+                    then = partial(self._verified, group.messages)
+                elif self._sums:
+                    then = self._summed
+                if output is None:
+                    output = message
+                if self._algorithm == "doubling" and self._kind == "all_gather":
+                    return self._doubling(message, output, done, then or _unchanged, passed)
+                return Pending(
+                    self._started(message, output), (message, output), self.__str__, group.lane, done, then, passed
+                )
         except HopError:  # of a round
             raise
         except RuntimeError as error:  # gloo has closed the pair, after a message that did not come
-            raise MissingPeerError.of(f"{described()} cannot start: ", error) from error
+            raise MissingPeerError.of(f"{self} cannot start: ", error) from error
 
-    def _started(
+    def _started(self, message: torch.Tensor, output: torch.Tensor) -> Work:
+        wires, kind = self._group.wires, self._kind
+        if kind == "broadcast":
+            return wires.broadcast(output, self._root)
+        if kind in ("send", "receive"):
+            return wires.message(output, self._root, sends=kind == "send")
+        if kind != "all_gather":
+            return wires.all_to_all(output, message)
+        if self._algorithm == "library":
+            return wires.all_gather(output, message)
+        return wires.all_to_all(output, message.repeat(len(self._group.ranks)))
+
+    def _doubling(
         self,
-        group: _Group,
-        kind: Kind,
         message: torch.Tensor,
-        what: Callable[[], str],
+        output: torch.Tensor,
         done: Callable[[], None],
-        algorithm: Algorithm,
-        root: int,
-        dtype: torch.dtype,
-        compare: Compare,
+        then: Callable[[torch.Tensor], torch.Tensor],
         passed: Callable[[], bool],
     ) -> Pending:
-        wires, ranks = group.wires, len(group.ranks)
-        if kind == "reduce_scatter" and wires.own_sums and self._sums and not self._checksum:
-            elements = message.view(dtype)
-            sums = elements.new_empty(elements.numel() // ranks)
-            work = wires.reduce_scatter(sums, elements)
-            return Pending(work, (message, sums.view(torch.uint8)), what, group.lane, done, None, passed)
-        group.messages += 1
-        if self._checksum:
-            parts = ranks if kind in ("all_to_all", "reduce_scatter") else 1
-            message = signed(message, parts, group.messages, group.own)
-        then = partial(self._arrived, group, group.messages, kind, root, dtype, compare, what)
-        if kind == "all_gather" and algorithm == "doubling":
-            held = message.new_empty(ranks, message.numel())
-            held[0] = message
-            distance = 1
-            while 2 * distance < ranks:
-                Pending(_exchange(group, held, distance), (held,), what, group.lane).end()
-                distance *= 2
-            turned = lambda held: then(held.roll(group.own, 0))  # noqa: E731
-            return Pending(_exchange(group, held, distance), (held,), what, group.lane, done, turned, passed)
-        output = message
-        if kind == "broadcast":
-            work = wires.broadcast(message, root)
-        elif kind in ("send", "receive"):
-            work = wires.message(message, root, sends=kind == "send")
-        elif kind == "all_gather" and algorithm == "library":
-            output = message.new_empty(message.numel() * ranks)
-            work = wires.all_gather(output, message)
+        """All rounds but the last one, which is returned; see `_exchange`."""
+        group, ranks = self._group, len(self._group.ranks)
+        held = output.view(ranks, -1)
+        held[0] = message
+        distance = 1
+        while 2 * distance < ranks:
+            Pending(_exchange(group, held, distance), (held,), self.__str__, group.lane).end()
+            distance *= 2
+        turned = lambda held: then(held.roll(group.own, 0).view(-1))  # noqa: E731
+        return Pending(_exchange(group, held, distance), (held,), self.__str__, group.lane, done, turned, passed)
+
+    def _summed(self, output: torch.Tensor) -> torch.Tensor:
+        parts = output.view(self._dtype).view(len(self._group.ranks), -1)
+        return sum_of(parts).view(torch.uint8)
+
+    def _verified(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """What has arrived, without checksums, and summed; they are compared, or kept to be."""
+        group, unread = self._group, self._transport.unread
+        alone = {"broadcast": self._root, "send": group.own, "receive": 1 - group.own}.get(self._kind)
+        senders = list(range(len(group.ranks))) if alone is None else [alone]
+        receiver = group.own if self._parts > 1 else 0
+        message, comparison = verified(output.view(-1), senders, number, receiver, group.ranks, self.__str__)
+        if unread is None:
+            comparison.check()
         else:
-            message = message.repeat(ranks) if kind == "all_gather" else message
-            output = torch.empty_like(message)
-            work = wires.all_to_all(output, message)
-        return Pending(work, (message, output), what, group.lane, done, then, passed)
+            unread.append(comparison)
+        return self._summed(message) if self._sums else message
 
-    def _arrived(
-        self,
-        group: _Group,
-        number: int,
-        kind: Kind,
-        root: int,
-        dtype: torch.dtype,
-        compare: Compare,
-        what: Callable[[], str],
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        """What has arrived, without checksums, and summed."""
-        output = output.view(-1)
-        if self._checksum:
-            senders = {"broadcast": [root], "send": [group.own], "receive": [1 - group.own]}
-            to_all = kind not in ("all_to_all", "reduce_scatter")
-            output, comparison = verified(
-                output,
-                senders.get(kind) or list(range(len(group.ranks))),
-                number,
-                0 if to_all else group.own,
-                group.ranks,
-                what,
-            )
-            compare(comparison, output)
-        if kind == "reduce_scatter":
-            return sum_of(output.view(dtype).view(len(group.ranks), -1)).view(torch.uint8)
-        return output
 
-    def _describe(self, kind: Kind, lane: Lane, group: _Group, what: str, size: int) -> str:
-        ranks = group.ranks
-        if kind in ("send", "receive"):
-            way = f"{'to' if kind == 'send' else 'from'} rank {ranks[1 - group.own]}"
-            return f"hzero: {what} {way} (rank {self._rank}, {size:,} bytes)"
-        shown = str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {len(ranks)} ranks]"
-        return f"hzero: {kind.replace('_', '-')} of {what} on tier {lane[1]!r} (rank {self._rank} among {shown}, {size:,} bytes)"
+def _unchanged(output: torch.Tensor) -> torch.Tensor:
+    return output
 
 
 def _exchange(group: _Group, held: torch.Tensor, distance: int) -> Work:

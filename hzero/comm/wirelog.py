@@ -51,16 +51,20 @@ class HopTimer:
     Args:
         device: Device of the message.
         waited_s: Seconds for which this rank has waited for hops until now.
+        spare: Events that no other hop needs any more, which this one takes, and gives back when they have been read.
     """
 
-    def __init__(self, device: torch.device, waited_s: float = 0.0) -> None:
+    def __init__(
+        self, device: torch.device, waited_s: float = 0.0, spare: list[tuple[torch.Event, torch.Event]] | None = None
+    ) -> None:
         self.hidden_s = 0.0
-        self._waited_s = waited_s
+        self._waited_s, self._spare = waited_s, spare
         self._events: tuple[torch.Event, torch.Event] | None = None
         self._started = time.perf_counter()
         self._elapsed: float | None = None
         if device.type != "cpu":
-            self._events = (torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True))
+            timed = lambda: torch.Event(device, enable_timing=True)  # noqa: E731
+            self._events = spare.pop() if spare else (timed(), timed())
             self._events[0].record()
 
     def stop(self, waited_s: float = 0.0) -> None:
@@ -73,7 +77,8 @@ class HopTimer:
 
     def ready(self) -> bool:
         """Whether `seconds` can be read without waiting for the device."""
-        return self._elapsed is not None or (self._events is not None and self._events[1].query())
+        events = self._events
+        return self._elapsed is not None or (events is not None and events[1].query())
 
     def seconds(self) -> float:
         """Elapsed seconds. Waits for the device where the hop has not ended."""
@@ -82,7 +87,25 @@ class HopTimer:
                 return 0.0
             self._events[1].synchronize()
             self._elapsed = self._events[0].elapsed_time(self._events[1]) / 1e3
+            if self._spare is not None:
+                self._spare.append(self._events)
+            self._events = None
         return self._elapsed
+
+
+@dataclass(frozen=True)
+class HopCounts:
+    """What one hop adds to the wire log, the same each time that it is made; attributes as of `WireEntry`.
+
+    Attributes:
+        key: Role, tier and codec.
+    """
+
+    key: tuple[str, Tier, CodecName]
+    elements: int
+    payload_bytes: int
+    wire_bytes: int
+    raw_bytes: int
 
 
 class WireLog:
@@ -96,30 +119,26 @@ class WireLog:
         self.on_hop: list[Callable[[str, Tier, CodecName, int, HopTimer], None]] = []
         self._entries: dict[tuple[str, Tier, CodecName], WireEntry] = {}
         self._running: deque[tuple[WireEntry, HopTimer]] = deque()
+        self._spare: list[tuple[torch.Event, torch.Event]] = []
         self._lock = threading.RLock()  # hops may end on another thread than the reader's
 
-    def add(
-        self,
-        *,
-        role: str,
-        tier: Tier,
-        codec: CodecName,
-        elements: int,
-        payload_bytes: int,
-        wire_bytes: int,
-        raw_bytes: int,
-        timer: HopTimer,
-    ) -> None:
-        """Adds one finished hop. Arguments as in `WireEntry`; ``timer`` has been stopped."""
+    def timer(self, device: torch.device, waited_s: float) -> HopTimer:
+        """A timer of a hop from now on."""
+        return HopTimer(device, waited_s, self._spare)
+
+    def add(self, counts: HopCounts, timer: HopTimer) -> None:
+        """Adds one finished hop, whose timer has been stopped."""
         for on_hop in self.on_hop:
-            on_hop(role, tier, codec, wire_bytes, timer)
+            on_hop(*counts.key, counts.wire_bytes, timer)
         with self._lock:
-            entry = self._entries.setdefault((role, tier, codec), WireEntry(role, tier, codec))
+            entry = self._entries.get(counts.key)
+            if entry is None:
+                entry = self._entries[counts.key] = WireEntry(*counts.key)
             entry.hops += 1
-            entry.elements += elements
-            entry.payload_bytes += payload_bytes
-            entry.wire_bytes += wire_bytes
-            entry.raw_bytes += raw_bytes
+            entry.elements += counts.elements
+            entry.payload_bytes += counts.payload_bytes
+            entry.wire_bytes += counts.wire_bytes
+            entry.raw_bytes += counts.raw_bytes
             self._running.append((entry, timer))
             while self._running and self._running[0][1].ready():
                 self._settle()

@@ -210,7 +210,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     The price is memory. Per rank and parameter, a resident payload takes the codec's bytes (2 in bf16, about 1 in
     ``int8``) divided by the ranks of the weights' scope, and the accumulators take 4 bytes divided by the ranks of the
-    gradients' scope, on top of ZeRO-3's memory. Error feedback adds float32 residuals. `hzero plan` gives the bytes
+    gradients' scope, on top of ZeRO-3's memory. Error feedback adds bfloat16 residuals. `hzero plan` gives the bytes
     before a run, ``hzero.state(engine).memory(engine.optimizer)`` those of an engine.
 
     With codec ``none`` everywhere the losses are those of ZeRO-3 up to the order of float sums; ``int8`` and ``int4``

@@ -294,7 +294,7 @@ class StageState:
             "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
             "gradient accumulators": self.gradients.peak_bytes,
             "optimizer": optimizer_bytes(optimizer),
-            "error feedback": self._feedback.peak_bytes if self._feedback is not None else 0,
+            "error feedback": self._feedback.bytes if self._feedback is not None else 0,
         }
 
     def destroy(self) -> None:

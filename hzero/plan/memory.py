@@ -105,11 +105,11 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
         # Without a hop nothing has padded them.
         summed = plan.accumulator_bytes * (sum(chunks) * plan.gradient_rows if plan.micro_hops() else sum(numels))
     programs = StagePrograms.of(plan)
-    residual = 2 * 4 * sum(chunks) * sum(program.residual_rows for program in (programs.micro, programs.boundary))
+    residual = 2 * sum(chunks) * sum(program.residual_rows for program in (programs.micro, programs.boundary))
     return [
         StateMemory("resident weights", resident, what),
         StateMemory("gradient accumulators", summed, how),
-        StateMemory("error feedback", residual, "float32 residuals, kept and of this step" if residual else "none"),
+        StateMemory("error feedback", residual, "bfloat16 residuals" if residual else "none"),
     ]
 
 

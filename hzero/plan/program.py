@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from hzero.codecs.formats import record_format
 from hzero.config import LOSSLESS, NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
@@ -157,6 +157,11 @@ class Cross:
 
 
 @dataclass(frozen=True)
+class CrossCut(Cross):
+    """A collective whose messages are cut to what their records use; the lengths of these are exchanged first."""
+
+
+@dataclass(frozen=True)
 class Sum:
     """The messages of peers become their sum, in float32 and in the order of the peers.
 
@@ -295,7 +300,7 @@ def gather_program(
         codec = hop.codec
         algorithms = plan.node_all_gather if hop.tier in NET_TIERS else _LIBRARY
         sent, pieces = pieces * rows, pieces * hop.size
-        steps.append(Cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, pieces, algorithms))
+        steps.append(_cross("weights", "all_gather", (hop.tier,), hop.size, codec, sent, pieces, algorithms))
     if left is None:
         steps.append(Decode(codec, Order.of_hops(plan), pieces))
         return Program(tuple(steps), codec, pieces)
@@ -329,7 +334,7 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
             steps.append(Encode(held, order, pieces, hop.tier if kept else None))
         kind: Kind = "reduce_scatter" if hop.codec.codec == "none" else "all_to_all"
         steps += _recoded(held, hop.codec, pieces, rows // pieces)
-        steps.append(Cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
+        steps.append(_cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
         steps += _recoded(hop.codec, held, pieces, rows // pieces)
         rows //= hop.size
         order = Order.of_rows(rows)
@@ -409,7 +414,7 @@ def all_to_all_program(plan: ShardPlan) -> Program:
         crossed *= hop.size
         steps += _recoded(codec, hop.codec, 1, world)
         codec = hop.codec
-        steps.append(Cross("weights", "all_to_all", (hop.tier,), hop.size, codec, world))
+        steps.append(_cross("weights", "all_to_all", (hop.tier,), hop.size, codec, world))
     # Rows are now those of the senders, outermost tier first.
     steps.append(Decode(codec, Order.of_hops(plan, outermost_first=True), 1))
     return Program(tuple(steps))
@@ -432,7 +437,7 @@ def broadcast_program(plan: ShardPlan, source: int) -> Program:
             steps += _recoded(codec, hop.codec, 1, 1)
         codec = hop.codec
         root = getattr(home, hop.tier)
-        steps.append(Cross("weights", "broadcast", (hop.tier,), hop.size, codec, 1, root=root))
+        steps.append(_cross("weights", "broadcast", (hop.tier,), hop.size, codec, 1, root=root))
     assert codec is not None, "there is more than one rank"
     return Program((*steps, Decode(codec, Order.of_rows(1))))
 
@@ -448,8 +453,8 @@ def message_program(plan: ShardPlan, source: int, target: int) -> Program:
     tier = plan.grid.tier_between(source, target)
     codec, order = plan.codecs.weights[tier], Order.of_rows(1)
     if plan.rank == source:
-        return Program((Encode(codec, order), Cross("weights", "send", (tier,), 2, codec, 1, root=target)), codec)
-    return Program((Cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)), codec)
+        return Program((Encode(codec, order), _cross("weights", "send", (tier,), 2, codec, 1, root=target)), codec)
+    return Program((_cross("weights", "receive", (tier,), 2, codec, 1, root=source), Decode(codec, order)), codec)
 
 
 def in_memory(hop: Hop) -> CodecConfig:
@@ -465,6 +470,13 @@ def _pieces(hops: Sequence[Hop]) -> int:
     """
     exact = itertools.takewhile(lambda hop: in_memory(hop) is PLAIN, hops)
     return math.prod([hop.size for hop in exact] or [hops[0].size])
+
+
+def _cross(
+    role: Role, kind: Kind, tiers: tuple[Tier, ...], ranks: int, codec: CodecConfig, *how: Any, **more: Any
+) -> Cross:
+    made = CrossCut if codec.codec == "mpc" else Cross
+    return made(role, kind, tiers, ranks, codec, *how, **more)
 
 
 def _recoded(source: CodecConfig, target: CodecConfig, pieces: int, rows: int) -> list[Step]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from hzero.comm import Transport
-from hzero.comm.transport import Pending
+from hzero.comm.transport import Collective, Pending
 from hzero.comm.wires import Lane
 from hzero.plan.program import Kind
 from hzero.plan.shards import ShardPlan
@@ -67,31 +67,38 @@ class FaultyTransport(Transport):
         self._timeout_s = timeout.total_seconds() if timeout else 60.0
         self._former: dict[tuple[Lane, int], torch.Tensor] = {}
 
-    def start(self, lane: Lane, kind: Kind, message: torch.Tensor, what: str, *rest: Any, **how: Any) -> Pending:
+    def prepare(self, lane: Lane, kind: Kind, size: int, what: str, **how: Any) -> Collective:
         """With faults in what arrives."""
-        fault = None
-        if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
-            fault = self._draw.choice(sorted(self.faults))
-        if fault == "drop":
-            self.done.append(Done(fault, lane, what))
-            described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
-            lost = self._groups[lane].lane
-            return Pending(_Dropped(self._timeout_s), [message], lambda: described, lost)
-        pending = super().start(lane, kind, message, what, *rest, **how)
-        work, told = pending._work, []
+        made = super().prepare(lane, kind, size, what, **how)
+        start = made.start
 
-        def arrive() -> None:
-            """The work's wait, then the fault, before anybody looks."""
-            work.wait()
-            if not told:
-                told.append(True)
-                arriving = pending.buffers[-1]
-                if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
-                    arriving = arriving[1 << (len(arriving) - 1).bit_length() - 1 :]
-                self._harm(fault, lane, what, arriving)
+        def started(message: torch.Tensor, output: torch.Tensor | None = None, *rest: Any) -> Pending:
+            fault = None
+            if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
+                fault = self._draw.choice(sorted(self.faults))
+            if fault == "drop":
+                self.done.append(Done(fault, lane, what))
+                described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
+                lost = self._groups[lane].lane
+                return Pending(_Dropped(self._timeout_s), [message], lambda: described, lost)
+            pending = start(message, output, *rest)
+            work, told = pending._work, []
 
-        pending._work = SimpleNamespace(wait=arrive)
-        return pending
+            def arrive() -> None:
+                """The work's wait, then the fault, before anybody looks."""
+                work.wait()
+                if not told:
+                    told.append(True)
+                    arriving = pending.buffers[-1]
+                    if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
+                        arriving = arriving[1 << (len(arriving) - 1).bit_length() - 1 :]
+                    self._harm(fault, lane, what, arriving)
+
+            pending._work = SimpleNamespace(wait=arrive)
+            return pending
+
+        made.start = started  # type: ignore[method-assign]
+        return made
 
     def _harm(self, fault: Fault | None, lane: Lane, what: str, output: torch.Tensor) -> None:
         message = output.reshape(-1).view(torch.uint8)  # the same memory: outputs are contiguous

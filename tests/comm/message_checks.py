@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
-from hzero.comm import Communicator, HopError, Transport
+from hzero.comm import Communicator, HopError
+from hzero.comm.transport import Collective
 from hzero.topology.grid import Grid
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
 from tests.comm.tiered_checks import WORLD, _same_everywhere
@@ -84,11 +85,11 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
     rank = dist.get_rank()
     group = _communicator(Grid(WORLD, 1, 1), checksum=True)
 
-    start = Transport.start
+    start = Collective.start
 
-    def harmed(self, lane, kind, message, *rest, **how):
-        pending = start(self, lane, kind, message, *rest, **how)
-        if rank == 1 and kind in ("broadcast", "receive"):
+    def harmed(self, *arguments):
+        pending = start(self, *arguments)
+        if rank == 1 and self._kind in ("broadcast", "receive"):
             wait = pending._work.wait
 
             def flip() -> None:
@@ -98,7 +99,7 @@ def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
             pending._work = SimpleNamespace(wait=flip)
         return pending
 
-    with mock.patch.object(Transport, "start", harmed):
+    with mock.patch.object(Collective, "start", harmed):
         chain = group.broadcast(torch.ones(9), 3, async_op=True)
         other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
         if rank == 1:

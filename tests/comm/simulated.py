@@ -70,7 +70,7 @@ def boxes(size: int) -> dict[tuple[int, int], queue.Queue]:
 def transport(rank: int, groups: dict[Any, tuple[Wires, list[int]]], checksum: bool = False) -> Transport:
     """The transport of one rank, with wires and ranks of every lane."""
     made = Transport.__new__(Transport)
-    made._rank, made._checksum, made._sums = rank, checksum, False
+    made._rank, made._checksum, made._sums, made.unread = rank, checksum, False, None
     made._groups = {
         lane: _Group(wires, ranks, ranks.index(rank), None)  # type: ignore[arg-type]
         for lane, (wires, ranks) in groups.items()

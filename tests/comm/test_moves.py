@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.comm import Bucket, Collectives, WireLog
+from hzero.comm.runtime import Call
 from hzero.comm.settings import parse_communicator
 from hzero.config import CodecsConfig
 from hzero.plan.program import Program, all_to_all_program, broadcast_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from tests.comm.simulated import Wires, boxes, on_all, transport
-from tests.plan.test_plan import GRIDS
+from tests.plan.test_shards import GRIDS
 
 
 @settings(max_examples=25)
@@ -40,7 +41,7 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        hops = one._hops(program, bucket, read, lambda tensors: tensors[0], 0, 0, 1.0, lambda: None)
+        hops = one.bind(program, bucket).hops(read, lambda tensors: tensors[0], 0, 0, Call(1.0, lambda: None))
         while True:
             try:
                 pending = next(hops)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from hzero.comm.wirelog import HopTimer, WireLog
+from hzero.comm.wirelog import HopCounts, HopTimer, WireLog
 
 
 def test_hops_of_a_device_count_once_they_have_ended() -> None:
@@ -14,16 +14,7 @@ def test_hops_of_a_device_count_once_they_have_ended() -> None:
     log, timers = WireLog(), [mock.Mock(hidden_s=0.25, **{"seconds.return_value": 2.0}) for _ in range(3)]
     for timer in timers:
         timer.ready.return_value = False
-        log.add(
-            role="weights",
-            tier="node",
-            codec="int8",
-            elements=1,
-            payload_bytes=2,
-            wire_bytes=3,
-            raw_bytes=4,
-            timer=timer,
-        )
+        log.add(HopCounts(("weights", "node", "int8"), 1, 2, 3, 4), timer)
     assert log.seconds() == 0.0
     timers[0].ready.return_value = timers[2].ready.return_value = True
     assert log.seconds() == 2.0

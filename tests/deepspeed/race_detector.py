@@ -407,7 +407,7 @@ def recording() -> Iterator[Trace]:
     try:
         with contextlib.ExitStack() as patches:
             for owner, name, function in (
-                (transport.Transport, "start", of_transport(transport.Transport.start)),
+                (transport.Collective, "start", of_transport(transport.Collective.start)),
                 (torch.Tensor, "record_stream", record_stream),
                 (transport.Pending, "__init__", pending),
                 (lanes, "_of_world", None),  # one with streams, which ends with this device
