@@ -3,7 +3,7 @@
 One process is a rank of eight (two nodes of two packages of two devices) whose collectives are empty: torch's
 fake process group ends each at once and moves nothing. Layers are small, so the cost of preparing, starting
 and ending hops remains. A launch is an operator that reads or writes elements; on a device it is one kernel or one
-copy. Codec operators are one launch each, as their kernels are.
+copy. A call of a codec is one launch.
 
     python benchmarks/host_cost.py [--presets lossless,topo]
 """
@@ -35,8 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hzero
-from hzero.codecs import reference
-from hzero.codecs.ops import OPERATORS
+from hzero.codecs import kernels
 from hzero.config import PRESETS, HZeroConfig
 from hzero.deepspeed import parameters, stage
 from hzero.engine import gradients
@@ -102,20 +101,14 @@ class Launches(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, launches are counted; codecs in plain torch by their operators, since each of these is a launch."""
+        """Inside, launches are counted: operators, and codec kernels, which pass by the dispatcher."""
+        start = kernels.Launch.__call__
 
-        def opened(function: Any) -> Any:
-            def counted(*args: Any) -> Any:
-                self.counts["hzero, in plain torch"] -= self._inside.depth > 0
-                with self:
-                    return function(*args)
+        def started(launch: kernels.Launch, *args: Any, **how: Any) -> None:
+            self.counts["codec kernel"] += self._inside.depth > 0
+            start(launch, *args, **how)
 
-            return counted
-
-        with contextlib.ExitStack() as stack:
-            for name in (name for name in OPERATORS if hasattr(reference, name)):
-                stack.enter_context(mock.patch.object(reference, name, opened(getattr(reference, name))))
-            stack.enter_context(self)
+        with mock.patch.object(kernels.Launch, "__call__", started), self:
             yield
 
 

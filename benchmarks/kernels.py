@@ -1,8 +1,8 @@
 """Speed of the codec kernels against a copy of the same size, on this machine's CPU or on a GPU.
 
-Every kernel, as `kernel` (into outputs that exist), `operator` (torch.ops.hzero: with checks and allocations), `torch
-eager` and `torch.compile` (the reference), and `DeepSpeed` (its quantizer, on a GPU). The copy and all variants take
-turns. Every output is first compared to the reference's, bit by bit. Writes a report and all times.
+Every kernel, as `kernel` (into outputs that exist), `call` (with new outputs), `torch eager` and `torch.compile` (the
+reference), and `DeepSpeed` (its quantizer, on a GPU). The copy and all variants take turns. Every output is first compared
+to the reference's, bit by bit. Writes a report and all times.
 
     python benchmarks/kernels.py [--device cpu|cuda] [--mib 64 ...] [--dtypes bf16 fp32 fp16] [--threads 1]
 """
@@ -36,19 +36,18 @@ import torch
 
 import hzero
 from hzero.codecs import backends, reference
-from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.codecs.formats import BLOCK_CODECS, RecordFormat
-from hzero.codecs.ops import flat
-from hzero.config import CodecConfig, CodecName
+from hzero.codecs.codec import Decoder, Encoder, Summer
+from hzero.codecs.formats import BLOCK_CODECS, CodecName, Messages, RecordFormat, Rows
+from hzero.config import CodecConfig
 from hzero.validation import ConfigError, validated
 
 PEERS = 4
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-VARIANTS = ("kernel", "operator", "torch eager", "torch.compile", "DeepSpeed")
+VARIANTS = ("kernel", "call", "torch eager", "torch.compile", "DeepSpeed")
 #: A sample repeats a call that takes less than this.
 SAMPLE_S, MAX_CALLS = 5e-3, 200
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 #: The call to time, its inputs and its outputs.
 Made = tuple[Call, list[torch.Tensor], list[torch.Tensor]]
 
@@ -110,22 +109,25 @@ class Bucket:
         self.numel = mib * MIB // DTYPES[dtype].itemsize
         normal = torch.randn(self.numel, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
         self.source, codecs = normal.to(arguments.device), CODECS if dtype == "bf16" else BLOCK_CODECS
-        self.payloads = {codec: reference.encode(*self.inputs(Kernel("encode", codec))) for codec in codecs}
+        self.payloads: dict[str, torch.Tensor] = {}
+        for codec in codecs:
+            prepared, inputs = self.prepared(Kernel("encode", codec), reference)
+            self.payloads[codec] = prepared(*inputs)
 
-    def inputs(self, kernel: Kernel) -> tuple[Any, ...]:
-        """Arguments of a kernel, as a backend takes them."""
+    def prepared(self, kernel: Kernel, backend: Any) -> tuple[Call, tuple[Any, ...]]:
+        """A call that makes its outputs, and what it takes."""
         how = (self.arguments.block_size, "bf16", self.arguments.rotation)
         fmt, out = (RecordFormat.of(codec, *how) for codec in (kernel.codec, kernel.to or kernel.codec))
-        chunks, dtype, rounding = (self.numel // PEERS,), DTYPES[self.dtype], Rounding(self.arguments.stochastic, 1)
-        rows = Rows.in_order(chunks, PEERS, outer=PEERS)
+        chunks, dtype, stochastic = (self.numel // PEERS,), DTYPES[self.dtype], self.arguments.stochastic
+        rows = Rows.of(chunks, (PEERS,), outer=PEERS)
         if kernel.operation == "encode":
-            return ([self.source], rows, fmt, rounding)
+            return Encoder(fmt, rows, dtype, "", stochastic, backend), ([self.source],)
         payload = self.payloads[kernel.codec]
         if kernel.operation == "decode":
-            return (payload, rows, fmt, dtype)
+            return Decoder(fmt, rows, dtype, False, backend), (payload,)
         # The same payload, taken as a message of one shard from each of four peers.
-        peers = (payload, Messages(PEERS, chunks, 1), fmt, dtype)
-        return peers if kernel.operation == "decode_sum" else (*peers, 1, out, rounding)
+        target = None if kernel.operation == "decode_sum" else (out, 1, stochastic)
+        return Summer(fmt, Messages(PEERS, chunks, 1), dtype, target, False, backend), (payload,)
 
 
 class Suite:
@@ -188,7 +190,8 @@ class Suite:
 
     def _checked(self, bucket: Bucket, kernel: Kernel) -> list[KernelTiming]:
         """Every variant, after its first call and with its output checked."""
-        expected = tensors(getattr(reference, kernel.operation)(*bucket.inputs(kernel)))
+        call, inputs = bucket.prepared(kernel, reference)
+        expected = tensors(call(*inputs))
         made = []
         for variant in self.arguments.variants:
             made.append(one := KernelTiming(bucket.mib, bucket.dtype, str(kernel), variant))
@@ -210,22 +213,17 @@ class Suite:
     def _made(self, bucket: Bucket, kernel: Kernel, variant: str) -> Made:
         if variant == "DeepSpeed":
             return self._deepspeed(bucket, kernel)
-        inputs = bucket.inputs(kernel)
-        read = tensors(inputs[0])
-        operation = getattr(reference, kernel.operation)
+        compiled_too = variant in ("kernel", "call")
+        if compiled_too and self.chosen.name == "reference":
+            raise NotMeasuredError(f"the backend in use is the reference, which has no kernels: {self.chosen.why}")
+        operation, inputs = bucket.prepared(kernel, self.chosen.backend if compiled_too else reference)
+        outputs = operation(*inputs)
         if variant == "kernel":
-            if self.chosen.name == "reference":
-                raise NotMeasuredError(f"the backend in use is the reference, which has no kernels: {self.chosen.why}")
-            prepared = getattr(self.chosen.backend, f"prepare_{kernel.operation}")(*inputs)
-            if prepared is None:
-                raise NotMeasuredError("the backend has no kernel for this input")
-            return prepared.run, read, tensors(prepared.run())
-        if variant == "operator":
-            inputs = tuple(flat(inputs))
-            operation = getattr(torch.ops.hzero, kernel.operation)
+            operation = functools.partial(operation, out=outputs)
         elif variant == "torch.compile":
             operation = compiled(operation, inputs)
-        return functools.partial(operation, *inputs), read, tensors(operation(*inputs))
+            outputs = operation(*inputs)
+        return functools.partial(operation, *inputs), tensors(inputs[0]), tensors(outputs)
 
     def _deepspeed(self, bucket: Bucket, kernel: Kernel) -> Made:
         """`_made` of DeepSpeed's quantizer, which has a format of its own."""

@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from hzero.codecs.formats import BLOCK_CODECS, CODED_SCALE_BLOCKS, TRAITS, CodecName, RecordFormat, Traits
 from hzero.validation import Frozen
 
 #: A level of links. The order of `TIERS` is innermost first.
 Tier: TypeAlias = Literal["gcd", "hive", "gpu", "node", "group", "cluster"]
 #: The ranks that a state is sharded over, see `tiers_inside`. The order of `SCOPES` is narrowest first.
 Scope: TypeAlias = Literal["device", "package", "hive", "node", "group", "cluster", "world"]
-#: A payload format.
-CodecName: TypeAlias = Literal["none", "bf16", "int8", "int4", "exp", "zfp", "mpc"]
 #: The kind of state that a message carries.
 Role: TypeAlias = Literal["weights", "gradients"]
 #: A parallel dimension of a model, over whose groups activations and their gradients travel; and, of a model with pipeline
@@ -33,24 +32,8 @@ BASE_TIERS: tuple[Tier, ...] = ("gcd", "gpu", "node")
 #: The tiers between nodes, which their NICs carry.
 NET_TIERS: tuple[Tier, ...] = TIERS[TIERS.index("node") :]
 SCOPES: tuple[Scope, ...] = typing.get_args(Scope)
-CODECS: tuple[CodecName, ...] = typing.get_args(CodecName)
-#: Block sizes whose scales may be codes themselves: 2 to 16 blocks share a factor.
-CODED_SCALE_BLOCKS = (32, 64, 128, 256)
-#: Codecs that give back every bit of what they take.
-LOSSLESS: tuple[CodecName, ...] = ("none", "exp", "mpc")
-#: Codecs that may fail to hold a block, which is then decoded to NaN.
-FALLIBLE: tuple[CodecName, ...] = ("exp",)
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 DIMENSIONS: tuple[Dimension, ...] = typing.get_args(Dimension)
-#: Codecs that hold float32 sums in a fixed number of bytes, as a stage's gradients need.
-SUMMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4", "zfp")
-#: Codecs of sums, and of a stage's weights, that need no setting beside their name.
-NAMED: tuple[CodecName, ...] = ("none", "bf16", "int8", "int4")
-#: Why the others do not. Sums of a `Communicator` take them: what they carry has the type of codec ``none``.
-NOT_SUMMED: dict[CodecName, str] = {
-    "exp": "which holds bfloat16 numbers, and sums are float32",
-    "mpc": "whose messages have no fixed size, as those of a stage have",
-}
 ALGORITHMS: tuple[Algorithm, ...] = typing.get_args(Algorithm)
 TRANSPORTS: tuple[TransportName, ...] = typing.get_args(TransportName)
 
@@ -166,31 +149,36 @@ class CodecConfig(Frozen):
     dimension: int | None = Field(default=None, ge=1, le=32)
 
     @model_validator(mode="after")
-    def _rotates(self) -> CodecConfig:
-        if self.rotation and (self.codec not in ("int8", "int4") or self.block_size % self.rotation):
-            found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
-            raise ValueError(f"{found}; possible with int8 and int4, where it divides block_size")
-        return self
-
-    @model_validator(mode="after")
-    def _codes_scales(self) -> CodecConfig:
-        if self.scale == "int8" and (self.codec not in ("int8", "int4") or self.block_size not in CODED_SCALE_BLOCKS):
-            found = f"found scale 'int8' with codec {self.codec} and block_size {self.block_size}"
-            raise ValueError(
-                f"{found}; possible with int8 and int4 and a block_size of {', '.join(map(str, CODED_SCALE_BLOCKS))}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _own_settings(self) -> CodecConfig:
-        if self.codec == "zfp" and self.rate is None:
-            raise ValueError("found codec zfp without rate, the bits of a value; possible: 4 to 24")
-        if self.codec in ("zfp", "mpc") and self.rounding != "nearest":
-            raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; possible with int8 and int4")
-        for name, codec in (("rate", "zfp"), ("dimension", "mpc")):
-            if self.codec != codec and (value := getattr(self, name)) is not None:
-                raise ValueError(f"found {name} {value} with codec {self.codec}; possible with {codec}")
+        scaled = " and ".join(BLOCK_CODECS)
+        if self.rotation and (not self.traits.levels or self.block_size % self.rotation):
+            found = f"found rotation {self.rotation} with codec {self.codec} and block_size {self.block_size}"
+            raise ValueError(f"{found}; possible with {scaled}, where it divides block_size")
+        if self.scale == "int8" and (not self.traits.levels or self.block_size not in CODED_SCALE_BLOCKS):
+            found = f"found scale 'int8' with codec {self.codec} and block_size {self.block_size}"
+            sizes = ", ".join(map(str, CODED_SCALE_BLOCKS))
+            raise ValueError(f"{found}; possible with {scaled} and a block_size of {sizes}")
+        if self.traits.required and getattr(self, self.traits.setting) is None:
+            raise ValueError(
+                f"found codec {self.codec} without {self.traits.setting}, the bits of a value; possible: 4 to 24"
+            )
+        if self.traits.setting and self.rounding != "nearest":
+            raise ValueError(f"found rounding {self.rounding!r} with codec {self.codec}; possible with {scaled}")
+        for codec, traits in TRAITS.items():
+            if traits.setting and self.codec != codec and (value := getattr(self, traits.setting)) is not None:
+                raise ValueError(f"found {traits.setting} {value} with codec {self.codec}; possible with {codec}")
         return self
+
+    @property
+    def traits(self) -> Traits:
+        """The properties of the codec."""
+        return TRAITS[self.codec]
+
+    @property
+    def format(self) -> RecordFormat:
+        """The layout of the codec's records."""
+        own = (self.rate or 0, self.dimension or 1)
+        return RecordFormat.of(self.codec, self.block_size, self.scale, self.rotation, *own)
 
 
 #: Values as they are.
@@ -266,7 +254,7 @@ class CodecsConfig(Frozen):
     @property
     def dimensions(self) -> tuple[Dimension, ...]:
         """The dimensions that have a codec other than ``none`` on a tier."""
-        return tuple(one for one in DIMENSIONS if any(self[one][tier].codec != "none" for tier in TIERS))
+        return tuple(one for one in DIMENSIONS if any(not self[one][tier].traits.plain for tier in TIERS))
 
 
 class ShardConfig(Frozen):

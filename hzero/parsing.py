@@ -6,18 +6,16 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hzero.codecs.formats import SUMMED, TRAITS
 from hzero.config import (
     BASE_TIERS,
-    CODECS,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PRESET,
     DIMENSIONS,
-    NOT_SUMMED,
     OPTIONAL_TIERS,
     PRESETS,
     ROLES,
     SCOPES,
-    SUMMED,
     Block,
     CodecConfig,
     HZeroConfig,
@@ -30,7 +28,7 @@ from hzero.config import (
 from hzero.validation import ConfigError, one_of, validated
 
 #: Codecs of differences between weights.
-_OF_DIFFERENCES = ("int4", "int8", "bf16", "zfp")
+_OF_DIFFERENCES = tuple(name for name in SUMMED if not TRAITS[name].exact)
 
 
 #: Keys of the block that pipelines have; the others say how stage 3 shards, and what watches its resident weights.
@@ -117,22 +115,25 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
     summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
     for key, codec in summed.items():
-        if codec.codec not in SUMMED:
-            raise ConfigError(
-                f"{path}.codecs.{key}: found {codec.codec!r}, {NOT_SUMMED[codec.codec]}; possible: {', '.join(SUMMED)}"
-            )
+        if why := codec.traits.not_summed:
+            raise ConfigError(f"{path}.codecs.{key}: found {codec.codec!r}, {why}; possible: {', '.join(SUMMED)}")
     for tier in parsed.codecs.weights.written:
-        if parsed.codecs.weights[tier].codec == "mpc":
+        codec = parsed.codecs.weights[tier]
+        if not codec.traits.fixed:
             raise ConfigError(
-                f"{path}.codecs.weights.{tier}: found 'mpc', whose messages have no fixed size, as resident weights have; "
-                f"possible: {', '.join(codec for codec in CODECS if codec != 'mpc')}"
+                f"{path}.codecs.weights.{tier}: found {codec.codec!r}, whose messages have no fixed size, as resident weights "
+                f"have; possible: {', '.join(name for name, traits in TRAITS.items() if traits.fixed)}"
             )
     every = tiers_outside(shard.weights)
     refreshed = [tier for tier in every if tier in parsed.codecs.weights.written] or every
-    found = {parsed.codecs.weights[tier].codec for tier in refreshed}
-    wrong = "none, where a difference has no fewer bytes and is rounded" if found <= {"none"} else ""
-    if "exp" in found:
-        wrong = "exp, which holds bfloat16 numbers, and differences are float32"
+    found = [parsed.codecs.weights[tier] for tier in refreshed]
+    wrong = (
+        ""
+        if any(not one.traits.plain for one in found)
+        else "none, where a difference has no fewer bytes and is rounded"
+    )
+    if narrow := next((one.codec for one in found if one.traits.narrow), None):
+        wrong = f"{narrow}, which holds bfloat16 numbers, and differences are float32"
     if parsed.refresh_differences and wrong:
         raise ConfigError(
             f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec {wrong}; possible with "

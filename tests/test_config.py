@@ -139,7 +139,7 @@ BAD: list[tuple[Any, str]] = [
                                                                  "codec exp"),
     ({"preset": "zero3", "refresh_differences": True}, "refresh_differences: no copy is kept of weights over the world"),
     ({"preset": "lossless", "refresh_differences": True}, "refresh_differences: weights are refreshed on gpu, node with codec "
-     "none, where a difference has no fewer bytes and is rounded; possible with int4, int8, bf16, zfp in hzero.codecs.weights"),
+     "none, where a difference has no fewer bytes and is rounded; possible with bf16, int8, int4, zfp in hzero.codecs.weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"codecs": {"except": {"*": "exp"}}}, "codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32"),
     ({"accumulators": "fp16"}, "accumulators: unknown value 'fp16'; did you mean 'bf16'"),

@@ -16,8 +16,8 @@ from tests.ranks import ROOT
 LAYERS = [
     "hzero.validation", "hzero.files", "hzero.block", "hzero.terminal",
     "hzero.launch", "hzero.mpi", "hzero.bootstrap", "hzero.manifest", "hzero.stop",
-    "hzero.config", "hzero.parsing",
-    "hzero.topology", "hzero.codecs.formats", "hzero.plan.shards", "hzero.plan.program",
+    "hzero.codecs.formats", "hzero.config", "hzero.parsing",
+    "hzero.topology", "hzero.plan.shards", "hzero.plan.program",
     "hzero.codecs", "hzero.comm", "hzero.engine", "hzero.deepspeed",
     "hzero.autoload", "hzero",
     "hzero.commands.experiment", "hzero.plan", "hzero.run", "hzero.commands", "hzero.cli", "hzero.__main__",

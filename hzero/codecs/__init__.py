@@ -1,1 +1,1 @@
-"""Payload formats, as torch.library operators, and the backends that compute them."""
+"""Payload formats, and the backends that encode and decode them."""

@@ -1,4 +1,4 @@
-"""Chooses the backend that computes the operators on a device, and says why."""
+"""Chooses the backend that encodes and decodes on a device, and says why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Choice:
 
     Attributes:
         name: One of `BACKENDS`.
-        backend: Has the operators' functions, with the parameters that `hzero.codecs.reference` gives them.
+        backend: Has the functions of `hzero.codecs.reference` that prepare calls.
         why: The reason, on one line.
         fallback: Whether a faster one is expected here and missing.
     """
@@ -97,18 +97,6 @@ _reference_only: list[bool] = []
 
 def of(device: torch.device) -> Any:
     """The backend in use for a device."""
-    return _current(device.type) if device.type in ("cpu", "cuda") else reference
-
-
-def _current(kind: str) -> Any:
-    return reference if _reference_only else _announced(kind).backend
-
-
-class Current:
-    """Stands for the backend of a kind of device, chosen when an operator first needs it."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def __getattr__(self, operation: str) -> Any:
-        return getattr(_current(self._kind), operation)
+    if _reference_only or device.type not in ("cpu", "cuda"):
+        return reference
+    return _announced(device.type).backend

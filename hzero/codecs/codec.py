@@ -1,37 +1,33 @@
-"""Codec: turns shards into a payload and back, with the settings of one tier."""
+"""Codec: turns shards into a payload and back, with the settings of one tier.
+
+`Codec.encoder`, `decoder` and `summer` prepare calls on one bucket layout; whoever calls often keeps them. `Codec.encode` and
+the other methods prepare, or reuse, such a call and make its outputs. Formats: docs/payload_format.md.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hzero.codecs import (
-    exponents,
-    ops,  # noqa: F401 - defines the operators
-    zfp,
-)
-from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.codecs.formats import EXP_BLOCK, RecordFormat, record_format
-from hzero.codecs.layout import layout_of
-from hzero.codecs.scales import SCALE_DTYPES, SCALE_LEVELS, scale_limit
-from hzero.config import FALLIBLE, LOSSLESS, CodecConfig, CodecName
+from hzero.codecs import backends, exponents
+from hzero.codecs.formats import EXP_BLOCK, Messages, RecordFormat, Rows, Traits, layout_of
+from hzero.codecs.reference import DTYPES, NAMES, Adds
+from hzero.config import CodecConfig, CodecName
 
-#: Largest relative error of rounding a normal number to each type, and largest absolute error of rounding any other.
-_ROUNDOFF = {
-    torch.float32: (2.0**-24, 2.0**-150),
-    torch.bfloat16: (2.0**-8, 2.0**-134),
-    torch.float16: (2.0**-11, 2.0**-25),
-}
+#: Types that codecs take.
+FLOATS = tuple(NAMES)
+#: More rows than any world has ranks: their number is a 32-bit integer in kernels.
+_ROWS = 2**31
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A payload format and how to round into it. Formats: docs/payload_format.md.
+    """A payload format and how to round into it.
 
     Attributes:
         config: The settings it was made from.
@@ -45,7 +41,7 @@ class Codec:
     @functools.lru_cache(maxsize=256)
     def from_config(config: CodecConfig) -> Codec:
         """The codec of one tier and role."""
-        return Codec(config, record_format(config))
+        return Codec(config, config.format)
 
     @property
     def name(self) -> CodecName:
@@ -53,34 +49,14 @@ class Codec:
         return self.config.codec
 
     @property
-    def block_size(self) -> int:
-        """Elements that share a scale; no meaning for codecs other than ``int8`` and ``int4``, which have no scales."""
-        return self.config.block_size
-
-    @property
-    def scale(self) -> str:
-        """Type of the scales, ``bf16``, ``fp32`` or ``int8``; no meaning for codecs without scales."""
-        return self.config.scale
+    def traits(self) -> Traits:
+        """Its properties, such as whether it is exact."""
+        return self.format.traits
 
     @property
     def stochastic(self) -> bool:
         """Whether codes are rounded stochastically, not to nearest even; never without scales."""
         return self.config.rounding == "stochastic" and self.format.scale_bytes > 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether every element is decoded to its original bits; with ``exp`` unless its block is lost, see `lost`."""
-        return self.name in LOSSLESS
-
-    @property
-    def variable(self) -> bool:
-        """Whether a message uses less than its records have room for, by what the data need; see `hzero.codecs.mpc`."""
-        return self.name == "mpc"
-
-    @property
-    def fallible(self) -> bool:
-        """Whether a message may fail to hold a block, see `lost`."""
-        return self.name in FALLIBLE
 
     @property
     def bits(self) -> float:
@@ -100,150 +76,14 @@ class Codec:
             The bound, in the unit of the elements; infinity where a decoded element may overflow.
             docs/payload_format.md derives it.
         """
-        relative, tiny = _ROUNDOFF[dtype]
-        if self.exact:
-            if self.name == "none" or dtype == torch.float32 or (self.name, dtype) == ("exp", torch.bfloat16):
-                return 0.0
-            return block_absmax * relative + tiny if block_absmax <= torch.finfo(dtype).max else math.inf
-        if self.name == "bf16":
-            mantissa, exponent = math.frexp(block_absmax)
-            if math.ldexp(round(math.ldexp(mantissa, 8)), exponent - 8) > torch.finfo(dtype).max:
-                return math.inf
-            error, exact = block_absmax * 2.0**-8 + 2.0**-134, (torch.float32, torch.bfloat16)
-        else:
-            error, exact = self._block_error(block_absmax), (torch.float32, torch.float32)
-        if dtype not in exact:
-            error += (block_absmax + error) * relative + tiny
-        if self.name == "zfp" and block_absmax + error > torch.finfo(dtype).max:
-            return math.inf
-        if self.format.rotation:
-            summed = self.format.rotation * block_absmax + error  # the largest partial sum, in float32
-            if summed > torch.finfo(torch.float32).max or block_absmax + error > torch.finfo(dtype).max:
-                return math.inf
-        return error
-
-    def _block_error(self, absmax: float) -> float:
-        """`error_bound` of a codec with blocks in float32."""
-        if self.name == "zfp":
-            return zfp.error_bound(absmax, self.format.rate)
-        size = self.format.rotation
-        if not size:
-            return self._code_error(absmax)
-        # A rotated element is a mean of magnitudes up to the same, and each decoded one a sum of `size` of them.
-        rotating = 1.2 * 2.0**-23 * math.log2(size) * absmax + size * 2.0**-150
-        return size * (self._code_error(absmax * (1 + 2.0**-20)) + rotating)
-
-    def _code_error(self, absmax: float) -> float:
-        codes = self.format.codes
-        levels = -codes.lowest
-        roundoff, tiny = _ROUNDOFF[SCALE_DTYPES[self.format.scale_bytes]]
-        single = 2.0**-24
-        scale = absmax / levels
-        if self.format.scale_bytes == 1:
-            # The product is rounded, and the code is off by a half or, clamped, by what the factor lacks, which is less.
-            roundoff = (1 + roundoff) * (roundoff + 0.5 / SCALE_LEVELS) + 2 * single
-            tiny = (SCALE_LEVELS + 2) * tiny
-        clamped = any(scale > scale_limit(self.format, t) and absmax <= torch.finfo(t).max for t in _ROUNDOFF)
-        # Largest distance of the stored scale from the exact one, and the resulting error of an element.
-        drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150
-        step = (scale + drift) * (1.0 if self.stochastic else 0.5)
-        cut = levels * drift
-        if codes.highest < levels:
-            # int4: the sign opposite to that of the largest element has 7 levels of the 8.
-            cut = max(cut, scale + codes.highest * drift)
-        return max(step, cut) + 3 * single * absmax + 2.0**-149
-
-    def encoder(
-        self,
-        chunks: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int = 1,
-        adds: str = "",
-    ) -> Callable[..., torch.Tensor]:
-        """`encode`, or with ``adds="residuals"`` `encode_feedback`, for one layout: takes tensors, a buffer and a seed."""
-        how: dict[str, Any] = {"sizes": sizes, "strides": strides, "outer": outer}
-
-        def encode(
-            source: Sequence[torch.Tensor],
-            out: torch.Tensor | None = None,
-            seed: int = 0,
-            added: Sequence[torch.Tensor] = (),
-            factors: Sequence[float] = (),
-            left: Sequence[torch.Tensor] = (),
-        ) -> torch.Tensor:
-            if not adds:
-                message = self.encode(source, chunks, seed=seed, **how)
-            else:
-                kept = [one.to(torch.float32) for one in added]
-                message, lost = self.encode_feedback(source, kept, factors, chunks, seed=seed, **how)
-                torch._foreach_copy_(list(left), lost)
-            return message if out is None else out.copy_(message)
-
-        itemsize = 4 if adds else dtype.itemsize
-        encode.bytes = self.message_bytes(chunks, math.prod(sizes), itemsize)  # type: ignore[attr-defined]
-        return encode
-
-    def decoder(
-        self,
-        chunks: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        outer: int = 1,
-    ) -> Callable[..., list[torch.Tensor]]:
-        """`decode` for one layout: takes a message, and tensors to fill."""
-        how: dict[str, Any] = {"dtype": dtype, "sizes": sizes, "strides": strides, "outer": outer}
-
-        def decode(payload: torch.Tensor, out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-            tensors = self.decode(payload, chunks, **how)
-            if out is None:
-                return tensors
-            torch._foreach_copy_(out, tensors)
-            return out
-
-        return decode
-
-    def summer(
-        self,
-        peers: int,
-        chunks: Sequence[int],
-        *,
-        inner: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        to: Codec | None = None,
-        outer: int = 1,
-        add: bool = False,
-    ) -> Callable[..., Any]:
-        """`decode_sum`, or `decode_sum_encode`, for one layout: takes messages, what to fill, and a seed."""
-        how: dict[str, Any] = {"inner": inner, "dtype": dtype}
-
-        def summed(payload: torch.Tensor, out: Any = None, seed: int = 0) -> Any:
-            if to is not None:
-                message = self.decode_sum_encode(payload, peers, chunks, to=to, outer=outer, seed=seed, **how)
-                return message if out is None else out.copy_(message)
-            if add:
-                return self.decode_sum(payload, peers, chunks, into=out, **how)
-            sums = self.decode_sum(payload, peers, chunks, **how)
-            if out is not None:
-                torch._foreach_copy_(out, sums)
-            return sums if out is None else out
-
-        summed.bytes = to.message_bytes(chunks, inner, 4) if to is not None else 0  # type: ignore[attr-defined]
-        return summed
+        return self.format.error_bound(block_absmax, NAMES[dtype], stochastic=self.stochastic)
 
     def message_bytes(self, chunks: Sequence[int], rows: int, itemsize: int) -> int:
         """Bytes of a message of ``rows`` shards of every tensor; ``itemsize`` is that of the decoded type."""
         return self.format.message_bytes(chunks, rows, itemsize)
 
     def lost(self, message: torch.Tensor, chunks: Sequence[int], *, outer: int = 1) -> torch.Tensor:
-        """Counts the blocks of a message whose elements codec ``exp`` could not hold, and which decode to NaN.
+        """Counts the blocks of a message whose elements a fallible codec could not hold, and which decode to NaN.
 
         A block is lost where its list of escapes is too short; its elements have to be sent as they are, by codec
         ``none``. In such a message all readers find the same blocks.
@@ -256,14 +96,101 @@ class Codec:
         Returns:
             int64 ``[]`` on the message's device; 0 with every other codec.
         """
-        if self.name != "exp" or not message.numel():
+        if not self.traits.fallible or not message.numel():
             return message.new_zeros((), dtype=torch.int64)
         layout = layout_of(tuple(chunks), self.format, torch.bfloat16.itemsize)
         inner = message.numel() // layout.row_bytes // outer
         return exponents.lost(message, layout, self.format, outer, inner)
 
-    def _rounding(self, seed: int) -> Rounding:
-        return Rounding(self.stochastic, seed)
+    # ---- prepared calls ---------------------------------------------------------------------------------------------
+
+    def encoder(
+        self,
+        chunks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int] | None = None,
+        outer: int = 1,
+        adds: Adds = "",
+    ) -> Encoder:
+        """Prepares to encode buckets of one layout.
+
+        Args:
+            chunks: Elements of one shard of each tensor.
+            dtype: Type of the tensors: float32, bfloat16 or float16; codec ``exp``: bfloat16; codec ``none``: also uint8,
+                bytes of any type. Codec ``mpc`` encodes 16-bit numbers as float32, which holds them exactly.
+            device: Of the tensors.
+            sizes: Axes of the rows; their product is the number of rows.
+            strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` is shard
+                ``i * strides[0] + j * strides[1] + ..``; rows and shards correspond one to one. None: in order.
+            outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``.
+            adds: ``residuals`` encodes ``source + factor * residual``, product and sum rounded to float32 each, and gives the
+                loss; ``base`` encodes ``source - base``, a float32 difference rounded once.
+
+        Raises:
+            TypeError: A dtype that cannot be encoded, named.
+            ValueError: Rows that do not fit, named.
+        """
+        rows = Rows.of(chunks, sizes, strides, outer)
+        return _encoder(self.format, rows, dtype, adds, self.stochastic, backends.of(device))
+
+    def decoder(
+        self,
+        chunks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int] | None = None,
+        outer: int = 1,
+        add: bool = False,
+    ) -> Decoder:
+        """Prepares to decode messages of one layout.
+
+        Args:
+            chunks: As encoded.
+            dtype: Type to decode to; for codec ``none`` the type that was encoded.
+            device: Of the messages.
+            sizes: As encoded.
+            strides: As encoded.
+            outer: As encoded.
+            add: Whether decoded values are added, in float32, to what is in the tensors, and each sum rounded once.
+        """
+        rows = Rows.of(chunks, sizes, strides, outer)
+        return _decoder(self.format, rows, dtype, add, backends.of(device))
+
+    def summer(
+        self,
+        peers: int,
+        chunks: Sequence[int],
+        *,
+        inner: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        to: Codec | None = None,
+        outer: int = 1,
+        add: bool = False,
+    ) -> Summer:
+        """Prepares to decode messages of several peers and to sum them in float32, in the order of the peers.
+
+        Args:
+            peers: Number of messages, one after the other.
+            chunks: As encoded.
+            inner: Rows of each message.
+            dtype: Type that codec ``none`` encoded; for the others any floating type.
+            device: Of the messages.
+            to: Codec to encode the sums in, rows in order: the bits of its ``encode``; None gives the sums. Codec ``none`` takes
+                them rounded once to ``dtype``.
+            outer: Pieces of that message.
+            add: Whether the messages are added one by one, or, rotated, as one sum, to sums that exist.
+        """
+        messages = Messages(peers, tuple(chunks), inner)
+        target = None if to is None else (to.format, outer, to.stochastic)
+        return _summer(self.format, messages, dtype, target, add, backends.of(device))
+
+    # ---- single calls -----------------------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -275,35 +202,15 @@ class Codec:
         outer: int = 1,
         seed: int = 0,
     ) -> torch.Tensor:
-        """Encodes a bucket into one message.
+        """Encodes a bucket into one message; see `encoder` and `Encoder`.
 
-        Args:
-            source: Contiguous floating tensors of one dtype and device, each of at most ``rows * chunk`` elements, shards in
-                order; missing elements are encoded as zero. float32, bfloat16 or float16; codec ``exp``: bfloat16; codec
-                ``none``: also uint8, bytes of any type. Codec
-                ``mpc`` encodes 16-bit numbers as float32, which holds them exactly.
-            chunks: Elements of one shard of each tensor.
-            sizes: Axes of the rows; their product is the number of rows. None takes as few rows as hold the sources
-                and fill ``outer`` pieces, at least one per piece.
-            strides: Distance in shards between neighbours on each axis: row ``(i, j, ..)`` is shard
-                ``i * strides[0] + j * strides[1] + ..``; rows and shards correspond one to one. None: in order.
-            outer: Number of pieces of the message, each ``[tensor][rows / outer][record]``.
-            seed: Seed of stochastic rounding.
-
-        Returns:
-            uint8 ``[message_bytes]``.
-
-        Raises:
-            TypeError: A dtype or device that cannot be encoded, named.
-            ValueError: Sizes that do not fit, named.
+        ``sizes`` of None takes as few rows as hold the sources and fill ``outer`` pieces, at least one per piece.
         """
         if sizes is None:
             pieces = max(outer, 1)
             sizes = _one_axis(strides, -(-_row_count(source, chunks) // pieces) * pieces)
-        if self.name == "mpc":
-            source = [tensor.to(torch.float32) if tensor.dtype.itemsize == 2 else tensor for tensor in source]
-        rounding = self._rounding(seed)
-        return torch.ops.hzero.encode(list(source), *_rows(chunks, sizes, strides, outer), *self.format, *rounding)
+        how: Any = {"sizes": sizes, "strides": strides, "outer": outer}
+        return self.encoder(chunks, source[0].dtype, source[0].device, **how)(source, seed=seed)
 
     def encode_feedback(
         self,
@@ -313,84 +220,26 @@ class Codec:
         chunks: Sequence[int],
         *,
         sizes: Sequence[int],
-        strides: Sequence[int],
+        strides: Sequence[int] | None = None,
         outer: int = 1,
         seed: int = 0,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Encodes ``source + factor * residual``, product and sum rounded to float32 each, and returns the loss.
-
-        Args:
-            source: As in `encode`.
-            residuals: float32, of as many elements as the sources; an empty one adds nothing.
-            factors: One for each residual.
-            chunks: As in `encode`.
-            sizes: As in `encode`.
-            strides: As in `encode`.
-            outer: As in `encode`.
-            seed: As in `encode`.
-
-        Returns:
-            The message, that of `encode` on float32 sums; and one flat float32 tensor for each source: the sum minus
-            what the message decodes to, zero in blocks that are not finite. With a rotation it is the difference of the
-            rotated numbers, rotated back.
-
-        Raises:
-            TypeError: As in `encode`.
-            ValueError: As in `encode`.
-        """
-        rows, rounding = _rows(chunks, sizes, strides, outer), self._rounding(seed)
-        return torch.ops.hzero.encode_feedback(
-            list(source), list(residuals), list(factors), *rows, *self.format, *rounding
-        )
+        """Encodes ``source + factor * residual`` and returns the message and the losses; see `Encoder`."""
+        left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
+        how: Any = {"sizes": sizes, "strides": strides, "outer": outer, "adds": "residuals"}
+        encoder = self.encoder(chunks, source[0].dtype, source[0].device, **how)
+        return encoder(source, seed=seed, added=residuals, factors=factors, left=left), left
 
     def encode_difference(
         self, source: Sequence[torch.Tensor], base: Sequence[torch.Tensor], chunks: Sequence[int], *, seed: int = 0
     ) -> torch.Tensor:
-        """Encodes ``source - base``, a float32 difference rounded once, in one pass; rows in order.
+        """Encodes ``source - base`` in one pass, rows in order.
 
-        Args:
-            source: As in `encode`.
-            base: Contiguous tensors of the sources' dtype and sizes.
-            chunks: As in `encode`.
-            seed: As in `encode`.
-
-        Returns:
-            The message, that of `encode` on the float32 differences; with codec ``none`` on those rounded to the sources'
-            dtype.
-
-        Raises:
-            TypeError: As in `encode`.
-            ValueError: As in `encode`.
+        The message is that of `encode` on the float32 differences; with codec ``none`` on those rounded to the sources' dtype.
         """
-        rows = Rows.in_order(chunks, _row_count(source, chunks))
-        return torch.ops.hzero.encode_difference(list(source), list(base), *rows, *self.format, *self._rounding(seed))
-
-    def decode_onto(
-        self,
-        payload: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        *,
-        sizes: Sequence[int],
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
-    ) -> None:
-        """Adds what a message decodes to, in float32, and rounds each sum once to the type of the tensor it lies in.
-
-        Args:
-            payload: uint8 message; one of codec ``none`` of the tensors' dtype.
-            tensors: Contiguous tensors of one floating dtype, ``[rows * chunk]`` elements each, shards in order; changed. No
-                two may overlap.
-            chunks: As encoded.
-            sizes: As encoded.
-            strides: As encoded. None: in order.
-            outer: As encoded.
-
-        Raises:
-            TypeError: As in `encode`.
-            ValueError: As in `decode`.
-        """
-        torch.ops.hzero.decode_onto(payload, *_rows(chunks, sizes, strides, outer), *self.format, list(tensors))
+        rows = (_row_count(source, chunks),)
+        encoder = self.encoder(chunks, source[0].dtype, source[0].device, sizes=rows, adds="base")
+        return encoder(source, seed=seed, added=base)
 
     def decode(
         self,
@@ -402,27 +251,25 @@ class Codec:
         strides: Sequence[int] | None = None,
         outer: int = 1,
     ) -> list[torch.Tensor]:
-        """Decodes one message.
-
-        Args:
-            payload: uint8 message.
-            chunks: As encoded.
-            dtype: Type to decode to; for codec ``none`` the type that was encoded.
-            sizes: As encoded. None takes as many rows as the payload holds.
-            strides: As encoded. None: in order.
-            outer: As encoded.
-
-        Returns:
-            One flat tensor of ``dtype`` each, ``[rows * chunk]``, shards in order.
-
-        Raises:
-            TypeError: As in `encode`.
-            ValueError: The payload's size is not that of such a message.
-        """
+        """Decodes one message; see `decoder` and `Decoder`. ``sizes`` of None takes as many rows as the payload holds."""
         if sizes is None:
             row = self.message_bytes(chunks, 1, dtype.itemsize)
             sizes = _one_axis(strides, max(payload.numel() // row, 1) if row else outer)
-        return torch.ops.hzero.decode(payload, *_rows(chunks, sizes, strides, outer), *self.format, dtype)
+        return self.decoder(chunks, dtype, payload.device, sizes=sizes, strides=strides, outer=outer)(payload)
+
+    def decode_onto(
+        self,
+        payload: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        chunks: Sequence[int],
+        *,
+        sizes: Sequence[int],
+        strides: Sequence[int] | None = None,
+        outer: int = 1,
+    ) -> None:
+        """Adds what a message decodes to, in float32, and rounds each sum once to the type of the tensors."""
+        how: Any = {"sizes": sizes, "strides": strides, "outer": outer, "add": True}
+        self.decoder(chunks, tensors[0].dtype, payload.device, **how)(payload, tensors)
 
     def decode_sum(
         self,
@@ -434,25 +281,9 @@ class Codec:
         dtype: torch.dtype,
         into: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Decodes the messages of several peers and sums them in float32, in the order of the peers.
-
-        Args:
-            payload: uint8, ``peers`` messages of ``inner`` rows, one after the other.
-            peers: Number of messages.
-            chunks: As encoded.
-            inner: Rows of each message.
-            dtype: Type that codec ``none`` encoded; for the others any floating type.
-            into: Tensors like the results, to which the messages are added one by one, or, rotated, as one sum; None starts
-                from the first one.
-
-        Returns:
-            One flat float32 tensor each, ``[inner * chunk]``: those of ``into`` where it is given.
-        """
-        how = (payload, *Messages(peers, chunks, inner), *self.format, dtype)
-        if into is None:
-            return torch.ops.hzero.decode_sum(*how)
-        torch.ops.hzero.decode_add(*how, list(into))
-        return list(into)
+        """Decodes the messages of several peers and sums them, or adds them to ``into``, which it returns; see `Summer`."""
+        how: Any = {"inner": inner, "dtype": dtype, "device": payload.device}
+        return list(self.summer(peers, chunks, add=into is not None, **how)(payload, into))
 
     def decode_sum_encode(
         self,
@@ -466,19 +297,314 @@ class Codec:
         outer: int,
         seed: int = 0,
     ) -> torch.Tensor:
-        """`decode_sum`, then ``to.encode`` of the sums with rows in order: the same bits, in one operation.
+        """`decode_sum`, then ``to.encode`` of the sums with rows in order: the same bits, in one operation."""
+        how: Any = {"inner": inner, "dtype": dtype, "device": payload.device}
+        message: torch.Tensor = self.summer(peers, chunks, to=to, outer=outer, **how)(payload, seed=seed)
+        return message
+
+
+# ---- prepared calls -------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Encodes buckets of one layout, any number of times; `Codec.encoder` makes it.
+
+    Attributes:
+        bytes: Size of the message.
+    """
+
+    def __init__(
+        self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, adds: Adds, stochastic: bool, backend: Any
+    ) -> None:
+        _check_rows(rows)
+        traits = fmt.traits
+        _check_dtype(dtype, "source[0]", bytes_too=traits.plain and not adds)
+        if NAMES.get(dtype, traits.types[0]) not in traits.types:
+            raise TypeError(
+                f"source[0]: found {dtype}, expected {_types(traits)}: codec {fmt.codec} encodes no other type"
+            )
+        if adds and traits.not_summed:
+            raise ValueError(f"codec: found {fmt.codec!r}, {traits.not_summed}")
+        self._rows, self._dtype, self._adds = rows, dtype, adds
+        self._widens = traits.widens and dtype.itemsize == 2
+        coded = torch.float32 if self._widens else dtype
+        self.bytes = fmt.message_bytes(rows.chunks, rows.total, 4 if adds == "residuals" else coded.itemsize)
+        self._run = backend.encoder(rows, fmt, coded, adds, stochastic)
+
+    def __call__(
+        self,
+        source: Sequence[torch.Tensor],
+        out: torch.Tensor | None = None,
+        seed: int = 0,
+        added: Sequence[torch.Tensor] = (),
+        factors: Sequence[float] = (),
+        left: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Encodes one bucket.
+
+        Args:
+            source: Contiguous tensors of the dtype and device, each of at most ``rows * chunk`` elements, shards in order;
+                missing elements are encoded as zero.
+            out: uint8 ``[bytes]`` to write, on a device at a multiple of 16 bytes; None makes it.
+            seed: Seed of stochastic rounding.
+            added: The residuals, float32 or bfloat16, or the base, of the sources' dtype; of as many elements as the sources. An
+                empty residual adds nothing.
+            factors: One for each residual.
+            left: Outputs like the sources, of the residuals' type: the sums minus what the message decodes to, zero in blocks
+                that are not finite. With a rotation it is the difference of the rotated numbers, rotated back. They may be the
+                residuals themselves.
 
         Returns:
-            uint8 message of ``inner`` rows in the codec ``to``, in ``outer`` pieces.
+            The message.
+
+        Raises:
+            TypeError: A dtype or device that does not fit, named.
+            ValueError: Sizes that do not fit, named.
         """
-        messages, rounding = Messages(peers, chunks, inner), to._rounding(seed)
-        return torch.ops.hzero.decode_sum_encode(payload, *messages, *self.format, dtype, outer, *to.format, *rounding)
+        self._check(source, added, factors, left)
+        if self._widens:
+            source = [tensor.to(torch.float32) for tensor in source]
+        out = _written(source[0], out, self.bytes)
+        self._run(out, source, seed, added, factors, left)
+        return out
+
+    def _check(
+        self,
+        source: Sequence[torch.Tensor],
+        added: Sequence[torch.Tensor],
+        factors: Sequence[float],
+        left: Sequence[torch.Tensor],
+    ) -> None:
+        chunks, total, device = self._rows.chunks, self._rows.total, source[0].device
+        if len(source) != len(chunks):
+            raise ValueError(f"source: found {len(source)} tensors for {len(chunks)} chunks")
+        for index, (tensor, chunk) in enumerate(zip(source, chunks)):
+            _check_tensor("source", index, tensor, self._dtype, device)
+            if tensor.numel() > total * chunk:
+                raise ValueError(
+                    f"source[{index}]: found {tensor.numel()} elements, expected at most {total * chunk}: "
+                    f"{total} shards of {chunk}"
+                )
+        if self._adds == "residuals":
+            for name, found in (("residuals", added), ("factors", factors), ("left", left)):
+                if len(found) != len(source):
+                    raise ValueError(f"{name}: found {len(found)} for {len(source)} sources")
+            for index, (residual, tensor) in enumerate(zip(added, source)):
+                if residual.numel() not in (0, tensor.numel()):
+                    raise ValueError(
+                        f"residuals[{index}]: found {residual.numel()} elements, expected none or the {tensor.numel()} of "
+                        f"source[{index}]"
+                    )
+                _check_tensor("residuals", index, residual, left[0].dtype, device)
+            kept = torch.bfloat16 if left[0].dtype == torch.bfloat16 else torch.float32
+            _check_tensors("left", left, kept, device, [tensor.numel() for tensor in source])
+        elif self._adds:
+            _check_tensors("base", added, self._dtype, device, [tensor.numel() for tensor in source])
 
 
-def _rows(chunks: Sequence[int], sizes: Sequence[int], strides: Sequence[int] | None, outer: int) -> Rows:
-    if strides is None:
-        strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    return Rows(chunks, sizes, strides, outer)
+class Decoder:
+    """Decodes messages of one layout, any number of times; `Codec.decoder` makes it.
+
+    Attributes:
+        bytes: Size of the message.
+    """
+
+    def __init__(self, fmt: RecordFormat, rows: Rows, dtype: torch.dtype, add: bool, backend: Any) -> None:
+        _check_rows(rows)
+        _check_dtype(dtype, "dtype", bytes_too=fmt.traits.plain and not add)
+        self._numels = [rows.total * chunk for chunk in rows.chunks]
+        self._fmt, self._rows, self._dtype, self._add = fmt, rows, dtype, add
+        self.bytes = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
+        self._run = backend.decoder(rows, fmt, dtype, add)
+
+    def __call__(self, payload: torch.Tensor, out: Sequence[torch.Tensor] | None = None) -> Any:
+        """Decodes one message.
+
+        Args:
+            payload: uint8 ``[bytes]``, at any address.
+            out: Contiguous tensors of the dtype, ``[rows * chunk]`` elements each, no two of which overlap; None makes them.
+
+        Returns:
+            The tensors, flat if they are made here, shards in order.
+
+        Raises:
+            TypeError: As in `Encoder`.
+            ValueError: The payload or a tensor has another size.
+        """
+        _check_payload(payload, self.bytes, self._fmt, self._rows.chunks, self._rows.total)
+        if out is None:
+            out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
+        else:
+            _check_tensors("tensors", out, self._dtype, payload.device, self._numels)
+        self._run(payload, out)
+        return out
+
+
+class Summer:
+    """Sums messages of one layout, and encodes the sums again, any number of times; `Codec.summer` makes it.
+
+    Attributes:
+        bytes: Size of the message that it gives; 0 if it gives sums.
+    """
+
+    def __init__(
+        self,
+        fmt: RecordFormat,
+        messages: Messages,
+        dtype: torch.dtype,
+        target: tuple[RecordFormat, int, bool] | None,
+        add: bool,
+        backend: Any,
+    ) -> None:
+        _check_chunks(messages.chunks)
+        _check_dtype(dtype, "dtype")
+        for name, count in (("peers", messages.peers), ("inner", messages.inner)):
+            if count < 1:
+                raise ValueError(f"{name}: found {count}, expected at least 1")
+        self._rows = messages.peers * messages.inner
+        _check_count("peers * inner", self._rows)
+        self._fmt, self._chunks, self._dtype = fmt, messages.chunks, torch.float32
+        self._numels = [messages.inner * chunk for chunk in messages.chunks]
+        self._arriving = fmt.message_bytes(messages.chunks, self._rows, dtype.itemsize)
+        self.bytes, self._encoder, self._recodes = 0, None, target is not None
+        if target is None:
+            self._run = backend.summer(messages, fmt, dtype, add)
+            return
+        out, outer, stochastic = target
+        _check_outer(outer, messages.inner)
+        self._dtype = dtype if out.traits.plain else torch.float32
+        self.bytes = out.message_bytes(messages.chunks, messages.inner, self._dtype.itemsize)
+        self._run = backend.recoder(messages, fmt, dtype, outer, out, stochastic)
+        if self._run is None:  # in two steps
+            rows = Rows.of(messages.chunks, (messages.inner,), outer=outer)
+            self._recodes, self._run = False, backend.summer(messages, fmt, dtype, False)
+            self._encoder = _encoder(out, rows, self._dtype, "", stochastic, backend)
+
+    def __call__(self, payload: torch.Tensor, out: Any = None, seed: int = 0) -> Any:
+        """Sums the messages.
+
+        Args:
+            payload: uint8, the messages one after the other.
+            out: float32 ``[inner * chunk]`` each: the sums to add to, or tensors to write; or uint8 ``[bytes]``. None makes it.
+            seed: Seed of stochastic rounding.
+
+        Returns:
+            The sums, or the message of the sums.
+        """
+        _check_payload(payload, self._arriving, self._fmt, self._chunks, self._rows)
+        if self._recodes:
+            out = _written(payload, out, self.bytes)
+            self._run(payload, out, seed)
+            return out
+        sums = out
+        if out is None or self._encoder is not None:
+            sums = [payload.new_empty(numel, dtype=torch.float32) for numel in self._numels]
+        else:
+            _check_tensors("sums", sums, torch.float32, payload.device, self._numels)
+        self._run(payload, sums)
+        if self._encoder is None:
+            return sums
+        return self._encoder([total.to(self._dtype) for total in sums], out, seed)
+
+
+# A bucket comes back in every step: its calls are prepared once.
+_encoder = functools.lru_cache(maxsize=4096)(Encoder)
+_decoder = functools.lru_cache(maxsize=4096)(Decoder)
+_summer = functools.lru_cache(maxsize=4096)(Summer)
+
+
+# ---- checks: one line, the argument first ---------------------------------------------------------------------------
+
+
+def _check_rows(rows: Rows) -> None:
+    _check_chunks(rows.chunks)
+    sizes, strides = rows.sizes, rows.strides
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes: found {list(sizes)}, expected at least one, each at least 1")
+    if len(strides) != len(sizes):
+        raise ValueError(f"strides: found {len(strides)} of them for {len(sizes)} sizes")
+    # Sums of multiples of the strides are 0, 1, .. without gap or repetition exactly where each stride is the product of
+    # the sizes of smaller ones. Otherwise some shard would be written twice and another never.
+    reached = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes) if size > 1):
+        if stride != reached:
+            raise ValueError(
+                f"strides: {list(strides)} with sizes {list(sizes)} do not reach each of the {math.prod(sizes)} shards "
+                "once"
+            )
+        reached *= size
+    _check_count("sizes", rows.total)
+    _check_outer(rows.outer, rows.total)
+
+
+def _check_count(name: str, rows: int) -> None:
+    if rows >= _ROWS:
+        raise ValueError(f"{name}: found {rows} rows, expected fewer than 2**31")
+
+
+def _check_chunks(chunks: Sequence[int]) -> None:
+    if not chunks or min(chunks) < 0:
+        raise ValueError(f"chunks: found {list(chunks)[:8]}, expected at least one, none negative")
+
+
+def _check_outer(outer: int, rows: int) -> None:
+    if outer < 1 or rows % outer:
+        raise ValueError(f"outer: found {outer}, which does not divide the {rows} rows")
+
+
+def _types(traits: Traits) -> str:
+    return " or ".join(str(DTYPES[name]).removeprefix("torch.") for name in traits.types)
+
+
+def _check_dtype(dtype: torch.dtype, name: str, bytes_too: bool = False) -> None:
+    if dtype not in FLOATS and not (bytes_too and dtype == torch.uint8):
+        raise TypeError(f"{name}: found {dtype}, expected float32, bfloat16 or float16")
+
+
+def _check_tensor(name: str, index: int, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.dtype != dtype or tensor.device != device:
+        raise TypeError(f"{name}[{index}]: found {tensor.dtype} on {tensor.device}, expected {dtype} on {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}[{index}]: found strides {tuple(tensor.stride())}, expected a contiguous tensor")
+    _check_storage(tensor, f"{name}[{index}]")
+
+
+def _check_tensors(
+    name: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, numels: Sequence[int]
+) -> None:
+    if [tensor.numel() for tensor in tensors] != list(numels):
+        raise ValueError(f"{name}: found {[t.numel() for t in tensors][:8]} elements, expected {list(numels)[:8]}")
+    for index, tensor in enumerate(tensors):
+        _check_tensor(name, index, tensor, dtype, device)
+
+
+def _check_storage(tensor: torch.Tensor, name: str) -> None:
+    """Refuses a tensor whose memory was freed, as sharding engines do: a kernel would read what is there now."""
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.numel() else 0
+    found = tensor.untyped_storage().nbytes()
+    if found < needed:
+        raise ValueError(f"{name}: found {found} bytes of storage, expected {needed}: its memory was freed")
+
+
+def _check_payload(
+    payload: torch.Tensor, size: int, fmt: RecordFormat | None = None, chunks: Sequence[int] = (), rows: int = 0
+) -> None:
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise TypeError(f"payload: found {payload.dtype} of {payload.dim()} dimensions, expected uint8 of one")
+    if not payload.is_contiguous():
+        raise ValueError(f"payload: found stride {payload.stride()[0]}, expected a contiguous tensor")
+    _check_storage(payload, "payload")
+    if payload.numel() != size:
+        what = f": {rows} rows of chunks {list(chunks)[:8]} in codec {fmt.codec}" if fmt else ""
+        raise ValueError(f"payload: found {payload.numel()} bytes, expected {size}{what}")
+
+
+def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.Tensor:
+    """A message to write: the one that is given, or a new one."""
+    if out is None:
+        return like.new_empty(size, dtype=torch.uint8)
+    _check_payload(out, size)
+    return out
 
 
 def _row_count(source: Sequence[torch.Tensor], chunks: Sequence[int]) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hzero.codecs.descriptor import THREADS
 from hzero.codecs.host import NATIVE
+from hzero.codecs.kernels import THREADS
 from hzero.files import cache_folder, distrust, replacing
 
 #: Files of the kernels: one per operator, and those of codec ``exp``.

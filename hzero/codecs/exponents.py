@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hzero.codecs.formats import EXP_BLOCK, EXP_ESCAPES, EXP_LINE, RecordFormat
-from hzero.codecs.layout import Layout
+from hzero.codecs.formats import EXP_BLOCK, EXP_ESCAPES, EXP_LINE, Layout, RecordFormat
 
 #: Codes of a window: 1 to 14 stand for successive exponents, 0 for exponent 0, 15 for one of the list.
 _WINDOW, _ESCAPE = 14, 15

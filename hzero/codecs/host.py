@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hzero.codecs.descriptor import BUCKET, VERSION
+from hzero.codecs.kernels import BUCKET, VERSION
 
 #: Folder of the compiled parts, in an installation and in a checkout that was set up.
 NATIVE = Path(__file__).resolve().parents[1] / "native"

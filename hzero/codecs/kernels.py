@@ -1,25 +1,55 @@
-"""Kernel backends: the operators by compiled kernels. On a CPU and on a device only the launch differs.
+"""Kernel backends: prepared calls of compiled kernels. On a CPU and on a device only the launch differs.
 
-Formats without blocks (``none``, ``bf16``) are copies and casts, which torch does as fast as memory allows: they stay
-with the reference. So do the few buckets that the kernels' structure cannot describe (`Shape.fits`).
+A call is prepared once for a bucket layout: it has the ``hz_bucket`` of hip_kernels/bucket.h, the argument of every kernel,
+complete but for addresses, counts of elements and the seed. Formats without blocks (``none``, ``bf16``) are copies and casts,
+which torch does as fast as memory allows: they stay with the reference. So do the few buckets that the structure cannot
+describe (`Shape.fits`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hzero.codecs import outputs, reference
-from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.codecs.descriptor import Shape, axes_of, buckets_of
-from hzero.codecs.formats import BLOCK_CODECS, RecordFormat
+from hzero.codecs import reference
+from hzero.codecs.formats import EXP_BLOCK, Messages, RecordFormat, Rows, layout_of, scale_limit
+from hzero.codecs.reference import NAMES, Adds, noise_key
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
+VERSION, TENSORS, AXES, THREADS = 6, 40, 6, 256
+#: ``zfp_group`` of the host's codec ``zfp``: elements whose blocks take whole words.
+ZFP_GROUP = 64
+
+_TENSOR = np.dtype(
+    [
+        *((name, "u8") for name in ("data", "residual", "left")),
+        *((name, "i8") for name in ("numel", "start", "out_start")),
+        *((name, "u4") for name in ("chunk", "scales", "out_scales", "record_bytes", "out_record_bytes")),
+        *((name, "u4") for name in ("first_block", "first_group")),
+        ("factor", "f4"),
+    ],
+    align=True,
+)
+
+#: The whole structure.
+BUCKET = np.dtype(
+    [
+        *((name, "u8") for name in ("payload", "out_payload")),
+        *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
+        *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size", "scale_bytes", "out_scale_bytes")),
+        ("limit", "f4"),
+        *((name, "u4") for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "axes")),
+        *((name, "u4", AXES) for name in ("sizes", "strides")),
+        *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
+        ("tensor", _TENSOR, TENSORS),
+    ],
+    align=True,
+)
 
 
 class Launcher(Protocol):
@@ -36,43 +66,186 @@ class Launcher(Protocol):
     wave: int
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
-        """Starts ``kernel`` of ``family`` on one `hzero.codecs.descriptor.BUCKET`."""
+        """Starts ``kernel`` of ``family`` on one `BUCKET`, which it copies."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A kernel ready to run, any number of times, into outputs that exist.
+class Shape:
+    """A kernel call without addresses, counts of elements and the seed.
 
     Attributes:
-        outputs: The tensors that it writes.
-        kernel: Name of the kernel in hip_kernels.
-        family: File of the kernel.
-        buckets: One launch each.
-        launcher: Starts the kernel.
-        inputs: The tensors that it reads; held here, since buckets have only addresses.
+        chunks: Elements of one shard of each tensor.
+        rows: Rows to work on: those of the payload, or of one peer's message.
+        sizes: Axes of the rows.
+        strides: Strides of the axes, in shards.
+        outer: Pieces of the payload; for a sum, its peers.
+        inner: Rows of a piece.
+        fmt: Format of the payload.
+        dtype: Type of the elements; only its size and range matter.
+        wave: Lanes of the device's wave; 0 for a CPU.
+        out: Format of a second payload, to write, or None.
+        out_outer: Pieces of that payload.
+        adds: What is added before encoding; "base" is subtracted.
+        stochastic: Whether codes are rounded stochastically.
+        encodes: Whether the payload is written. Codec ``exp`` encodes whole blocks and decodes single lines, codec ``mpc``
+            encodes whole records and decodes single chunks.
     """
 
-    outputs: list[torch.Tensor]
-    kernel: str
-    family: str
-    buckets: list[np.ndarray]
-    launcher: Launcher
-    inputs: list[torch.Tensor]
+    chunks: tuple[int, ...]
+    rows: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    outer: int
+    inner: int
+    fmt: RecordFormat
+    dtype: torch.dtype
+    wave: int
+    out: RecordFormat | None = None
+    out_outer: int = 1
+    adds: Adds = ""
+    stochastic: bool = False
+    encodes: bool = False
 
-    def run(self) -> list[torch.Tensor]:
-        """Runs the kernel and returns the outputs."""
-        for bucket in self.buckets:
-            self.launcher.launch(self.family, self.kernel, bucket, self.inputs[0].device)
-        return self.outputs
+    @property
+    def block_size(self) -> int:
+        """Elements that are worked on together."""
+        sizes = {"zfp": ZFP_GROUP}
+        if self.encodes:
+            sizes |= {"exp": EXP_BLOCK, "mpc": max(self.chunks)}
+        return sizes.get(self.fmt.codec, self.fmt.block_size)
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a device that share a block: 16 elements each, a power of two; of a long block again and again."""
+        return min(1 << (self.block_size // 16 - 1).bit_length(), THREADS)
+
+    @property
+    def suffix(self) -> str:
+        """Of the kernel's name: blocks of more elements than the lanes of a wave hold have kernels of their own."""
+        return "_wide" if self.wave and self.fmt.scale_bytes and self.fmt.block_size > 16 * self.wave else ""
+
+    def groups(self, chunk: int) -> int:
+        """Workgroups of a device that a tensor takes."""
+        together = self.block_size * (THREADS // self.lanes)
+        return -(-chunk // together) * self.rows
+
+    @property
+    def fits(self) -> bool:
+        """Whether kernels can do it.
+
+        They take shards of fewer than 2**31 elements and records of fewer than 2**32 bytes, rows of at most six axes, and
+        no more workgroups than a device starts: AMD's devices count threads in 32 bits.
+        """
+        longest = max(self.chunks)
+        if longest >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
+            return False
+        if self.fmt.record_bytes(longest, self.dtype.itemsize) >= 2**32:
+            return False
+        return not self.wave or sum(self.groups(chunk) for chunk in self.chunks) * THREADS < 2**32
 
 
-def _family(operation: str, fmt: RecordFormat) -> str:
-    """The file of a kernel: codec ``exp`` has one of its own. The host's library has no files."""
-    return "exponents" if fmt.codec == "exp" else operation
+def _bucket(shape: Shape, some: list[int]) -> np.ndarray:
+    """The structure of some of the tensors, without addresses, counts of elements and the key."""
+    layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
+    bucket, fmt = np.zeros((), BUCKET), shape.fmt
+    bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
+    bucket["block_size"], bucket["scale_bytes"] = shape.block_size, fmt.scale_bytes
+    bucket["rotation"], bucket["rate"], bucket["dimension"] = fmt.rotation, fmt.rate, fmt.dimension
+    bucket["stochastic"], bucket["difference"] = shape.stochastic, shape.adds == "base"
+    if fmt.scale_bytes:
+        # Sums are float32, whatever was encoded.
+        bucket["limit"] = scale_limit(shape.out or fmt, "fp32" if shape.out or shape.adds else NAMES[shape.dtype])
+    bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
+    bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
+    tensor = bucket["tensor"][: len(some)]
+    tensor["chunk"] = [shape.chunks[index] for index in some]
+    tensor["first_block"] = [layout.block_starts[index] % 2**32 for index in some]
+    tensor["start"] = [layout.record_starts[index] for index in some]
+    tensor["record_bytes"] = [layout.record_bytes[index] for index in some]
+    tensor["scales"] = [layout.scales_offsets[index] for index in some]
+    tensor["factor"] = -1.0 if shape.adds == "base" else 0.0
+    if shape.out:
+        out = layout_of(shape.chunks, shape.out, torch.float32.itemsize)
+        bucket["out_row_bytes"], bucket["out_inner"] = out.row_bytes, shape.rows // shape.out_outer
+        bucket["out_scale_bytes"] = shape.out.scale_bytes
+        tensor["out_start"] = [out.record_starts[index] for index in some]
+        tensor["out_record_bytes"] = [out.record_bytes[index] for index in some]
+        tensor["out_scales"] = [out.scales_offsets[index] for index in some]
+    if shape.wave:
+        groups = [shape.groups(shape.chunks[index]) for index in some]
+        tensor["first_group"] = np.cumsum([0, *groups[:-1]])
+        bucket["workgroups"] = sum(groups)
+    return bucket
+
+
+class Launch:
+    """A kernel on buckets of one layout, for any addresses, any number of times and on any thread.
+
+    Args:
+        launcher: Starts the kernel.
+        family: File of the kernel; codec ``exp`` has one of its own, and the host's library has no files.
+        kernel: Name of the kernel in hip_kernels.
+        shape: The layout.
+        fields: What the calls fill in for each tensor: addresses ``data``, ``residual`` and ``left``, and ``numel``.
+    """
+
+    def __init__(self, launcher: Launcher, family: str, kernel: str, shape: Shape, *fields: str) -> None:
+        self._launcher, self._kernel, self._fields = launcher, kernel, fields
+        self._family = "exponents" if shape.fmt.codec == "exp" else family
+        self._parts: list[tuple[np.ndarray, np.ndarray, list[int]]] = []
+        whole = [index for index, chunk in enumerate(shape.chunks) if chunk]
+        for first in range(0, len(whole), TENSORS):
+            some = whole[first : first + TENSORS]
+            places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
+            start: int = BUCKET.fields["tensor"][1]  # type: ignore[index]
+            for field in fields:
+                offset = start + _TENSOR.fields[field][1]  # type: ignore[index]
+                places += [offset + _TENSOR.itemsize * index for index in range(len(some))]
+            words = _bucket(shape, some).reshape(1).view(np.uint64)
+            self._parts.append((words, np.array(places) // 8, some))
+
+    def __call__(
+        self,
+        payload: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        residuals: Sequence[torch.Tensor] = (),
+        left: Sequence[torch.Tensor] = (),
+        factors: Sequence[float] = (),
+        out_payload: torch.Tensor | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Starts the kernel.
+
+        Args:
+            payload: uint8 payload to read or write.
+            tensors: The source, or the output of decoding; none where a sum is encoded again.
+            residuals: Tensors to add, like ``tensors``; an empty one adds nothing.
+            left: Outputs for the new residuals.
+            factors: Factors of the residuals, where these are not plain sums.
+            out_payload: A second payload, to write.
+            seed: Of stochastic rounding.
+        """
+        for template, places, some in self._parts:
+            words = template.copy()
+            values = [payload.data_ptr(), out_payload.data_ptr() if out_payload is not None else 0]
+            for field in self._fields:
+                if field == "numel":
+                    values += [tensors[index].numel() for index in some]
+                else:
+                    of = tensors if field == "data" else residuals if field == "residual" else left
+                    values += [of[index].data_ptr() if of[index].numel() else 0 for index in some]
+            words[places] = values
+            bucket = words.view(BUCKET).reshape(())
+            if seed is not None:
+                bucket["key"] = noise_key(seed)
+            if factors:
+                bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
+            self._launcher.launch(self._family, self._kernel, bucket, payload.device)
 
 
 class KernelBackend:
-    """The operators by kernels. Arguments are those of `hzero.codecs.reference`, already checked.
+    """The calls of `hzero.codecs.reference` by kernels.
 
     Args:
         launcher: Starts the kernels.
@@ -81,202 +254,111 @@ class KernelBackend:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.name = launcher.name
-        self._wave = launcher.wave
 
-    # ---- called by the operators -----------------------------------------------------------------------------------
-
-    def encode(self, *arguments: Any) -> torch.Tensor:
+    def encoder(
+        self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds, stochastic: bool
+    ) -> Callable[..., None]:
         """Encodes a bucket."""
-        call = self.prepare_encode(*arguments)
-        return call.run()[0] if call else reference.encode(*arguments)
-
-    def encode_feedback(
-        self, source: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], factors: Sequence[float], *how: Any
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Encodes a bucket with residuals added, and returns the loss."""
-        call = self.prepare_encode(source, *how, residuals=residuals, factors=factors)
-        if call is None:
-            return reference.encode_feedback(source, residuals, factors, *how)
-        message, *left = call.run()
-        return message, left
-
-    def encode_difference(self, *arguments: Any) -> torch.Tensor:
-        """Encodes what is new in a bucket."""
-        source, base, *how = arguments
-        call = self.prepare_encode(source, *how, residuals=base, difference=True)
-        return call.run()[0] if call else reference.encode_difference(*arguments)
-
-    def decode_onto(self, *arguments: Any) -> None:
-        """Adds what a message decodes to, where the tensors lie."""
-        payload, rows, fmt, tensors = arguments
-        if not tensors or fmt.codec not in BLOCK_CODECS:
-            dtype = tensors[0].dtype if tensors and fmt.codec == "none" else torch.float32
-            reference.add_onto(tensors, self.decode(payload, rows, fmt, dtype))
-            return
-        call = self.prepare_decode(payload, rows, fmt, tensors[0].dtype, onto=tensors)
-        if call:
-            call.run()
-        else:
-            reference.decode_onto(*arguments)
-
-    def decode(self, *arguments: Any) -> list[torch.Tensor]:
-        """Decodes a message into flat tensors in shard order."""
-        call = self.prepare_decode(*arguments)
-        return call.run() if call else reference.decode(*arguments)
-
-    def decode_sum(self, *arguments: Any) -> list[torch.Tensor]:
-        """Decodes the messages of several peers and sums them in float32, in their order."""
-        call = self.prepare_decode_sum(*arguments)
-        return call.run() if call else reference.decode_sum(*arguments)
-
-    def decode_add(self, *arguments: Any) -> None:
-        """Decodes the messages of several peers and adds them in float32, in their order, to sums that exist."""
-        call = self.prepare_decode_sum(*arguments)
-        if call:
-            call.run()
-        else:
-            reference.decode_add(*arguments)
-
-    def decode_sum_encode(self, *arguments: Any) -> torch.Tensor:
-        """`decode_sum`, then `encode` of the sums; in one kernel where blocks agree."""
-        call = self.prepare_decode_sum_encode(*arguments)
-        if call:
-            return call.run()[0]
-        payload, messages, fmt, dtype, outer, *encoding = arguments
-        if fmt.rotation and reference.alike(fmt, encoding[0]):
-            return reference.decode_sum_encode(*arguments)
-        sums = self.decode_sum(payload, messages, fmt, dtype)
-        return self.encode(sums, Rows.in_order(messages.chunks, messages.inner, outer), *encoding)
-
-    # ---- calls, with their outputs ---------------------------------------------------------------------------------
-
-    def prepare_encode(
-        self,
-        source: Sequence[torch.Tensor],
-        rows: Rows,
-        fmt: RecordFormat,
-        rounding: Rounding,
-        *,
-        residuals: Sequence[torch.Tensor] = (),
-        factors: Sequence[float] = (),
-        difference: bool = False,
-    ) -> Prepared | None:
-        """`encode`, `encode_feedback` if residuals are given, or `encode_difference`; None if no kernel supports it."""
-        dtype = source[0].dtype
-        # With residuals, float32 sums are encoded.
-        shape = self._shape(rows, fmt, torch.float32 if residuals else dtype, encodes=fmt.codec not in BLOCK_CODECS)
+        shape = self._rows_shape(rows, fmt, dtype, adds=adds, stochastic=stochastic, encodes=True)
         if shape is None:
-            return None
-        left: list[torch.Tensor] = []
-        if residuals and not difference:
-            payload, left = outputs.encode_feedback(source, residuals, factors, rows, fmt)
-        else:
-            payload = outputs.encode(source, rows, fmt)
-        added: dict[str, Any] = {"residuals": residuals, "factors": factors, "left": left, "difference": difference}
-        buckets = buckets_of(shape, payload, source, **added, rounding=rounding)
-        kernel = f"encode_{fmt.codec}_{_NAMES[dtype]}{self._wide(shape)}"
-        return Prepared(
-            [payload, *left], kernel, _family("encode", fmt), list(buckets), self.launcher, [*source, *residuals]
+            return reference.encoder(rows, fmt, dtype, adds, stochastic)
+        fields = {"": ("data", "numel"), "base": ("data", "numel", "residual")}
+        kernel = f"encode_{fmt.codec}_{NAMES[dtype]}{shape.suffix}"
+        launch = Launch(
+            self.launcher, "encode", kernel, shape, *fields.get(adds, ("data", "numel", "residual", "left"))
         )
 
-    def prepare_decode(
-        self,
-        payload: torch.Tensor,
-        rows: Rows,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        onto: Sequence[torch.Tensor] = (),
-    ) -> Prepared | None:
-        """`decode`, or `decode_onto` if tensors are given; None where no kernel does it."""
-        shape = self._shape(rows, fmt, dtype)
-        if shape is None:
-            return None
-        payload = self._aligned(payload)
-        decoded = list(onto) or outputs.decode(payload, rows, fmt, dtype)
-        kernel = f"decode_{fmt.codec}_{_NAMES[dtype]}"
-        buckets = list(buckets_of(shape, payload, decoded, residuals=onto))
-        return Prepared(decoded, kernel, _family("decode", fmt), buckets, self.launcher, [payload])
+        def run(
+            payload: torch.Tensor,
+            source: Sequence[torch.Tensor],
+            seed: int = 0,
+            added: Sequence[torch.Tensor] = (),
+            factors: Sequence[float] = (),
+            left: Sequence[torch.Tensor] = (),
+        ) -> None:
+            key, payload = seed if stochastic else None, self._written(payload)
+            if not left or left[0].dtype == torch.float32:
+                launch(payload, source, residuals=added, left=left, factors=factors, seed=key)
+                return
+            kept = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in left]
+            launch(payload, source, residuals=[one.float() for one in added], left=kept, factors=factors, seed=key)
+            for tensor, part in zip(left, kept):
+                tensor.view(-1).copy_(part)
 
-    def prepare_decode_sum(
-        self,
-        payload: torch.Tensor,
-        messages: Messages,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        sums: Sequence[torch.Tensor] = (),
-    ) -> Prepared | None:
-        """`decode_sum`, or `decode_add` if sums are given; None where no kernel does it."""
+        return run
+
+    def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
+        """Decodes a message into tensors in shard order, or adds it to them."""
+        shape = self._rows_shape(rows, fmt, dtype)
+        if shape is None:
+            return reference.decoder(rows, fmt, dtype, add)
+        if add and not fmt.traits.levels:
+            return functools.partial(_decode_and_add, self.decoder(rows, fmt, torch.float32, False))
+        fields = ("data", "residual") if add else ("data",)
+        launch = Launch(self.launcher, "decode", f"decode_{fmt.codec}_{NAMES[dtype]}", shape, *fields)
+        return lambda payload, tensors: launch(self._read(payload), tensors, residuals=tensors)
+
+    def summer(self, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
+        """Decodes the messages of several peers and sums them in float32, in their order."""
         shape = self._sum_shape(messages, fmt, dtype)
         if shape is None:
-            return None
-        payload = self._aligned(payload)
-        written = list(sums) or outputs.decode_sum(payload, messages)
-        buckets = list(buckets_of(shape, payload, written, residuals=sums))
-        family = _family("decode_sum", fmt)
-        return Prepared(written, f"decode_sum_{fmt.codec}", family, buckets, self.launcher, [payload])
+            return reference.summer(messages, fmt, dtype, add)
+        fields = ("data", "residual") if add else ("data",)
+        launch = Launch(self.launcher, "decode_sum", f"decode_sum_{fmt.codec}", shape, *fields)
+        return lambda payload, sums: launch(self._read(payload), sums, residuals=sums)
 
-    def prepare_decode_sum_encode(
+    def recoder(
         self,
-        payload: torch.Tensor,
         messages: Messages,
         fmt: RecordFormat,
         dtype: torch.dtype,
         outer: int,
         out: RecordFormat,
-        rounding: Rounding,
-    ) -> Prepared | None:
-        """`decode_sum_encode`; None where no kernel does it in one."""
-        if not fmt.scale_bytes or not reference.alike(fmt, out):
-            return None
-        shape = self._sum_shape(messages, fmt, dtype, out, outer)
+        stochastic: bool,
+    ) -> Callable[..., None] | None:
+        """Sums and encodes in one kernel where blocks agree; None elsewhere."""
+        how = {"out": out, "out_outer": outer, "stochastic": stochastic}
+        shape = self._sum_shape(messages, fmt, dtype, **how) if fmt.alike(out) else None
         if shape is None:
-            return None
-        payload = self._aligned(payload)
-        message = outputs.decode_sum_encode(payload, messages, fmt, dtype, outer, out)
-        buckets = buckets_of(shape, payload, out_payload=message, rounding=rounding)
-        kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{self._wide(shape)}"
-        return Prepared([message], kernel, "decode_sum_encode", list(buckets), self.launcher, [payload])
+            return reference.recoder(messages, fmt, dtype, outer, out, stochastic)
+        kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{shape.suffix}"
+        launch = Launch(self.launcher, "decode_sum_encode", kernel, shape)
 
-    def _has(self, fmt: RecordFormat) -> bool:
-        """Whether kernels have the codec: ``zfp`` and ``mpc`` only those of a CPU."""
-        return fmt.block_size > 0 and not (self._wave and fmt.codec in ("zfp", "mpc"))
+        def run(payload: torch.Tensor, message: torch.Tensor, seed: int = 0) -> None:
+            launch(self._read(payload), out_payload=self._written(message), seed=seed if stochastic else None)
 
-    # A bucket comes back in every step: its shape is found once.
+        return run
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019 - a process has few backends, and they last
-    def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, encodes: bool = False) -> Shape | None:
-        if not self._has(fmt):
-            return None
-        sizes, strides = axes_of(rows.sizes, rows.strides)
-        where = (tuple(rows.chunks), rows.total, sizes, strides, rows.outer, rows.inner)
-        return self._fitting(Shape(*where, fmt, dtype, wave=self._wave, encodes=encodes))
-
-    @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def _sum_shape(
-        self,
-        messages: Messages,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        out: RecordFormat | None = None,
-        out_outer: int = 1,
-    ) -> Shape | None:
-        if not self._has(fmt) or fmt.codec == "mpc":
-            return None
-        peers, chunks, inner = messages
-        sizes, strides = axes_of((inner,), (1,))
+    def _rows_shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, **how: Any) -> Shape | None:
+        axes = [(size, stride) for size, stride in zip(rows.sizes, rows.strides) if size > 1] or [(1, 1)]
+        sizes, strides = zip(*axes)
         return self._fitting(
-            Shape(tuple(chunks), inner, sizes, strides, peers, inner, fmt, dtype, out, out_outer, self._wave)
+            Shape(
+                rows.chunks, rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, self.launcher.wave, **how
+            )
         )
 
-    @staticmethod
-    def _fitting(shape: Shape) -> Shape | None:
-        return shape if shape.fits else None
+    def _sum_shape(self, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, **how: Any) -> Shape | None:
+        peers, chunks, inner = messages
+        shape = Shape(chunks, inner, (inner,), (1,), peers, inner, fmt, dtype, self.launcher.wave, **how)
+        return self._fitting(shape) if fmt.traits.fixed else None
 
-    @staticmethod
-    def _wide(shape: Shape) -> str:
-        """A suffix: blocks of more elements than the lanes of a wave hold have kernels of their own."""
-        scaled = shape.fmt.scale_bytes > 0
-        return "_wide" if shape.wave and scaled and shape.fmt.block_size > 16 * shape.wave else ""
+    def _fitting(self, shape: Shape) -> Shape | None:
+        has = shape.fmt.block_size > 0 and (shape.fmt.traits.on_devices or not self.launcher.wave)
+        return shape if has and shape.fits else None
 
-    def _aligned(self, payload: torch.Tensor) -> torch.Tensor:
+    def _read(self, payload: torch.Tensor) -> torch.Tensor:
         return payload.clone() if payload.data_ptr() % self.launcher.alignment else payload
+
+    def _written(self, payload: torch.Tensor) -> torch.Tensor:
+        if payload.data_ptr() % self.launcher.alignment:
+            where = f"{payload.data_ptr():#x}, expected a multiple of {self.launcher.alignment}"
+            raise ValueError(f"payload: found address {where}")
+        return payload
+
+
+def _decode_and_add(decode: Callable[..., None], payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    parts = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in tensors]
+    decode(payload, parts)
+    for tensor, part in zip(tensors, parts):
+        tensor.copy_(part.add_(tensor.view(-1)).view(tensor.shape))

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hzero.codecs.formats import MPC_CHUNK, MPC_HEADER, RecordFormat
-from hzero.codecs.layout import Layout
+from hzero.codecs.formats import MPC_CHUNK, MPC_HEADER, Layout, RecordFormat
 
 #: Rows and columns of a transposed square of bits.
 _SIDE = 32

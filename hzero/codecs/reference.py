@@ -4,220 +4,272 @@ docs/payload_format.md says what is computed here; the order of the operations i
 Block codecs stage a bucket in one float32 buffer ``[rows, blocks * block_size]``: the arithmetic takes a fixed number of
 operations, and only copies remain for each tensor. Nothing loops over rows or blocks.
 
-Buffers come from ``new_empty`` of an argument: DeepSpeed's ``zero.Init`` turns what ``torch.empty`` makes into its own
-type, and a default dtype other than float32 would do the same.
+Every backend has the four functions at the top, which prepare a call on one layout. Arguments are checked by
+`hzero.codecs.codec`, outputs exist. Buffers come from ``new_empty`` of an argument: DeepSpeed's ``zero.Init`` turns what
+``torch.empty`` makes into its own type, and a default dtype other than float32 would do the same.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from hzero.codecs import exponents, mpc, scales, zfp
-from hzero.codecs.arguments import Changed, Messages, Rounding, Rows
-from hzero.codecs.formats import RecordFormat
-from hzero.codecs.layout import Layout, layout_of
-from hzero.codecs.rotation import rotate
-from hzero.config import CodecName
+from hzero.codecs import exponents, mpc, zfp
+from hzero.codecs.formats import (
+    FACTOR_SPAN,
+    SCALE_LEVELS,
+    CodecName,
+    Layout,
+    Messages,
+    RecordFormat,
+    Rows,
+    layout_of,
+    scale_limit,
+)
+
+#: What is added to the elements before they are encoded: residuals of earlier losses, or a base that is subtracted.
+Adds: TypeAlias = Literal["", "residuals", "base"]
+
+#: Codecs with records of their own: ``encode`` writes them from rows of whole blocks, ``decode`` gives such rows.
+RECORDS: dict[CodecName, Any] = {"exp": exponents, "zfp": zfp, "mpc": mpc}
+#: Types by their names in formats, and back.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _WORD = 0xFFFFFFFF
-#: Codecs with modules of their own.
-_OWN: dict[CodecName, Any] = {"exp": exponents, "zfp": zfp, "mpc": mpc}
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
-# ---- the operators: their signatures are stated here, and only here (hzero.codecs.ops) -------------------------------
+# ---- calls: every backend has these four ----------------------------------------------------------------------------
+
+
+def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds, stochastic: bool) -> Callable[..., None]:
+    """A call ``(payload, source, seed, added, factors, left)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
+    return functools.partial(_encode_bucket, rows, fmt, adds, stochastic)
+
+
+def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
+    """A call ``(payload, tensors)`` that decodes a message, see `hzero.codecs.codec.Decoder`."""
+    return functools.partial(_decode_bucket, rows, fmt, dtype, add)
+
+
+def summer(messages: Messages, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
+    """A call ``(payload, sums)`` that sums messages in float32, see `hzero.codecs.codec.Summer`."""
+    return functools.partial(_sum_messages, messages, fmt, dtype, add)
+
+
+def recoder(
+    messages: Messages, fmt: RecordFormat, dtype: torch.dtype, outer: int, out: RecordFormat, stochastic: bool
+) -> Callable[..., None] | None:
+    """A call ``(payload, message, seed)`` that sums messages and encodes the sums, which stay rotated if they are.
+
+    None for formats that are unlike.
+    """
+    if fmt.traits.plain and out.traits.plain and outer == 1:
+        return functools.partial(_sum_elements, messages.peers, dtype)
+    if not fmt.alike(out):
+        return None
+    return functools.partial(_recode_messages, messages, fmt, dtype, outer, out, stochastic)
+
+
+# ---- buckets --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def encode(source: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, rounding: Rounding) -> torch.Tensor:
-    """Encodes a bucket; see `hzero.codecs.Codec.encode`."""
+def _encode_bucket(
+    rows: Rows,
+    fmt: RecordFormat,
+    adds: Adds,
+    stochastic: bool,
+    payload: torch.Tensor,
+    source: Sequence[torch.Tensor],
+    seed: int = 0,
+    added: Sequence[torch.Tensor] = (),
+    factors: Sequence[float] = (),
+    left: Sequence[torch.Tensor] = (),
+) -> None:
+    if adds == "residuals":
+        _encode_sums(rows, fmt, stochastic, payload, source, seed, added, factors, left)
+        return
+    if adds == "base":
+        dtype = source[0].dtype if fmt.traits.plain else torch.float32
+        source = [(new.view(-1).float() - old.view(-1)).to(dtype) for new, old in zip(source, added)]
+    _encode(rows, fmt, stochastic, payload, source, seed)
+
+
+def _encode(
+    rows: Rows, fmt: RecordFormat, stochastic: bool, payload: torch.Tensor, source: Sequence[torch.Tensor], seed: int
+) -> None:
     dtype = source[0].dtype
-    layout = layout_of(tuple(rows.chunks), fmt, dtype.itemsize)
+    layout = layout_of(rows.chunks, fmt, dtype.itemsize)
+    if not payload.numel():
+        return
     if not fmt.block_size:
-        return _encode_elements(source, layout, fmt, rows)
-    total = rows.total
-    kind = torch.bfloat16 if fmt.codec == "exp" else torch.float32
-    staged = source[0].new_empty(total, layout.row_blocks * fmt.block_size, dtype=kind)
-    for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, rows.chunks, total), rows.chunks):
+        _encode_elements(source, payload, layout, fmt, rows)
+        return
+    kind = torch.bfloat16 if fmt.traits.narrow else torch.float32
+    staged = source[0].new_empty(rows.total, layout.row_blocks * fmt.block_size, dtype=kind)
+    for column, flat, chunk in zip(_columns(staged, layout, fmt), _whole(source, rows.chunks, rows.total), rows.chunks):
         if column.shape[1] > chunk:
             column[:, chunk:].zero_()
             column = column[:, :chunk]
         column.view(*rows.sizes, chunk).copy_(_shards(flat, chunk, rows.sizes, rows.strides))
-        rotate(column, chunk, fmt, 1 / max(fmt.rotation, 1))
-    if fmt.codec in _OWN:
-        payload = staged.new_zeros(total * layout.row_bytes, dtype=torch.uint8)
-        if payload.numel():
-            records = _records(payload, layout, rows.outer, rows.inner, torch.uint8)
-            _OWN[fmt.codec].encode(staged, records, layout, fmt)
-        return payload
-    return _encode_staged(staged, layout, fmt, rows.outer, dtype, rounding)
+        _rotate(column, chunk, fmt, 1 / max(fmt.rotation, 1))
+    if fmt.codec in RECORDS:
+        records = _records(payload.zero_(), layout, rows.outer, rows.inner, torch.uint8)
+        RECORDS[fmt.codec].encode(staged, records, layout, fmt)
+    else:
+        _encode_staged(staged, payload, layout, fmt, rows.outer, NAMES[dtype], stochastic, seed)
 
 
-@torch.no_grad()
-def encode_feedback(
-    source: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    factors: Sequence[float],
+def _encode_sums(
     rows: Rows,
     fmt: RecordFormat,
-    rounding: Rounding,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Encodes ``source + factor * residual`` and returns the loss; see `hzero.codecs.Codec.encode_feedback`."""
+    stochastic: bool,
+    payload: torch.Tensor,
+    source: Sequence[torch.Tensor],
+    seed: int,
+    residuals: Sequence[torch.Tensor],
+    factors: Sequence[float],
+    left: Sequence[torch.Tensor],
+) -> None:
     meant, coded = [], fmt._replace(rotation=0)
     for tensor, residual, factor, chunk in zip(source, residuals, factors, rows.chunks):
         total = tensor.new_zeros(rows.total * chunk if fmt.rotation else tensor.numel(), dtype=torch.float32)
         some = total[: tensor.numel()].copy_(tensor.view(-1))
         if residual.numel():
             # Product and sum are rounded separately: whether `add_` with alpha fuses them depends on the processor.
-            some.add_(residual.view(-1) * factor)
+            some.add_(residual.view(-1).float() * factor)
         if fmt.rotation:
-            rotate(total.view(-1, max(chunk, 1)), chunk, fmt, 1 / fmt.rotation)
+            _rotate(total.view(-1, max(chunk, 1)), chunk, fmt, 1 / fmt.rotation)
         meant.append(total)
-    message = encode(meant, rows, coded, rounding)
-    sent = decode(message, rows, coded, torch.float32)
-    # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
-    left = [total.sub_(part[: total.numel()]).nan_to_num_(0.0, 0.0, 0.0) for total, part in zip(meant, sent)]
-    if not fmt.rotation:
-        return message, left
-    for part, chunk in zip(left, rows.chunks):
-        rotate(part.view(-1, max(chunk, 1)), chunk, fmt)
-    # Here a sum of finite numbers may overflow.
-    return message, [part[: t.numel()].nan_to_num(0.0, 0.0, 0.0) for part, t in zip(left, source)]
+    _encode(rows, coded, stochastic, payload, meant, seed)
+    sent = [payload.new_empty(rows.total * chunk, dtype=torch.float32) for chunk in rows.chunks]
+    _decode_bucket(rows, coded, torch.float32, False, payload, sent)
+    for total, part, kept, chunk in zip(meant, sent, left, rows.chunks):
+        # An overflow makes a block NaN, and not every configuration skips the step: residuals must not carry it on.
+        lost = total.sub_(part[: total.numel()]).nan_to_num_(0.0, 0.0, 0.0)
+        if fmt.rotation:
+            _rotate(lost.view(-1, max(chunk, 1)), chunk, fmt)
+            lost.nan_to_num_(0.0, 0.0, 0.0)  # here a sum of finite numbers may overflow
+        kept.view(-1).copy_(lost[: kept.numel()])
 
 
 @torch.no_grad()
-def encode_difference(
-    source: Sequence[torch.Tensor], base: Sequence[torch.Tensor], rows: Rows, fmt: RecordFormat, rounding: Rounding
-) -> torch.Tensor:
-    """Encodes ``source - base``; see `hzero.codecs.Codec.encode_difference`."""
-    new = [tensor.view(-1).to(torch.float32) - old.view(-1) for tensor, old in zip(source, base)]
-    dtype = source[0].dtype if fmt.codec == "none" else torch.float32
-    return encode([difference.to(dtype) for difference in new], rows, fmt, rounding)
-
-
-@torch.no_grad()
-def decode(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Decodes a message into flat tensors in shard order; see `hzero.codecs.Codec.decode`."""
-    layout = layout_of(tuple(rows.chunks), fmt, dtype.itemsize)
+def _decode_bucket(
+    rows: Rows,
+    fmt: RecordFormat,
+    dtype: torch.dtype,
+    add: bool,
+    payload: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    layout = layout_of(rows.chunks, fmt, dtype.itemsize)
     payload = _aligned(payload)
-    sizes, strides, total = rows.sizes, rows.strides, rows.total
+    sizes, strides = rows.sizes, rows.strides
     if fmt.block_size:
         parts = _columns(_decode_staged(payload, layout, fmt, rows.outer, rows.inner), layout, fmt)
     else:
-        parts = _records(payload, layout, rows.outer, rows.inner, dtype if fmt.codec == "none" else torch.bfloat16)
-        sizes, strides, _ = _axes(tuple(sizes), tuple(strides), rows.outer)
-    decoded = []
-    for part, chunk in zip(parts, rows.chunks):
-        rotate(part, chunk, fmt)
-        flat = payload.new_empty(total * chunk, dtype=dtype)
-        _shards(flat, chunk, sizes, strides).copy_(part[..., :chunk].reshape(*sizes, chunk))
-        decoded.append(flat)
-    return decoded
+        parts = _records(payload, layout, rows.outer, rows.inner, dtype if fmt.traits.plain else torch.bfloat16)
+        sizes, strides, _ = _axes(sizes, strides, rows.outer)
+    for part, tensor, chunk in zip(parts, tensors, rows.chunks):
+        _rotate(part, chunk, fmt)
+        target = _shards(tensor.view(-1), chunk, sizes, strides)
+        decoded = part[..., :chunk].reshape(*sizes, chunk)
+        target.copy_(decoded.float() + target if add else decoded)
 
 
 @torch.no_grad()
-def decode_onto(payload: torch.Tensor, rows: Rows, fmt: RecordFormat, tensors: Changed) -> None:
-    """Adds what a message decodes to; see `hzero.codecs.Codec.decode_onto`."""
-    # Only codec none has to be told the type that was encoded.
-    dtype = tensors[0].dtype if fmt.codec == "none" else torch.float32
-    add_onto(tensors, decode(payload, rows, fmt, dtype))
-
-
-def add_onto(tensors: Changed, parts: Sequence[torch.Tensor]) -> None:
-    """Adds flat tensors in float32 to others, which have the sums rounded once."""
-    for tensor, part in zip(tensors, parts):
-        tensor.copy_(part.to(torch.float32).add_(tensor.view(-1)).view(tensor.shape))
-
-
-@torch.no_grad()
-def decode_sum(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Decodes the messages of several peers and sums them in float32, in their order."""
-    peers, chunks, inner = messages
-    layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
-    payload = _aligned(payload)
-    # Outputs are copies: those of an operator may not share memory.
-    sums = [payload.new_empty(inner * chunk, dtype=torch.float32) for chunk in chunks]
-    if not payload.numel():
-        return sums
-    if fmt.block_size:
-        total = _sum_staged(payload, layout, fmt, peers, inner)
-        for flat, column, chunk in zip(sums, _columns(total, layout, fmt), chunks):
-            rotate(column, chunk, fmt)
-            flat.view(inner, chunk).copy_(column[:, :chunk])
-        return sums
-    elements = dtype if fmt.codec == "none" else torch.bfloat16
-    for flat, records, chunk in zip(sums, _records(payload, layout, peers, inner, elements), chunks):
-        rows = flat.view(inner, chunk).copy_(records[0, :, :chunk])
-        for peer in range(1, peers):
-            rows.add_(records[peer, :, :chunk])
-    return sums
-
-
-@torch.no_grad()
-def decode_add(payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Changed) -> None:
-    """Decodes the messages of several peers and adds them in float32, in their order, to ``sums``; rotated ones as a sum."""
+def _sum_messages(
+    messages: Messages,
+    fmt: RecordFormat,
+    dtype: torch.dtype,
+    add: bool,
+    payload: torch.Tensor,
+    sums: Sequence[torch.Tensor],
+) -> None:
     peers, chunks, inner = messages
     if not payload.numel():
         return
-    layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
+    layout = layout_of(chunks, fmt, dtype.itemsize)
     payload = _aligned(payload)
-    if fmt.rotation:
-        for flat, part in zip(sums, decode_sum(payload, messages, fmt, dtype)):
-            flat.view(-1).add_(part)
+    if fmt.rotation:  # decoded as one sum, and added as such
+        totals = _columns(_sum_staged(payload, layout, fmt, peers, inner), layout, fmt)
+        for flat, total, chunk in zip(sums, totals, chunks):
+            _rotate(total, chunk, fmt)
+            rows = flat.view(inner, chunk)
+            (rows.add_ if add else rows.copy_)(total[:, :chunk])
         return
     if fmt.block_size:
         parts = _decode_staged(payload, layout, fmt, peers, inner)
         records = [column.view(peers, inner, -1) for column in _columns(parts, layout, fmt)]
     else:
-        records = _records(payload, layout, peers, inner, dtype if fmt.codec == "none" else torch.bfloat16)
+        records = _records(payload, layout, peers, inner, dtype if fmt.traits.plain else torch.bfloat16)
     for flat, record, chunk in zip(sums, records, chunks):
+        rows = flat.view(inner, chunk)
         for peer in range(peers):
-            flat.view(inner, chunk).add_(record[peer, :, :chunk])
+            (rows.add_ if peer or add else rows.copy_)(record[peer, :, :chunk])
 
 
 @torch.no_grad()
-def decode_sum_encode(
-    payload: torch.Tensor,
+def _recode_messages(
     messages: Messages,
     fmt: RecordFormat,
     dtype: torch.dtype,
     outer: int,
     out: RecordFormat,
-    rounding: Rounding,
-) -> torch.Tensor:
-    """`decode_sum` and `encode` of its result, rows in order; without intermediate tensors where the blocks agree.
-
-    Sums that are rotated stay so.
-    """
+    stochastic: bool,
+    payload: torch.Tensor,
+    message: torch.Tensor,
+    seed: int = 0,
+) -> None:
     peers, chunks, inner = messages
-    if payload.numel() and fmt.scale_bytes and alike(fmt, out):
-        layout = layout_of(tuple(chunks), fmt, dtype.itemsize)
-        # Beyond a record's elements the sums are zero, or NaN in a block that is NaN anyway: no code changes by it.
-        total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)
-        target = layout_of(tuple(chunks), out, torch.float32.itemsize)
-        return _encode_staged(total, target, out, outer, torch.float32, rounding)
-    return encode(decode_sum(payload, messages, fmt, dtype), Rows.in_order(chunks, inner, outer), out, rounding)
+    if not payload.numel():
+        return
+    layout = layout_of(chunks, fmt, dtype.itemsize)
+    # Beyond a record's elements the sums are zero, or NaN in a block that is NaN anyway: no code changes by it.
+    total = _sum_staged(_aligned(payload), layout, fmt, peers, inner)
+    target = layout_of(chunks, out, torch.float32.itemsize)
+    _encode_staged(total, message, target, out, outer, "fp32", stochastic, seed)
+
+
+@torch.no_grad()
+def _sum_elements(peers: int, dtype: torch.dtype, payload: torch.Tensor, message: torch.Tensor, seed: int = 0) -> None:
+    """Sums whole messages of elements, rounded once to their type."""
+    parts = _aligned(payload).view(dtype).view(peers, -1)
+    if peers == 2:  # one addition rounds once in any type
+        torch.add(parts[0], parts[1], out=message.view(dtype))
+        return
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    message.view(dtype).copy_(total)
 
 
 # ---- elements: codecs none and bf16 ---------------------------------------------------------------------------------
 
 
-def _encode_elements(source: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat, rows: Rows) -> torch.Tensor:
+def _encode_elements(
+    source: Sequence[torch.Tensor], payload: torch.Tensor, layout: Layout, fmt: RecordFormat, rows: Rows
+) -> None:
     total, outer = rows.total, rows.outer
-    dtype = source[0].dtype if fmt.codec == "none" else torch.bfloat16
+    dtype = source[0].dtype if fmt.traits.plain else torch.bfloat16
+    elements = payload.view(dtype)
     widths = [size // dtype.itemsize for size in layout.record_bytes]
-    sizes, strides, splits = _axes(tuple(rows.sizes), tuple(rows.strides), outer)
+    sizes, strides, splits = _axes(rows.sizes, rows.strides, outer)
     if outer == 1 and sizes == (total,) and (total == 1 or list(layout.chunks) == widths):
         # The message is the concatenated sources, each padded with zeros.
-        elements = _cat_padded(source, [total * width for width in widths]).to(dtype)
+        pieces = _padded(source, [total * width for width in widths])
+        if dtype == source[0].dtype:
+            torch.cat(pieces, out=elements)
+        else:
+            elements.copy_(torch.cat(pieces))
     else:
-        elements = source[0].new_empty(total * sum(widths), dtype=dtype)
-        records = _records(elements.view(torch.uint8), layout, outer, rows.inner, dtype)
+        records = _records(payload, layout, outer, rows.inner, dtype)
         for record, flat, chunk in zip(records, _whole(source, layout.chunks, total), layout.chunks):
             if record.shape[-1] > chunk:
                 record[..., chunk:].zero_()
@@ -230,43 +282,41 @@ def _encode_elements(source: Sequence[torch.Tensor], layout: Layout, fmt: Record
     if dtype != source[0].dtype:
         # Which NaN a conversion makes depends on the processor.
         elements.nan_to_num_(math.nan, math.inf, -math.inf)
-    return elements.view(torch.uint8)
 
 
-def alike(fmt: RecordFormat, out: RecordFormat) -> bool:
-    """Whether a block of one format is a block of the other, the same numbers in it."""
-    return (fmt.block_size, fmt.rotation) == (out.block_size, out.rotation)
-
-
-# ---- blocks: codecs int8 and int4; the others have modules of their own -----------------------------------------------
+# ---- blocks: codecs int8 and int4 -----------------------------------------------------------------------------------
 
 
 def _encode_staged(
-    staged: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, dtype: torch.dtype, rounding: Rounding
-) -> torch.Tensor:
-    """A message from float32 ``[rows, blocks * block_size]``, zero beyond short blocks. Overwrites the input."""
+    staged: torch.Tensor,
+    payload: torch.Tensor,
+    layout: Layout,
+    fmt: RecordFormat,
+    outer: int,
+    source: str,
+    stochastic: bool,
+    seed: int,
+) -> None:
+    """Writes a message from float32 ``[rows, blocks * block_size]``, zero beyond short blocks. Overwrites the input."""
     rows = staged.shape[0]
-    if not staged.numel():
-        return staged.new_empty(0, dtype=torch.uint8)
     blocks = staged.view(rows, layout.row_blocks, fmt.block_size)
-    multiplied, stored = scales.encode(blocks, layout, fmt, dtype)
+    multiplied, stored = _scales_of(blocks, layout, fmt, source)
     # A block of zero or NaN scale has no codes: dividing by infinity makes them zero.
     divisors = multiplied.masked_fill((multiplied == 0) | multiplied.isnan(), math.inf)
     blocks.div_(divisors.unsqueeze(-1))
-    if rounding.stochastic:
-        staged.add_(_noise(staged, rounding.seed)).floor_()
+    if stochastic:
+        staged.add_(_noise(staged, seed)).floor_()
     else:
         staged.round_()
     # Infinity over infinity is NaN; its block decodes to NaN whatever the codes are.
     codes = staged.nan_to_num_(0.0).clamp_(fmt.codes.lowest, fmt.codes.highest).to(torch.int8)
-    if fmt.codec == "int4":
+    if fmt.codes.bits == 4:
         # Pairs as little-endian 16-bit words: the element of even index is the low byte.
         pairs = codes.view(torch.int16)
         codes = ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
-    payload = staged.new_zeros(rows * layout.row_bytes, dtype=torch.uint8)
+    payload.zero_()
     for written, own in _regions(payload, codes.view(torch.uint8), stored, layout, fmt, outer):
         written.copy_(own)
-    return payload
 
 
 def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, outer: int, inner: int) -> torch.Tensor:
@@ -274,8 +324,10 @@ def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, out
 
     Codecs with modules of their own give anything beyond a record's elements; codec ``exp`` gives bfloat16.
     """
-    if fmt.codec in _OWN and payload.numel():
-        return _OWN[fmt.codec].decode(_records(payload, layout, outer, inner, torch.uint8), outer * inner, layout, fmt)
+    if fmt.codec in RECORDS and payload.numel():
+        return RECORDS[fmt.codec].decode(
+            _records(payload, layout, outer, inner, torch.uint8), outer * inner, layout, fmt
+        )
     rows, width = outer * inner, layout.row_blocks * fmt.block_size
     width = width * fmt.codes.bits // 8 if fmt.scale_bytes else 0
     if not width:
@@ -285,12 +337,12 @@ def _decode_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, out
     for written, own in _regions(payload, codes, stored, layout, fmt, outer):
         own.copy_(written)
     codes = codes.view(torch.int8)
-    if fmt.codec == "int4":
+    if fmt.codes.bits == 4:
         high = codes.to(torch.int16)  # extends the sign
         low = high.bitwise_left_shift(12).bitwise_right_shift_(12).bitwise_and_(0xFF)
         codes = high.bitwise_right_shift_(4).bitwise_left_shift_(8).bitwise_or_(low).view(torch.int8)
     values = codes.to(torch.float32)
-    values.view(rows, layout.row_blocks, fmt.block_size).mul_(scales.decode(stored, layout, fmt).unsqueeze(-1))
+    values.view(rows, layout.row_blocks, fmt.block_size).mul_(_stored_scales(stored, layout, fmt).unsqueeze(-1))
     return values
 
 
@@ -301,6 +353,140 @@ def _sum_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, peers:
     for peer in range(1, peers):
         total.add_(parts[peer * inner : (peer + 1) * inner])
     return total
+
+
+# ---- scales ---------------------------------------------------------------------------------------------------------
+
+
+def _scales_of(
+    blocks: torch.Tensor, layout: Layout, fmt: RecordFormat, source: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of blocks.
+
+    Args:
+        blocks: float32 ``[rows, blocks, block_size]``.
+        layout: Of the message.
+        fmt: Of the message.
+        source: Type of the elements, whose range limits the scales.
+
+    Returns:
+        float32 ``[rows, blocks]``, as a decoder multiplies by them, NaN for a block that holds NaN or infinity, or, with
+        scales of one byte, whose span does; and uint8 ``[rows, bytes]``, the stored scales of all records.
+    """
+    lowest, highest, symmetric = fmt.codes.lowest, fmt.codes.highest, -fmt.codes.lowest == fmt.codes.highest
+    # Where there is one more code below zero than above, the sign of the largest element decides which side gets it.
+    extremes = torch.maximum(-blocks.amin(-1), blocks.amax(-1)) if symmetric else _extremes(blocks)
+    level = float(highest if symmetric else lowest)
+    # On CUDA a division by a Python number multiplies by its reciprocal, which is not the same last bit.
+    exact = extremes / extremes.new_full((), level)
+    limit = scale_limit(fmt, source)
+    if fmt.scale_bytes == 1:
+        return _coded(exact, extremes.isfinite(), limit, layout, fmt)
+    # Adding zero turns -0 into +0: a block without a scale has one bit pattern, and decodes to +0.
+    stored = exact.to(_scale_type(fmt)).clamp_(-limit, limit).add_(0.0)
+    stored.masked_fill_(~extremes.isfinite(), math.nan)
+    return stored.float(), stored.view(torch.uint8)
+
+
+def _stored_scales(stored: torch.Tensor, layout: Layout, fmt: RecordFormat) -> torch.Tensor:
+    """The scales, float32 ``[rows, blocks]``, of the bytes that `_scales_of` gives."""
+    if fmt.scale_bytes > 1:
+        return stored.view(_scale_type(fmt)).float()
+    rows, scales = stored.shape[0], []
+    for part, chunk in zip(stored.split([fmt.scales_bytes(chunk) for chunk in layout.chunks], dim=1), layout.chunks):
+        spans, together = _spans(chunk, fmt)
+        if not spans:
+            continue
+        padded = torch.nn.functional.pad(part, (0, spans * (2 + together) - part.shape[1])).view(rows, spans, -1)
+        factors = padded[..., :2].contiguous().view(torch.bfloat16).float()
+        scales.append(_products(padded[..., 2:].view(torch.int8).float(), factors)[:, : fmt.blocks(chunk)])
+    return torch.cat(scales, dim=1)
+
+
+def _coded(
+    exact: torch.Tensor, finite: torch.Tensor, limit: float, layout: Layout, fmt: RecordFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales as codes of one byte with a bfloat16 factor for every `FACTOR_SPAN` elements of a record."""
+    rows = exact.shape[0]
+    scales, stored = [], []
+    marked = exact.masked_fill(~finite, math.inf)
+    for part, chunk in zip(marked.split([fmt.blocks(chunk) for chunk in layout.chunks], dim=1), layout.chunks):
+        spans, together = _spans(chunk, fmt)
+        if not spans:
+            continue
+        padded = torch.nn.functional.pad(part, (0, spans * together - part.shape[1])).view(rows, spans, together)
+        largest = padded.abs().amax(-1, keepdim=True)
+        factors = (largest / largest.new_full((), SCALE_LEVELS)).to(torch.bfloat16).clamp_(max=limit)
+        factors.masked_fill_(largest.isinf(), math.nan)
+        divisors = factors.float().masked_fill_((factors == 0) | factors.isnan(), math.inf)
+        # Infinity over infinity is NaN; its span has no codes.
+        codes = (padded / divisors).round_().nan_to_num_(0.0).clamp_(-SCALE_LEVELS, SCALE_LEVELS)
+        bytes_ = torch.cat([factors.view(torch.uint8), codes.to(torch.int8).view(torch.uint8)], dim=2)
+        stored.append(bytes_.view(rows, -1)[:, : fmt.scales_bytes(chunk)])
+        scales.append(_products(codes, factors.float())[:, : part.shape[1]])
+    return torch.cat(scales, dim=1), torch.cat(stored, dim=1)
+
+
+def _products(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Codes times factors, rounded to bfloat16 with ties away from zero, as float32 ``[rows, blocks]``."""
+    products = codes * factors
+    rounded = (products.view(torch.int32) + 0x8000).bitwise_and_(-0x10000).view(torch.float32)
+    # CUDA's NaN has all bits but the sign: a carry would make it a zero.
+    return torch.where(products.isnan(), products, rounded).view(codes.shape[0], -1)
+
+
+def _spans(chunk: int, fmt: RecordFormat) -> tuple[int, int]:
+    """Factors of a record, and the blocks that share one."""
+    return -(-chunk // FACTOR_SPAN), FACTOR_SPAN // fmt.block_size
+
+
+def _extremes(blocks: torch.Tensor) -> torch.Tensor:
+    """Element of largest magnitude of each block, with its sign; the first one where several reach it."""
+    if not blocks.is_cpu:
+        return _first_extremes(blocks)
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    extremes = torch.where(-low > high, low, high)
+    # An argmax takes ten times as long, so only blocks where both signs reach the magnitude get one. On a device the
+    # host would have to wait to find them.
+    tied = (-low == high) & (high > 0)
+    if tied.any():
+        extremes[tied] = _first_extremes(blocks[tied])
+    return extremes
+
+
+def _first_extremes(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def _scale_type(fmt: RecordFormat) -> torch.dtype:
+    """Type that codes are multiplied by; scales of one byte are products with a factor of it."""
+    return torch.float32 if fmt.scale == "fp32" else torch.bfloat16
+
+
+# ---- rotation -------------------------------------------------------------------------------------------------------
+
+
+def _rotate(rows: torch.Tensor, chunk: int, fmt: RecordFormat, factor: float = 1.0) -> None:
+    """Multiplies float32 records, the rows of a matrix, by ``factor`` and rotates them, in place, where the format says so.
+
+    Groups of ``rotation`` elements are rotated, so that no element is far larger than the rest of its block, as SDP4Bit does
+    (arXiv 2410.15526). The last block of a record stays as it is unless it consists of such groups: rotated elements are
+    smaller, and those beside them would set their scale. The rotation is a Walsh-Hadamard transform: its own inverse but for
+    a factor of 1 / rotation, a power of two.
+    """
+    size = fmt.rotation
+    if not size:
+        return
+    whole = chunk // fmt.block_size * fmt.block_size if chunk % size else chunk
+    if not whole:
+        return
+    groups = rows[:, :whole].reshape(-1, size) * factor
+    distance = 1
+    while distance < size:
+        pairs = groups.view(-1, 2, distance)
+        groups = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
+        distance *= 2
+    rows[:, :whole].copy_(groups.view(-1, whole))
 
 
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
@@ -356,14 +542,14 @@ def _whole(source: Sequence[torch.Tensor], chunks: Sequence[int], rows: int) -> 
     """The sources, flat, padded with zeros to ``rows * chunk`` elements. Only one copy at a time is alive."""
     for tensor, chunk in zip(source, chunks):
         missing = rows * chunk > tensor.numel()
-        yield _cat_padded([tensor], [rows * chunk]) if missing else tensor.view(-1)
+        yield torch.cat(_padded([tensor], [rows * chunk])) if missing else tensor.view(-1)
 
 
-def _cat_padded(source: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """One flat copy of all sources, each padded with zeros to its size."""
+def _padded(source: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The sources, flat, each followed by the zeros that it lacks."""
     gaps = [size - tensor.numel() for tensor, size in zip(source, sizes)]
     zeros = source[0].new_zeros(max(gaps))
-    return torch.cat([piece for tensor, gap in zip(source, gaps) for piece in (tensor.view(-1), zeros[:gap])])
+    return [piece for tensor, gap in zip(source, gaps) for piece in (tensor.view(-1), zeros[:gap])]
 
 
 def _shards(flat: torch.Tensor, chunk: int, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -9,14 +9,12 @@ how many of the values have had a bit set, so it comes from a table; nothing loo
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Sequence
 
 import torch
 
-from hzero.codecs.formats import ZFP_BLOCK, RecordFormat
-from hzero.codecs.layout import Layout
+from hzero.codecs.formats import ZFP_BLOCK, ZFP_TINY, Layout, RecordFormat
 
 #: Bits of a block before its planes: that it is not zero, and the exponent.
 _HEAD = 9
@@ -24,8 +22,6 @@ _HEAD = 9
 _HALF, _MASK = 48, (1 << 48) - 1
 #: Digits of base -2 from two's complement and back: add and exclusive or, or exclusive or and subtract.
 _NEGABINARY, _WORD = 0xAAAAAAAA, 0xFFFFFFFF
-#: Biased exponents of float32 up to which zfp's conversion to integers overflows; such blocks count as zero here.
-TINY = 28
 #: Most bits that a plane takes.
 _LONGEST = 7
 
@@ -78,19 +74,6 @@ def values_of(bits: int, present: int, seen: int) -> tuple[int, int, int]:
     return values, taken, seen
 
 
-def error_bound(absmax: float, rate: int) -> float:
-    """Largest error of an element in float32, if none of its block's four exceeds ``absmax``; see docs/payload_format.md."""
-    if not absmax:
-        return 0.0
-    unit = math.ldexp(1.0, math.frexp(absmax)[1] - 30)
-    # Decoded integers have 32 bits. With few planes sums may wrap, so that nothing else is known of them.
-    error = absmax + 2.0**31 * unit
-    if rate >= 7:
-        error = min(error, (6.25 * 2.0 ** (34 - rate) + 12) * unit)
-    error += 2.0**-24 * (absmax + error)
-    return max(error, min(absmax, math.ldexp(1.0, TINY - 126)))
-
-
 @functools.cache
 def _writing(device: torch.device) -> torch.Tensor:
     """int64 ``[3, 5 * 16]``: `plane` by ``seen`` and values. The copy to a device ends before this returns."""
@@ -121,7 +104,7 @@ def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout
     rows = values.shape[0]
     blocks = _filled(values, layout).view(rows, -1, ZFP_BLOCK)
     exponents = ((blocks.view(torch.int32) >> 23) & 0xFF).amax(-1)
-    lost, zero = exponents == 255, exponents <= TINY
+    lost, zero = exponents == 255, exponents <= ZFP_TINY
     plain = exponents.masked_fill(lost | zero, 127)
     factors = ((283 - plain) << 23).view(torch.float32).unsqueeze(-1)
     digits = _digits(blocks.masked_fill((lost | zero).unsqueeze(-1), 0.0).mul(factors).to(torch.int32))

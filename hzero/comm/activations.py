@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hzero.codecs.ops import FLOATS
+from hzero.codecs.codec import FLOATS
 from hzero.comm.communicator import Communicator
 
 #: One collective, blocking.

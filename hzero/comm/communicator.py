@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hzero.codecs.codec import Codec
+from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
-from hzero.codecs.ops import FLOATS
 from hzero.comm.bucket import Bucket
 from hzero.comm.feedback import ErrorFeedback
 from hzero.comm.lanes import Chain, lanes_of
@@ -159,7 +158,7 @@ class Communicator:
             lane: Lane = f"{name} messages", "node"
             self._messages = wires_of(settings.transport, lane, ranks, timeout, None if whole else backend)
         copying, reducing = self.plan.gather_hops(), self.plan.reduce_hops()
-        self._bfloat16 = any(Codec.from_config(hop.codec).fallible for hop in (*copying, *reducing))
+        self._bfloat16 = any(hop.codec.traits.narrow for hop in (*copying, *reducing))
         self._summing = reduce_program(self.plan, reducing, len(ranks), shard_order=True)
         self._copying = self._again = gather_program(self.plan, copying) if copying else Program(())
         if copying and copying[0].tier in settings.error_feedback:

@@ -488,7 +488,9 @@ class Bound:
             return [_Local(turn, size)]
         assert isinstance(step, Sum), step
         codec = Codec.from_config(step.codec)
-        if step.target is not None and codec.exact:  # rounded once to the type of the elements, as a library's sum is
+        if (
+            step.target is not None and codec.traits.exact
+        ):  # rounded once to the type of the elements, as a library's sum is
             peers = step.peers
 
             def added(value: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -498,7 +500,7 @@ class Bound:
         how: dict[str, Any] = {"inner": step.rows, "dtype": bucket.dtype, "device": device}
         if step.target is not None:
             summing = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
-            made = summing.bytes  # type: ignore[attr-defined]
+            made = summing.bytes
             return [_Local(lambda value, out, seed, _: summing(value, out, seed), made)]
         new = codec.summer(step.peers, chunks, **how)
         onto = codec.summer(step.peers, chunks, add=True, **how)
@@ -518,7 +520,7 @@ class Bound:
         own, bucket, order = self._own, self._bucket, step.order
         codec, feedback = Codec.from_config(step.codec), own.feedback
         made: list[_Local] = []
-        encoded = bucket.dtype if codec.exact else dtype
+        encoded = bucket.dtype if codec.traits.exact else dtype
         if order.table is not None:
             made.append(_Local(partial(self._in_table, order), None))
         if encoded != dtype:
@@ -539,7 +541,7 @@ class Bound:
             message: torch.Tensor = encode(tensors, out, seed, residuals, factors, residuals)
             return message
 
-        made.append(_Local(with_residuals if adds else plainly, encode.bytes))  # type: ignore[attr-defined]
+        made.append(_Local(with_residuals if adds else plainly, encode.bytes))
         return made
 
     def _in_table(self, order: Order, tensors: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
@@ -634,7 +636,7 @@ class _Hop:
         del message, output
         yield pending
         arrived = own.received(pending) if given else pending.wait()
-        if self._codec.fallible:
+        if self._codec.traits.fallible:
             lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._bucket.label))
         return arrived, into if size else room
 

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 from hzero.config import (
     BASE_TIERS,
     DEFAULT_BLOCK_SIZE,
-    LOSSLESS,
     NodeAllGather,
     Tier,
     TierCodecs,
@@ -96,7 +95,7 @@ def parse_communicator(block: Any, where: str = "communicator") -> CommunicatorC
         values["topology"] = parse_topology(f"{where}.topology", block["topology"])
     parsed = validated(CommunicatorConfig, values, where)
     for tier in parsed.error_feedback:
-        if parsed.codecs[tier].codec in LOSSLESS and parsed.gather[tier].codec in LOSSLESS:
+        if parsed.codecs[tier].traits.exact and parsed.gather[tier].traits.exact:
             raise ConfigError(
                 f"{where}.error_feedback: found {tier!r}, whose codec {parsed.codecs[tier].codec!r} loses nothing; possible: "
                 "tiers with another one"

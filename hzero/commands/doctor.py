@@ -340,13 +340,14 @@ def examine_codecs(findings: list[Finding]) -> list[dict[str, str]]:
     import torch
 
     from hzero.codecs import backends
+    from hzero.codecs.formats import CODECS, TRAITS
 
     rows = []
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen, wrong = backends.choice(kind), []
         if chosen.fallback:
             findings.append((DEGRADED, f"{kind}: codecs run in plain torch, several times slower: {chosen.why}"))
-        settings: list[dict[str, Any]] = [{"codec": codec} for codec in ("bf16", "int8", "int4", "exp", "mpc")]
+        settings: list[dict[str, Any]] = [{"codec": codec} for codec in CODECS if not TRAITS[codec].required]
         settings += [{"codec": "int4", "block_size": 64, "scale": "int8", "rotation": 64}, {"codec": "zfp", "rate": 9}]
         for one in settings:
             try:
@@ -370,7 +371,7 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     from hzero.config import CodecConfig
 
     codec, chunks = Codec.from_config(CodecConfig(**{"block_size": 128, **settings})), (517, 64)
-    dtype = torch.bfloat16 if codec.name == "exp" else torch.float32
+    dtype = torch.bfloat16 if codec.traits.narrow else torch.float32
     generator = torch.Generator().manual_seed(0)
     source = [torch.randn(4 * chunk, generator=generator).to(kind, dtype) for chunk in chunks]
     payload = codec.encode(source, chunks, sizes=[2, 2], strides=[1, 2], outer=2)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from hzero import __version__
 from hzero.bootstrap import launched
-from hzero.config import NAMED, TRANSPORTS, Topology, TopologyConfig
+from hzero.codecs.formats import NAMED
+from hzero.config import TRANSPORTS, Topology, TopologyConfig
 from hzero.launch import run_launched, run_ranks
 from hzero.plan.links_file import SCHEMA, LinkRow, LinksFile, node_all_gather, tier_rate, write_links
 from hzero.topology import declared_grid, resolve_grid

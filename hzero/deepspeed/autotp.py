@@ -33,13 +33,14 @@ def check(config: DeepSpeedConfig, block: HZeroConfig, world: Grid | None = None
             has written have no effect.
     """
     tiers = _crossed(world, config.tensor_parallel_config.autotp_size)
-    coded = [tier for tier in tiers if block.codecs.tensor[tier].codec != "none"]
-    exp = next((tier for tier in coded if block.codecs.tensor[tier].codec == "exp"), None)
+    coded = [tier for tier in tiers if not block.codecs.tensor[tier].traits.plain]
+    narrow = next((tier for tier in coded if block.codecs.tensor[tier].traits.narrow), None)
     written = "tensor" in block.written_dimensions
     whose = "" if written else f" of preset {block.preset!r}"
-    if exp is not None and not config.bfloat16_config.enabled:
+    if narrow is not None and not config.bfloat16_config.enabled:
         raise ConfigError(
-            f"{KEY}.codecs.tensor.{exp}: found 'exp'{whose}, which holds bfloat16 numbers, without bf16.enabled; possible with "
+            f"{KEY}.codecs.tensor.{narrow}: found {block.codecs.tensor[narrow].codec!r}{whose}, which holds bfloat16 numbers, "
+            "without bf16.enabled; possible with "
             "it, or mpc, none"
         )
     if config.tensor_parallel_config.tp_overlap_comm and coded:
@@ -76,7 +77,7 @@ def take_over(module: torch.nn.Module, config: HZeroConfig, world: Grid) -> Comm
     if not found:
         return None
     first = next(iter(found.values()))
-    if all(config.codecs.tensor[tier].codec == "none" for tier in _crossed(world, first.tp_world_size)):
+    if all(config.codecs.tensor[tier].traits.plain for tier in _crossed(world, first.tp_world_size)):
         return None
     group = for_dimension("tensor", config, first.mp_group, grid=world, uses=("sums", "copies"))
     left = []

@@ -16,9 +16,10 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from hzero.block import KEY
 from hzero.codecs import backends
+from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Communicator, CommunicatorConfig, WireLog, for_dimension
 from hzero.comm.process_groups import world_timeout
-from hzero.config import LOSSLESS, HZeroConfig
+from hzero.config import HZeroConfig
 from hzero.deepspeed.comms_logger import LoggedHops
 from hzero.deepspeed.partition import Partition, ranks_of
 from hzero.deepspeed.state import adopt, optimizer_bytes, stage_lanes, undeclared

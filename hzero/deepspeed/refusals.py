@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch.utils.hooks import RemovableHandle
 
 from hzero.block import KEY, PARENT, find, lifted
-from hzero.codecs.ops import FLOATS
+from hzero.codecs.codec import FLOATS
 from hzero.config import TIERS, HZeroConfig
 from hzero.deepspeed import autotp
 from hzero.deepspeed.versions import check_features, uses_experts
@@ -119,9 +119,10 @@ def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
     low, sums = config.bfloat16_config.enabled, config.grad_accum_dtype
     autotp_size = config.tensor_parallel_config.autotp_size
     for role, tier in itertools.product(("pipeline", "optimizer"), TIERS):
-        if block.codecs[role][tier].codec == "exp" and not low:  # type: ignore[index]
+        codec = block.codecs[role][tier]  # type: ignore[index]
+        if codec.traits.narrow and not low:
             raise ConfigError(
-                f"{KEY}.codecs.{role}.{tier}: found 'exp', which holds bfloat16 numbers, with float32; possible with "
+                f"{KEY}.codecs.{role}.{tier}: found {codec.codec!r}, which holds bfloat16 numbers, with float32; possible with "
                 "bf16.enabled, or codec none"
             )
     refused: list[tuple[str, Any, bool, str]] = [
@@ -244,7 +245,7 @@ def _is_set(device: Any, *allowed: str) -> bool:
 
 
 def check_types(module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route]) -> None:
-    """Refuses codec ``exp`` for weights of another type than bfloat16.
+    """Refuses codecs of bfloat16 for weights of another type.
 
     Args:
         module: The model.
@@ -254,10 +255,11 @@ def check_types(module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Rou
         ConfigError: Naming the tier, the parameter and its type.
     """
     for name, param in module.named_parameters():
-        tiers = [hop.tier for hop in routes[param].plan.gather_hops() if hop.codec.codec == "exp"]
-        if tiers and param.dtype != torch.bfloat16:
+        narrow = next((hop for hop in routes[param].plan.gather_hops() if hop.codec.traits.narrow), None)
+        if narrow and param.dtype != torch.bfloat16:
             raise ConfigError(
-                f"{KEY}.codecs.weights.{tiers[0]}: found 'exp', which holds bfloat16 numbers, with {param.dtype} of {name}; "
+                f"{KEY}.codecs.weights.{narrow.tier}: found {narrow.codec.codec!r}, which holds bfloat16 numbers, "
+                f"with {param.dtype} of {name}; "
                 "possible with bf16.enabled, or codec none"
             )
 

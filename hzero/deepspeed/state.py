@@ -362,7 +362,7 @@ def adopt(config: HZeroConfig, module: torch.nn.Module, wire_log: WireLog) -> li
                 dimension,
                 _who_sends(dimension),
             )
-        elif all(config.codecs[dimension][tier].codec == "none" for tier in tiers):
+        elif all(config.codecs[dimension][tier].traits.plain for tier in tiers):
             logger.warning(
                 "hzero: codecs.%s has no effect: its groups cross %s alone", dimension, ", ".join(sorted(tiers))
             )

@@ -283,7 +283,7 @@ def _lossy_tiers(plan: ShardPlan) -> dict[tuple[Role, CodecConfig], list[Tier]]:
     tiers: dict[tuple[Role, CodecConfig], list[Tier]] = {}
     for role in ROLES:
         for hop in plan.gather_hops() if role == "weights" else plan.reduce_hops():
-            if not Codec.from_config(hop.codec).exact:
+            if not hop.codec.traits.exact:
                 tiers.setdefault((role, hop.codec), []).append(hop.tier)
     return tiers
 

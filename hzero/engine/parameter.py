@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hzero.codecs.codec import Codec
+from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
-from hzero.codecs.ops import FLOATS
 from hzero.comm import Bucket, Chain
-from hzero.config import LOSSLESS, PLAIN, CodecConfig
+from hzero.config import PLAIN, CodecConfig
 from hzero.plan.program import StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError, some
@@ -44,9 +43,9 @@ class Route:
         """Takes another plan from now on."""
         self.plan = plan
         self.programs = StagePrograms.of(plan)
-        self.lossy = any(hop.codec.codec not in LOSSLESS for hop in plan.gather_hops())
-        self.fallible = any(Codec.from_config(hop.codec).fallible for hop in plan.gather_hops())
-        self.sums_travel = any(hop.codec.codec == "none" for hop in plan.reduce_hops())
+        self.lossy = any(not hop.codec.traits.exact for hop in plan.gather_hops())
+        self.fallible = any(hop.codec.traits.fallible for hop in plan.gather_hops())
+        self.sums_travel = any(hop.codec.traits.plain for hop in plan.reduce_hops())
 
 
 @dataclass(eq=False)

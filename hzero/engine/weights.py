@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hzero.codecs.codec import Codec
-from hzero.codecs.formats import owned_numel, record_format
+from hzero.codecs.formats import owned_numel
 from hzero.comm import Bucket, Chain, Collectives, DeviceStreams, in_buckets
 from hzero.config import PLAIN
 from hzero.engine.parameter import Parameter, bucket_of
@@ -245,7 +245,7 @@ class Weights:
         if param.whole is not None:
             return param.whole.view(rows, param.chunk)
         assert param.payload is not None, "a refresh of whole weights has made it"
-        record = record_format(PLAIN).record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
+        record = PLAIN.format.record_bytes(param.chunk, param.dtype.itemsize) // param.dtype.itemsize
         return param.payload.view(param.dtype).view(rows, record)[:, : param.chunk]
 
     # ---- unshard -------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Weights:
         bucket = bucket_of([param], param.dtype, "weights")
         message = Codec.from_config(codecs[0]).encode(self._shards([param], bucket), bucket.chunks)
         for source, target in itertools.pairwise(codecs):
-            if record_format(source) != record_format(target):
+            if source.format != target.format:
                 message = self.collectives.recode(bucket, message, source, target, pieces=1, rows=1, seed=0)
         if param.whole is not None:
             (fresh,) = Codec.from_config(codecs[-1]).decode(message, bucket.chunks, dtype=bucket.dtype)

@@ -113,10 +113,11 @@ def plan_dict(scenario: Scenario) -> dict[str, Any]:
     plan, numels, itemsize = experiment.plan, job.model.numels, job.itemsize
     if plan is None:
         raise ConfigError("zero.preset: found none; expected one to compare with plain ZeRO-3, as in preset=topo")
-    narrow = [hop.tier for hop in plan.gather_hops() if hop.codec.codec == "exp"]
+    narrow = [hop.tier for hop in plan.gather_hops() if hop.codec.traits.narrow]
     if narrow and itemsize != 2:
+        codec = plan.codecs.weights[narrow[0]].codec
         raise ConfigError(
-            f"zero.codecs.weights.{narrow[0]}: found 'exp', which holds bfloat16; expected train.dtype=bf16"
+            f"zero.codecs.weights.{narrow[0]}: found {codec!r}, which holds bfloat16; expected train.dtype=bf16"
         )
     about: Any = {"itemsize": itemsize, "accumulation": job.accumulation}
     traffic = step_traffic(plan, grid, numels, **about)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hzero.codecs.formats import chunk_numel, record_format
+from hzero.codecs.formats import chunk_numel
 from hzero.plan.collectives import Scheme
 from hzero.plan.job import Job
 from hzero.plan.program import IN_FLIGHT, Program, StagePrograms
@@ -95,8 +95,8 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
         resident, what = sum(chunks) * plan.grid.world_size * itemsize, "decoded, whole on every device"
     elif plan.resident:
         codec = plan.resident_codec
-        resident = record_format(codec).message_bytes(chunks, plan.resident_rows, itemsize)
-        what = f"{'uncoded' if codec.codec == 'none' else codec.codec} over the {plan.weights_scope}"
+        resident = codec.format.message_bytes(chunks, plan.resident_rows, itemsize)
+        what = f"{'uncoded' if codec.traits.plain else codec.codec} over the {plan.weights_scope}"
     summed, how = 0, "none: gradients are over the world"
     if plan.accumulates and accumulation == 1:
         how = "none: a step has one micro-step"

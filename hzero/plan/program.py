@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from hzero.codecs.formats import record_format
-from hzero.config import LOSSLESS, NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
+from hzero.config import NET_TIERS, PLAIN, TIERS, CodecConfig, NodeAllGather, Role, Tier
 from hzero.plan.shards import Hop, ShardPlan, plain
 
 #: Programs of a kind in flight, at most: reductions, and refreshes ahead of the gathers.
@@ -149,7 +148,7 @@ class Cross:
 
     def message_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
         """Bytes of one rank's message of a bucket, whose parameters have shards of ``chunks`` elements."""
-        return record_format(self.codec).message_bytes(chunks, self.rows, itemsize)
+        return self.codec.format.message_bytes(chunks, self.rows, itemsize)
 
     def array_bytes(self, chunks: Sequence[int], itemsize: int) -> int:
         """Bytes of the whole array over the group, as nccl-tests count sizes."""
@@ -259,12 +258,12 @@ def _left_bytes(step: Step, taken: int, chunks: Sequence[int], itemsize: int) ->
     if isinstance(step, Encode | Recode):
         rows = step.order.rows if isinstance(step, Encode) else step.pieces * step.rows
         codec = step.codec if isinstance(step, Encode) else step.target
-        return record_format(codec).message_bytes(chunks, rows, itemsize)
+        return codec.format.message_bytes(chunks, rows, itemsize)
     if isinstance(step, Decode):
         return step.order.rows * sum(chunks) * itemsize
     if step.target is None:
         return step.rows * sum(chunks) * 4
-    return record_format(step.target).message_bytes(chunks, step.rows, itemsize)
+    return step.target.format.message_bytes(chunks, step.rows, itemsize)
 
 
 # ---- of the stage and the communicator ------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def reduce_program(plan: ShardPlan, hops: Sequence[Hop], rows: int, *, shard_ord
         if not encoded:
             kept = hop.tier in plan.error_feedback and held is not PLAIN
             steps.append(Encode(held, order, pieces, hop.tier if kept else None))
-        kind: Kind = "reduce_scatter" if hop.codec.codec == "none" else "all_to_all"
+        kind: Kind = "reduce_scatter" if hop.codec.traits.plain else "all_to_all"
         steps += _recoded(held, hop.codec, pieces, rows // pieces)
         steps.append(_cross("gradients", kind, (hop.tier,), hop.size, hop.codec, rows, pieces))
         steps += _recoded(hop.codec, held, pieces, rows // pieces)
@@ -459,7 +458,7 @@ def message_program(plan: ShardPlan, source: int, target: int) -> Program:
 
 def in_memory(hop: Hop) -> CodecConfig:
     """The codec of a reduction's message before and after a hop: with a lossless one on the wire ``none``."""
-    return PLAIN if hop.codec.codec in LOSSLESS else hop.codec
+    return PLAIN if hop.codec.traits.exact else hop.codec
 
 
 def _pieces(hops: Sequence[Hop]) -> int:
@@ -475,10 +474,10 @@ def _pieces(hops: Sequence[Hop]) -> int:
 def _cross(
     role: Role, kind: Kind, tiers: tuple[Tier, ...], ranks: int, codec: CodecConfig, *how: Any, **more: Any
 ) -> Cross:
-    made = CrossCut if codec.codec == "mpc" else Cross
+    made = Cross if codec.traits.fixed else CrossCut
     return made(role, kind, tiers, ranks, codec, *how, **more)
 
 
 def _recoded(source: CodecConfig, target: CodecConfig, pieces: int, rows: int) -> list[Step]:
-    same = record_format(source) == record_format(target)
+    same = source.format == target.format
     return [] if same else [Recode(source, target, pieces, rows)]

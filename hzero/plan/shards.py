@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hzero.codecs.formats import element_bytes
 from hzero.config import (
-    FALLIBLE,
-    LOSSLESS,
     PLAIN,
     ROLES,
     SCOPES,
@@ -53,7 +50,7 @@ class Hop:
 
 def lossy_crossings(codecs: TierCodecs, grid: Grid) -> list[Tier]:
     """The tiers that the ranks of a grid cross in a codec that loses something."""
-    return [tier for tier in grid.crossed if codecs[tier].codec not in LOSSLESS]
+    return [tier for tier in grid.crossed if not codecs[tier].traits.exact]
 
 
 def plain(hops: Sequence[Hop]) -> tuple[Hop, ...]:
@@ -182,28 +179,32 @@ class ShardPlan:
             f"{config.codecs[role][tier].codec} of {role} on {tier}"
             for role in ROLES
             for tier in config.codecs[role].written
-            if grid.size(tier) == 1 and config.codecs[role][tier].codec != "none"
+            if grid.size(tier) == 1 and not config.codecs[role][tier].traits.plain
         ]
         if unused:
             notes.append(f"codecs on tiers of size 1 are unused: {', '.join(unused)}")
-        excepted = any(codec.codec != "none" for codec in config.codecs.exceptions.values())
+        excepted = any(not codec.traits.plain for codec in config.codecs.exceptions.values())
         for tier in config.error_feedback:
-            if config.codecs.gradients[tier].codec == "none" and not excepted:
+            if config.codecs.gradients[tier].traits.plain and not excepted:
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
         if config.save_residuals and not config.error_feedback:
             notes.append("save_residuals has no effect: without error_feedback there are no residuals")
         if config.accumulators != "fp32" and gradients == "world":
             notes.append(f"accumulators {config.accumulators} has no effect: gradients over the world keep none")
         refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
-        differs = config.refresh_differences and any(config.codecs.weights[tier].codec != "none" for tier in refreshed)
+        differs = config.refresh_differences and any(not config.codecs.weights[tier].traits.plain for tier in refreshed)
         if config.refresh_differences and not differs:
             how = f"with codec none on {', '.join(refreshed)}" if refreshed else "over no tier"
             notes.append(f"refresh_differences has no effect: weights are refreshed {how} here")
-        coarse = [t for t in tiers_inside(weights) if grid.size(t) > 1 and config.codecs.weights[t].codec == "int4"]
+        coarse = [
+            t
+            for t in tiers_inside(weights)
+            if grid.size(t) > 1 and config.codecs.weights[t].format.element_bytes(2) < 1
+        ]
         if differs and coarse:
             adaptations.append(
                 f"refresh_differences: on {', '.join(coarse)} every use gathers the weights themselves, and no differences, "
-                "in int4; codec none sends the copy as it is"
+                f"in {config.codecs.weights[coarse[0]].codec}; codec none sends the copy as it is"
             )
         return cls(
             grid,
@@ -236,13 +237,13 @@ class ShardPlan:
         return replace(
             self,
             codecs=CodecsConfig(weights=codecs, gradients=codecs),
-            differences=self.differences if codec.codec != "none" else 0,
+            differences=self.differences if not codec.traits.plain else 0,
             exceptions=(),
         )
 
     def without_fallible(self) -> ShardPlan:
-        """The plan with codec ``none`` on tiers whose weights have one of `FALLIBLE`."""
-        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].codec in FALLIBLE}
+        """The plan with codec ``none`` on tiers whose weights' codec may fail to hold a block."""
+        codecs: dict[str, Any] = {tier: PLAIN for tier in TIERS if self.codecs.weights[tier].traits.fallible}
         weights = self.codecs.weights.model_copy(update=codecs)
         return replace(self, codecs=self.codecs.model_copy(update={"weights": weights}))
 
@@ -324,7 +325,7 @@ class ShardPlan:
         ``bucket_numel``, or more where a rank's part of the message would have less than `refresh_message_bytes`: on many
         ranks the latency of a hop, and not its bandwidth, would set the pace.
         """
-        element = element_bytes(self.gather_hops()[0].codec, itemsize)
+        element = self.gather_hops()[0].codec.format.element_bytes(itemsize)
         return max(bucket_numel, math.ceil(self.refresh_message_bytes * self.grid.world_size / element))
 
     @property

@@ -45,7 +45,7 @@ def in_small_blocks(codec: str, scale: str, rounding: str, rotation: int) -> Cod
 def test_bound_holds_anywhere(values: list[float], dtype: torch.dtype, own: Codec, seed: int) -> None:
     top = torch.finfo(dtype).max
     x = torch.tensor(values, dtype=torch.float64).clamp(-top, top).to(dtype)
-    span = 1 if own.name not in BLOCKED else 512 if own.scale == "int8" else own.block_size
+    span = 1 if own.name not in BLOCKED else 512 if own.config.scale == "int8" else own.config.block_size
     for target in {dtype, torch.float32}:
         error = (round_trip(own, x, target, seed).double() - x.double()).abs()
         for part, errors in zip(x.split(span), error.split(span)):

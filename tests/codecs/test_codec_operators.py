@@ -1,9 +1,10 @@
-"""The operators: opcheck, sums, what they accept and what they refuse, and that outputs share no memory."""
+"""Calls: sums, prepared ones, what they accept and what they refuse, and that outputs share no memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from hzero.config import SUMMED
+from hzero.codecs.formats import BLOCK_CODECS, CODECS, SUMMED
 from tests.codecs import samples
 from tests.codecs.samples import FLOATS, numbers, same
 
@@ -34,48 +35,6 @@ def bucket(rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list
 def messages(codec: Codec, peers: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
     sent = [codec.encode(bucket(inner, dtype, 10 * peer), CHUNKS, sizes=[inner]) for peer in range(peers)]
     return torch.cat(sent)
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("codec", SUMMED)
-def test_opcheck(codec: str) -> None:
-    """Schemas, shapes without memory, and tracing."""
-    dtype = torch.bfloat16
-    own, ops = make(codec, rounding="stochastic"), torch.ops.hzero
-    source, like = bucket(4, dtype), [numbers("normal", 4 * chunk, dtype, 3) for chunk in CHUNKS]
-    axes, how = ([2, 2], [1, 2], 2), own.format
-    payload = own.encode(source, CHUNKS, sizes=axes[0], strides=axes[1], outer=axes[2])
-    summed, rounding = (messages(own, 3, 2, dtype), 3, CHUNKS, 2, *how, dtype), (True, 5)
-    base = [tensor[: own.numel()] for tensor, own in zip(like, source)]
-    fed = [[tensor.float() for tensor in base], [0.5] * len(source)]
-    calls: list[tuple[Any, ...]] = [
-        (ops.encode, source, CHUNKS, *axes, *how, *rounding),
-        (ops.encode_feedback, source, *fed, CHUNKS, *axes, *how, *rounding),
-        (ops.encode_difference, source, base, CHUNKS, *axes, *how, *rounding),
-        (ops.decode, payload, CHUNKS, *axes, *how, dtype),
-        (ops.decode_onto, payload, CHUNKS, *axes, *how, like),
-        (ops.decode_sum, *summed),
-        (ops.decode_add, *summed, [numbers("normal", 2 * chunk) for chunk in CHUNKS]),
-        (ops.decode_sum_encode, *summed, 2, *make("int4", block_size=32, scale="fp32").format, False, 0),
-    ]
-    # Tracing does not depend on the codec, and takes long.
-    kinds = ("test_schema", "test_faketensor", *["test_aot_dispatch_dynamic"] * (codec == "int8"))
-    for operator, *arguments in calls:
-        torch.library.opcheck(operator, tuple(arguments), test_utils=kinds)
-
-
-def test_compiled_callers_see_the_operators() -> None:
-    """Dynamo takes the operators as they are, and does not look into what computes them."""
-    own = make("int8")
-
-    def round_trip(x: torch.Tensor) -> torch.Tensor:
-        return own.decode(own.encode([x * 2], [x.numel()]), [x.numel()], dtype=x.dtype)[0] + 1
-
-    x = numbers("normal", 100)
-    assert torch.equal(torch.compile(round_trip, backend="eager")(x), round_trip(x))
 
 
 @pytest.mark.parametrize("codec", SUMMED)
@@ -145,9 +104,11 @@ def test_decode_sum_encode_is_both_in_one(
     payload = torch.cat([own.encode(source, CHUNKS, sizes=[inner])] + [messages(own, 1, inner, dtype)] * (peers - 1))
     got = own.decode_sum_encode(payload, peers, CHUNKS, inner=inner, dtype=dtype, to=target, outer=outer, seed=3)
     sums = own.decode_sum(payload, peers, CHUNKS, inner=inner, dtype=dtype)
+    if to.name == "none":  # in the type of the elements
+        sums = [total.to(dtype) for total in sums]
     want = target.encode(sums, CHUNKS, sizes=[inner], outer=outer, seed=3)
     if to.name == "none" and bad is not None:
-        assert torch.equal(got.view(torch.float32).isnan(), want.view(torch.float32).isnan())
+        assert torch.equal(got.view(dtype).isnan(), want.view(dtype).isnan())
     else:
         assert torch.equal(got, want)
 
@@ -182,6 +143,43 @@ def test_error_feedback_keeps_what_was_lost(codec: str) -> None:
     assert not left[9] and (left.ne(0).sum() > 40) == (codec != "none")
 
 
+@pytest.mark.parametrize("codec", SUMMED)
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_residuals_are_updated_in_place(codec: str, kept: torch.dtype) -> None:
+    own, x = make(codec, rounding="stochastic"), [numbers("normal", 70), numbers("normal", 31, seed=2)]
+    residuals = [numbers("normal", tensor.numel(), kept, 1) * 0.1 for tensor in x]
+    how = {"sizes": [2], "strides": [1]}
+    want, left = own.encode_feedback(x, [one.float() for one in residuals], [0.5, 1.0], [35, 16], **how, seed=4)
+    encoder = own.encoder([35, 16], torch.float32, torch.device("cpu"), **how, adds="residuals")
+    got = encoder(x, seed=4, added=residuals, factors=[0.5, 1.0], left=residuals)
+    assert torch.equal(got, want) and same(residuals, [one.to(kept) for one in left])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_prepared_calls_write_where_they_are_told(codec: str) -> None:
+    """The bits of single calls, into memory that exists, twice and from several threads."""
+    own, device = make(codec, rounding="stochastic") if codec in BLOCK_CODECS else make(codec), torch.device("cpu")
+    dtype = torch.bfloat16 if codec == "exp" else torch.float32
+    how = {"sizes": [2, 2], "strides": [1, 2], "outer": 2}
+    encoder, decoder = (make(CHUNKS, dtype, device, **how) for make in (own.encoder, own.decoder))
+    assert own.encoder(CHUNKS, dtype, device, **how) is encoder
+    summer = own.summer(2, CHUNKS, inner=2, dtype=dtype, device=device)
+
+    def check(seed: int) -> None:
+        source = bucket(4, dtype, seed)
+        want = own.encode(source, CHUNKS, **how, seed=seed)
+        message, tensors = torch.empty_like(want), [torch.empty(4 * chunk, dtype=dtype) for chunk in CHUNKS]
+        assert encoder.bytes == decoder.bytes == len(want)
+        assert encoder(source, out=message, seed=seed) is message and torch.equal(message, want)
+        decoder(message, tensors)
+        assert same(tensors, own.decode(want, CHUNKS, dtype=dtype, **how))
+        sums = [torch.empty(2 * chunk) for chunk in CHUNKS]
+        assert same(summer(message, sums), own.decode_sum(want, 2, CHUNKS, inner=2, dtype=dtype))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(check, [*range(8), *range(8)]))
+
+
 # ---- what is accepted -----------------------------------------------------------------------------------------------
 
 
@@ -210,7 +208,7 @@ def test_sources_may_be_slices_of_any_shape_that_need_gradients(codec: str) -> N
 X = torch.zeros(40)
 U = torch.zeros(32, dtype=torch.uint8)
 F = torch.float32
-HOW = ("int8", 16, "bf16", 0, 0, 0)
+INT8, EXP = make("int8"), make("exp")
 
 
 def encode(
@@ -219,21 +217,21 @@ def encode(
     sizes: Sequence[int] = (4,),
     strides: Sequence[int] = (1,),
     outer: int = 1,
-    how: tuple[str, int, str, int, int, int] = HOW,
+    own: Codec = INT8,
 ) -> object:
-    return torch.ops.hzero.encode(list(source), list(chunks), list(sizes), list(strides), outer, *how, False, 0)
+    return own.encode(list(source), chunks, sizes=sizes, strides=strides, outer=outer)
 
 
 def feedback(residuals: Sequence[torch.Tensor], factors: Sequence[float]) -> object:
-    return torch.ops.hzero.encode_feedback([X], list(residuals), list(factors), [10], [4], [1], 1, *HOW, False, 0)
+    return INT8.encode_feedback([X], residuals, factors, [10], sizes=[4])
 
 
 def difference(base: Sequence[torch.Tensor]) -> object:
-    return torch.ops.hzero.encode_difference([X], list(base), [10], [4], [1], 1, *HOW, False, 0)
+    return INT8.encode_difference([X], base, [10])
 
 
 def onto(tensors: Sequence[torch.Tensor]) -> None:
-    torch.ops.hzero.decode_onto(U, [10], [1], [1], 1, *HOW, list(tensors))
+    INT8.decode_onto(U, tensors, [10], sizes=[1])
 
 
 def _freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,33 +244,25 @@ def _freed(tensor: torch.Tensor) -> torch.Tensor:
 def decode(
     payload: torch.Tensor = U, chunks: Sequence[int] = (10,), sizes: Sequence[int] = (1,), dtype: torch.dtype = F
 ) -> object:
-    return torch.ops.hzero.decode(payload, list(chunks), list(sizes), [1], 1, *HOW, dtype)
+    return INT8.decode(payload, chunks, sizes=sizes, dtype=dtype)
 
 
-def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, int, str, int, int, int] = HOW) -> object:
-    return torch.ops.hzero.decode_sum_encode(U, peers, [10], inner, *HOW, F, outer, *out, False, 0)
+def transcode(peers: int = 1, inner: int = 1, outer: int = 1) -> object:
+    return INT8.decode_sum_encode(U, peers, [10], inner=inner, dtype=F, to=INT8, outer=outer)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: encode(how=("int3", 16, "bf16", 0, 0, 0)), ValueError, "codec: found 'int3', possible: none, bf16, int8, int4"),
-        (lambda: encode(how=("int8", 24, "bf16", 0, 0, 0)), ValueError, "block_size: found 24, expected a multiple of 16"),
-        (lambda: encode(how=("int4", 16, "fp16", 0, 0, 0)), ValueError, "scale: found 'fp16', possible: bf16, fp32, int8"),
-        (
-            lambda: encode(how=("int4", 48, "int8", 0, 0, 0)),
-            ValueError,
-            "block_size: found 48 with scale 'int8', possible: 32, 64, 128, 256",
-        ),
-        (lambda: encode(how=("int4", 64, "bf16", 32, 0, 0)), ValueError, "rotation: found 32, possible: 0, 64, 128, if it div"),
-        (lambda: encode(how=("zfp", 4, "", 0, 25, 0)), ValueError, "rate: found 25, possible with codec zfp: 4 to 24"),
-        (lambda: encode(how=("mpc", 4, "", 0, 0, 33)), ValueError, "dimension: found 33, possible with codec mpc: 1 to 32"),
+        (lambda: encode(own=EXP), TypeError, r"source\[0\]: found torch.float32, expected bfloat16: codec exp enc"),
+        (lambda: encode(own=EXP, source=[X.half()]), TypeError, r"found torch.float16, expected bfloat16"),
+        (lambda: EXP.encode_feedback([X.bfloat16()], [X], [1.0], [40], sizes=[1]), ValueError, "codec: found 'exp', which"),
         (lambda: difference([X[:3]]), ValueError, r"base: found \[3\] elements, expected \[40\]"),
         (lambda: onto([X]), ValueError, r"tensors: found \[40\] elements, expected \[10\]"),
         (lambda: onto([X.view(10, 4)[:, 0]]), ValueError, r"tensors\[0\]: found strides \(4,\), expected a contiguous"),
         (lambda: onto([X[:10].long()]), TypeError, "dtype: found torch.int64, expected float32, bfloat16 or float16"),
         (lambda: encode([X.double()]), TypeError, r"source\[0\]: found torch.float64, expected float32"),
-        (lambda: encode([X, X.half()], [10, 10]), TypeError, r"source\[1\]: found torch.float16 .*is torch.float32"),
+        (lambda: encode([X, X.half()], [10, 10]), TypeError, r"source\[1\]: found torch.float16 .*expected torch.float32"),
         (lambda: encode([X.view(8, 5).t()]), ValueError, r"source\[0\]: found strides \(1, 5\), expected a contiguous"),
         (lambda: encode(chunks=[9]), ValueError, r"source\[0\]: found 40 elements, expected at most 36: 4 shards of 9"),
         (lambda: encode(chunks=[10, 10]), ValueError, "source: found 1 tensors for 2 chunks"),
@@ -282,7 +272,7 @@ def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, in
         (lambda: encode(sizes=[2, 2], strides=[1, 1]), ValueError, r"strides: \[1, 1\] with sizes \[2, 2\] do not"),
         (lambda: decode(torch.zeros(64, dtype=torch.uint8)[::2]), ValueError, "payload: found stride 2, expected a cont"),
         (lambda: decode(_freed(U)), ValueError, "payload: found 0 bytes of storage, expected 32: its memory was freed"),
-        (lambda: encode([X, X.to("meta")], [10, 10]), TypeError, r"source\[1\]: found .* on meta, but source\[0\] is"),
+        (lambda: encode([X, X.to("meta")], [10, 10]), TypeError, r"source\[1\]: found .* on meta, expected torch.float32 on cpu"),
         (lambda: feedback([X[:3]], [1.0]), ValueError, r"residuals\[0\]: found 3 elements, expected none or the 40"),
         (lambda: feedback([], [1.0]), ValueError, "residuals: found 0 for 1 sources"),
         (lambda: decode(U.view(1, -1)), TypeError, "payload: found torch.uint8 of 2 dimensions, expected uint8 of one"),
@@ -293,7 +283,6 @@ def transcode(peers: int = 1, inner: int = 1, outer: int = 1, out: tuple[str, in
         (lambda: decode(sizes=[2]), ValueError, "payload: found 32 bytes, expected 64"),
         (lambda: transcode(peers=0), ValueError, "peers: found 0, expected at least 1"),
         (lambda: transcode(peers=2), ValueError, "payload: found 32 bytes, expected 64"),
-        (lambda: transcode(out=("int9", 16, "bf16", 0, 0, 0)), ValueError, "out_codec: found 'int9'"),
         (lambda: make("int8").encode([X], [10], strides=[1]), ValueError, r"sizes: found None, .* strides \[1\]"),
         (lambda: make("int8").decode(U[:9], [10], dtype=F), ValueError, "payload: found 9 bytes, expected 32"),
     ],

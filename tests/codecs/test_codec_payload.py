@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from hzero.config import CODED_SCALE_BLOCKS, NAMED, CodecConfig
+from hzero.codecs.formats import CODED_SCALE_BLOCKS, NAMED
+from hzero.config import CodecConfig
 from tests.codecs.samples import FLOATS, make, numbers
 from tests.ranks import ROOT
 

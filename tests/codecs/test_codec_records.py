@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hzero.codecs.formats import RecordFormat, chunk_numel
-from hzero.config import SUMMED
+from hzero.codecs.formats import SUMMED, RecordFormat, chunk_numel
 from tests.codecs.samples import make, numbers
 
 

@@ -176,7 +176,7 @@ def test_other_types_are_those_of_bfloat16_converted() -> None:
     for dtype in (torch.float32, torch.float16):
         got = EXP.decode(message, [3000], dtype=dtype)[0]
         torch.testing.assert_close(got, x.to(dtype), rtol=0, atol=0, equal_nan=True)
-    assert EXP.exact and EXP.error_bound(60.0, BF16) == EXP.error_bound(60.0) == 0.0
+    assert EXP.traits.exact and EXP.error_bound(60.0, BF16) == EXP.error_bound(60.0) == 0.0
     assert EXP.error_bound(1e5, torch.float16) == float("inf")
     assert float((got.float() - x.float()).nan_to_num().abs().max()) <= EXP.error_bound(
         float(x[9:].abs().max()), torch.float16

@@ -80,7 +80,7 @@ def test_every_bit_comes_back(kind: str, dimension: int) -> None:
     for count in LENGTHS:
         x = numbers(kind, count, seed=count)
         assert same_bits(round_trip(own, x), x)
-    assert own.exact and own.error_bound(3e38) == 0.0
+    assert own.traits.exact and own.error_bound(3e38) == 0.0
 
 
 @settings(max_examples=80)

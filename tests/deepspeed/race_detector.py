@@ -28,6 +28,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hzero.codecs import backends
 from hzero.comm import lanes, transport
 
 #: In place of a stream: the host, behind whose waits comes all that it starts later.
@@ -413,6 +414,8 @@ def recording() -> Iterator[Trace]:
                 (lanes, "_of_world", None),  # one with streams, which ends with this device
             ):
                 patches.enter_context(mock.patch.object(owner, name, function))
+            # Compiled codecs pass by the dispatcher. The reference reads and writes the same tensors, in operators.
+            patches.enter_context(backends.reference_instead())
             if dist.get_rank() == 0:
                 World.here.trace = trace
                 patches.enter_context(recorder)

@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from hzero.codecs import backends, device, host, reference
-from hzero.codecs.arguments import Rounding, Rows
 from hzero.codecs.codec import Codec
-from hzero.codecs.descriptor import BUCKET, VERSION
+from hzero.codecs.formats import Rows
+from hzero.codecs.kernels import BUCKET, VERSION, KernelBackend
 from hzero.commands.doctor import examine_codecs
 from hzero.config import CodecConfig
 from hzero.validation import ConfigError
+from tests.kernels.cases import REFERENCE, Calls
 from tests.kernels.emulated import FAMILIES, KERNELS, EmulatedKernels
 
 INT8 = Codec.from_config(CodecConfig(codec="int8"))
-ENCODING = ([torch.arange(300.0)], Rows.in_order((300,), 1), INT8.format, Rounding(stochastic=False, seed=0))
+ENCODING = ([torch.arange(300.0)], Rows.of((300,), (1,)), INT8.format)
 HAS_LIBRARY = host.LIBRARY.exists()
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="the host library is not built")
 
@@ -226,12 +227,12 @@ class _Nothing:
 
 
 def _encode(kernels: device.DeviceKernels) -> torch.Tensor:
-    return backends.KernelBackend(kernels).encode(*ENCODING)
+    return Calls(KernelBackend(kernels)).encode(*ENCODING)
 
 
 def test_kernels_are_compiled_once_and_kept(cupy: _Cupy, tmp_path: Path) -> None:
     hip = bool(torch.version.hip)
-    want = reference.encode(*ENCODING)
+    want = REFERENCE.encode(*ENCODING)
     for _ in range(2):  # the second finds it on disk
         kernels = device.DeviceKernels()
         for _ in range(2):
@@ -309,16 +310,24 @@ def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch
         why()
 
 
+def _one_more(add_up: Any) -> Any:
+    """A call whose sums are wrong."""
+
+    def wrong(payload: torch.Tensor, sums: list[torch.Tensor]) -> None:
+        add_up(payload, sums)
+        sums[0].add_(1)
+
+    return wrong
+
+
 # ---- hzero doctor ---------------------------------------------------------------------------------------------------
 
 
 def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         def __getattr__(self, name: str) -> Any:
-            function = getattr(reference, name)
-            if name != "decode_sum":
-                return function
-            return lambda *arguments: [tensor + 1 for tensor in function(*arguments)]
+            prepare = getattr(reference, name)
+            return (lambda *how: _one_more(prepare(*how))) if name == "summer" else prepare
 
     monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice("host", Wrong(), "a test"))
     findings: list[Any] = []

@@ -11,18 +11,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import host, ops, reference
-from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.codecs.formats import ROTATIONS, RecordFormat
+from hzero.codecs import host, reference
+from hzero.codecs.formats import CODECS, CODED_SCALE_BLOCKS, ROTATIONS, Messages, RecordFormat, Rows
 from hzero.codecs.kernels import KernelBackend
-from hzero.config import CODECS, CODED_SCALE_BLOCKS
 from tests.codecs.samples import FLOATS, numbers
-from tests.kernels.cases import compared
+from tests.kernels.cases import Calls, compared
 from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG
 
 BACKENDS = ("reference", "host")
-#: Numbers to take for counts: 64-bit integers of the operators' schema.
+#: Numbers to take for counts: 64-bit integers.
 COUNTS = (-1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
 
 
@@ -36,12 +34,6 @@ def _backend(name: str) -> Any:
         return KernelBackend(host.HostLibrary(LIBRARY))
     except OSError as error:
         pytest.skip(str(error))
-
-
-def _call(backend: Any, name: str, *arguments: Any) -> list[torch.Tensor]:
-    """An operator with its checks, by one backend."""
-    result = ops._implementation(name, backend)(*ops.flat(arguments))
-    return result if isinstance(result, list) else [result]
 
 
 def _hostile(size: int, draw: random.Random) -> torch.Tensor:
@@ -81,7 +73,7 @@ def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
     # Otherwise bytes follow a record's elements: the format leaves open what becomes of them when they are encoded again.
     if not whole:
         messages = messages._replace(chunks=tuple(c + more.choice((0, 1, 7, 15, 17)) for c in messages.chunks))
-    rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
+    rows = Rows.of(messages.chunks, (messages.peers * messages.inner,), outer=messages.peers)
     payload = _hostile(fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize), draw)
     before, size = payload.clone(), max(fmt.block_size, 64)
     out = RecordFormat.of(draw.choice(("int8", "int4")), size, _scale(draw, size))
@@ -89,8 +81,8 @@ def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
         ("decode", rows, fmt, dtype),
         ("decode_onto", rows, fmt, [numbers("normal", rows.total * c, dtype, 3) for c in rows.chunks]),
         ("decode_sum", messages, fmt, dtype),
-        ("decode_add", messages, fmt, dtype, [numbers("normal", messages.inner * c, seed=3) for c in rows.chunks]),
-        ("decode_sum_encode", messages, fmt, dtype, messages.inner, out, Rounding(draw.random() < 0.5, 5)),
+        ("decode_sum", messages, fmt, dtype, [numbers("normal", messages.inner * c, seed=3) for c in rows.chunks]),
+        ("decode_sum_encode", messages, fmt, dtype, messages.inner, out, draw.random() < 0.5, 5),
     ]
     for name, *how in calls:
         different = list(compared(_backend(target), payload.device, name, payload, *how))
@@ -103,18 +95,18 @@ def test_any_bytes_are_decoded_alike(target: str, seed: int) -> None:
 def test_payloads_of_another_size_are_refused(seed: int) -> None:
     draw = random.Random(seed)
     messages, fmt, dtype = _messages(draw)
-    rows = Rows.in_order(messages.chunks, messages.peers * messages.inner, messages.peers)
+    rows = Rows.of(messages.chunks, (messages.peers * messages.inner,), outer=messages.peers)
     size = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
     wrong = draw.choice([n for n in (0, 1, size - 16, size - 1, size + 1, size + 16, 2 * size + 16) if 0 <= n != size])
     out = RecordFormat.of("int4", 64, "bf16")
     for name, *more in (
         ("decode", rows, fmt, dtype),
         ("decode_sum", messages, fmt, dtype),
-        ("decode_sum_encode", messages, fmt, dtype, 1, out, Rounding(False, 0)),
+        ("decode_sum_encode", messages, fmt, dtype, 1, out),
     ):
         for backend in BACKENDS:
             with pytest.raises(ValueError, match=f"^payload: found {wrong} bytes, expected {size}: "):
-                _call(_backend(backend), name, _hostile(wrong, draw), *more)
+                getattr(Calls(_backend(backend)), name)(_hostile(wrong, draw), *more)
 
 
 @settings(max_examples=100)
@@ -125,16 +117,17 @@ def test_any_counts_give_an_error_or_the_few_elements_that_they_say(
     counts: tuple[int, ...], codec: str, size: int
 ) -> None:
     """Zero, negative and huge: nothing is allocated for them, no loop takes for ever."""
-    payload, how = torch.zeros(size, dtype=torch.uint8), (codec, 16, "bf16", 0, 9, 1, torch.float32)
+    payload, out = torch.zeros(size, dtype=torch.uint8), RecordFormat.of("int4", 16, "bf16")
+    how = RecordFormat.of(codec, 16, "bf16", 0, 9, 1), torch.float32
     first, second, third, fourth = counts
     calls: dict[str, tuple[Any, ...]] = {
-        "decode": ([first], [second], [third], fourth, *how),
-        "decode_sum": (first, [second], third, *how),
-        "decode_sum_encode": (first, [second], third, *how, fourth, "int4", 16, "bf16", 0, 0, 0, False, 0),
+        "decode": (Rows((first,), (second,), (third,), fourth), *how),
+        "decode_sum": (Messages(first, (second,), third), *how),
+        "decode_sum_encode": (Messages(first, (second,), third), *how, fourth, out),
     }
     for backend, (name, arguments) in ((b, call) for b in BACKENDS for call in calls.items()):
         try:
-            found = ops._implementation(name, _backend(backend))(payload, *arguments)
+            found = getattr(Calls(_backend(backend)), name)(payload, *arguments)
         except (TypeError, ValueError) as error:
             assert "found" in str(error) or "do not reach each" in str(error), error
         else:

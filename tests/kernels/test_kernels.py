@@ -12,21 +12,20 @@ import pytest
 import torch
 
 from hzero.codecs import backends, host, reference
-from hzero.codecs.arguments import Messages, Rounding, Rows
-from hzero.codecs.descriptor import AXES, TENSORS
-from hzero.codecs.formats import RecordFormat
-from hzero.codecs.kernels import KernelBackend
+from hzero.codecs.codec import Codec, Encoder
+from hzero.codecs.formats import Messages, RecordFormat, Rows
+from hzero.codecs.kernels import AXES, TENSORS, KernelBackend
+from hzero.config import CodecConfig
 from tests.codecs import test_exponents as exponents
 from tests.codecs.samples import FLOATS, numbers, same
 from tests.codecs.test_exponents import source_of
-from tests.kernels.cases import KINDS, Case, disagreements, random_case
+from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, disagreements, random_case
 from tests.kernels.emulated import LIBRARY, EmulatedKernels
 from tests.ranks import LONG
 
 CPU = torch.device("cpu")
 ZFP = [RecordFormat.of("zfp", 0, "", rate=rate) for rate in (4, 9, 16, 23)]
 MPC = [RecordFormat.of("mpc", 0, "", dimension=dimension) for dimension in (1, 5, 32)]
-NEAREST = Rounding(stochastic=False, seed=0)
 TARGETS = ["avx512", "avx2", "baseline", "wave 64", pytest.param("wave 32", marks=LONG), "device"]
 
 
@@ -113,11 +112,11 @@ def test_exponents(target: tuple[Any, torch.device]) -> None:
     lines = [source_of(kind, 512, seed) for seed, kind in enumerate(10 * list(exponents.KINDS)[:-1])]
     long = torch.cat([*lines[:70], source_of("uniform", 999)[:-100]])  # the second block, a short one, is lost
     for dtype in FLOATS:
-        rows = Rows.in_order((len(long),), 1)
-        message = reference.encode([long], rows, fmt, NEAREST)
-        assert torch.equal(backend.encode([long.to(device)], rows, fmt, NEAREST).cpu(), message)
-        (got,) = backend.decode(message.to(device), rows, fmt, dtype)
-        (want,) = reference.decode(message, rows, fmt, dtype)
+        rows = Rows.of((len(long),), (1,))
+        message = REFERENCE.encode([long], rows, fmt)
+        assert torch.equal(Calls(backend).encode([long.to(device)], rows, fmt).cpu(), message)
+        (got,) = Calls(backend).decode(message.to(device), rows, fmt, dtype)
+        (want,) = REFERENCE.decode(message, rows, fmt, dtype)
         exact = dtype != torch.float16  # NaNs too
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)) if exact else same([got.cpu()], [want])
         if emulated(target):
@@ -127,9 +126,12 @@ def test_exponents(target: tuple[Any, torch.device]) -> None:
 
 
 def test_codecs_of_processors_alone(target: tuple[Any, torch.device]) -> None:
-    """Codecs zfp and mpc, whose bits end inside bytes and groups of elements; a device leaves them to the reference."""
+    """Codecs zfp and mpc, whose bits end inside bytes and groups of elements; a device leaves them to the REFERENCE."""
     if target[0].launcher.wave:
-        assert target[0].prepare_encode([torch.ones(9)], Rows.in_order((9,), 1), ZFP[1], NEAREST) is None
+        assert (
+            target[0].encoder(Rows.of((9,), (1,)), ZFP[1], torch.float32, "", False).func.__module__
+            == reference.__name__
+        )
         return
     chunks = itertools.cycle([(700, 0, 1, 64), (1025, 5), (63,), (2048, 130)])
     for index, (kind, chunk) in enumerate(zip(KINDS, chunks)):
@@ -177,8 +179,8 @@ def test_quotients_near_the_middle_between_codes(target: tuple[Any, torch.device
         halves = scales * (torch.randint(-127, 127, (512, 127), generator=generator) + 0.5)
         near = torch.nextafter(halves, halves * torch.randint(0, 3, halves.shape, generator=generator))
         x = torch.cat([near, 127 * scales], dim=1).reshape(-1)
-        how = (Rows.in_order((x.numel(),), 1), RecordFormat.of("int8", 128, scale), NEAREST)
-        assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
+        how = (Rows.of((x.numel(),), (1,)), RecordFormat.of("int8", 128, scale))
+        assert torch.equal(Calls(backend).encode([x.to(device)], *how).cpu(), REFERENCE.encode([x], *how))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -196,23 +198,23 @@ def test_every_quotient_of_bfloat16(target: tuple[Any, torch.device], codec: str
         rows = torch.nn.functional.pad(rest, (0, -len(rest) % 255)).view(-1, 255)
         blocks.append(torch.cat([extreme.expand(len(rows), 1), rows], dim=1))
     x = torch.cat(blocks).reshape(-1)
-    how = (Rows.in_order((x.numel(),), 1), RecordFormat.of(codec, 256, "bf16"), NEAREST)
-    assert torch.equal(backend.encode([x.to(device)], *how).cpu(), reference.encode([x], *how))
+    how = (Rows.of((x.numel(),), (1,)), RecordFormat.of(codec, 256, "bf16"))
+    assert torch.equal(Calls(backend).encode([x.to(device)], *how).cpu(), REFERENCE.encode([x], *how))
     half = (x.float() * (1 + 2.0**-9)).half()  # other mantissas
-    assert torch.equal(backend.encode([half.to(device)], *how).cpu(), reference.encode([half], *how))
+    assert torch.equal(Calls(backend).encode([half.to(device)], *how).cpu(), REFERENCE.encode([half], *how))
 
 
 def test_formats_without_blocks_and_unlike_blocks(target: tuple[Any, torch.device]) -> None:
     backend, device = target
     x = [numbers("normal", 300, torch.bfloat16, 1)]
     for codec in ("none", "bf16"):
-        how = (Rows.in_order((150,), 2), RecordFormat.of(codec, 0, "bf16"), NEAREST)
-        assert torch.equal(backend.encode([x[0].to(device)], *how).cpu(), reference.encode(x, *how))
+        how = (Rows.of((150,), (2,)), RecordFormat.of(codec, 0, "bf16"))
+        assert torch.equal(Calls(backend).encode([x[0].to(device)], *how).cpu(), REFERENCE.encode(x, *how))
     fmt, out = RecordFormat.of("int8", 64, "bf16"), RecordFormat.of("int4", 32, "bf16")
-    message = reference.encode(x, Rows.in_order((150,), 2, outer=2), fmt, NEAREST)
-    how = (Messages(2, (150,), 1), fmt, torch.bfloat16, 1, out, NEAREST)
-    got = backend.decode_sum_encode(message.to(device), *how).cpu()
-    assert torch.equal(got, reference.decode_sum_encode(message, *how))
+    message = REFERENCE.encode(x, Rows.of((150,), (2,), outer=2), fmt)
+    how = (Messages(2, (150,), 1), fmt, torch.bfloat16, 1, out)
+    got = Calls(backend).decode_sum_encode(message.to(device), *how).cpu()
+    assert torch.equal(got, REFERENCE.decode_sum_encode(message, *how))
 
 
 def test_threads_share_the_work() -> None:
@@ -250,18 +252,16 @@ def test_a_forked_process_can_go_on() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_graph_captures_the_operators() -> None:
+def test_a_graph_captures_the_calls() -> None:
     x = torch.randn(100_000, device="cuda", dtype=torch.bfloat16)
-    how = (["int8", 128, "bf16", 0, 0, 0], [x.numel()], [1], [1], 1)
+    own, to = (Codec.from_config(CodecConfig(codec=codec)) for codec in ("int8", "int4"))
+    chunks, dtype = [x.numel()], torch.bfloat16
 
     def everything() -> list[torch.Tensor]:
-        message = torch.ops.hzero.encode([x], *how[1:], *how[0], False, 0)
-        decoded = torch.ops.hzero.decode(message, *how[1:], *how[0], torch.bfloat16)
-        sums = torch.ops.hzero.decode_sum(message, 1, how[1], 1, *how[0], torch.bfloat16)
-        again = torch.ops.hzero.decode_sum_encode(
-            message, 1, how[1], 1, *how[0], torch.bfloat16, 1, "int4", 128, "bf16", 0, 0, 0, False, 0
-        )
-        return [message, *decoded, *sums, again]
+        message = own.encode([x], chunks)
+        again = own.decode_sum_encode(message, 1, chunks, inner=1, dtype=dtype, to=to, outer=1)
+        sums = own.decode_sum(message, 1, chunks, inner=1, dtype=dtype)
+        return [message, *own.decode(message, chunks, dtype=dtype), *sums, again]
 
     backends.choice("cuda")  # compiles and loads
     graph = torch.cuda.CUDAGraph()
@@ -281,31 +281,39 @@ def test_nothing_is_written_beyond_the_outputs(target: tuple[Any, torch.device])
     """Payloads, residuals, decoded tensors and sums with a border around each."""
     backend, device = target
     fmt, out = RecordFormat.of("int4", 64, "bf16"), RecordFormat.of("int8", 64, "bf16")
+    borders: list[torch.Tensor] = []
+
+    def bordered(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        borders.append(torch.full((numel * dtype.itemsize + 2 * GUARD,), 77, dtype=torch.uint8, device=device))
+        return borders[-1][GUARD:-GUARD].view(dtype)
+
     for chunk in (1, 63, 64, 4097):
         source = [numbers("normal", 6 * chunk, torch.bfloat16, chunk).to(device)]
-        rows, messages = Rows.in_order((chunk,), 6, outer=2), Messages(2, (chunk,), 3)
-        residuals = [torch.ones(6 * chunk, device=device)]
-        message = backend.encode(source, rows, fmt, NEAREST)
-        for prepared in (
-            backend.prepare_encode(source, rows, fmt, NEAREST, residuals=residuals, factors=[1.0]),
-            backend.prepare_decode(message, rows, fmt, torch.float16),
-            backend.prepare_decode(message, rows, fmt._replace(rotation=64), torch.float16),
-            backend.prepare_decode_sum(message, messages, fmt, torch.float32),
-            backend.prepare_decode_sum_encode(message, messages, fmt, torch.float32, 1, out, NEAREST),
-        ):
-            want = [tensor.clone() for tensor in prepared.run()]
-            borders = [
-                torch.full((t.numel() * t.element_size() + 2 * GUARD,), 77, dtype=torch.uint8, device=device)
-                for t in prepared.outputs
-            ]
-            places = {t.data_ptr(): b.data_ptr() + GUARD for t, b in zip(prepared.outputs, borders)}
-            for bucket in prepared.buckets:
-                for fields, names in ((bucket, ("payload", "out_payload")), (bucket["tensor"][:1], ("data", "left"))):
-                    for name in names:
-                        fields[name] = places.get(int(fields[name].reshape(-1)[0]), fields[name])
-            prepared.run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            for border, tensor in zip(borders, want):
-                assert (border[:GUARD] == 77).all() and (border[-GUARD:] == 77).all(), prepared.kernel
-                assert same([border[GUARD:-GUARD].view(tensor.dtype)], [tensor]), prepared.kernel
+        rows, messages = Rows.of((chunk,), (6,), outer=2), Messages(2, (chunk,), 3)
+        message = Calls(backend).encode(source, rows, fmt)
+        size, other = message.numel(), out.message_bytes((chunk,), 3, 4)
+        encode = backend.encoder(rows, fmt, torch.bfloat16, "residuals", False)
+        for kept in (torch.float32, torch.bfloat16):
+            residuals = [torch.ones(6 * chunk, device=device, dtype=kept)]
+            encode(bordered(size, torch.uint8), source, 0, residuals, [1.0], [bordered(6 * chunk, kept)])
+        for rotation in (0, 64):
+            rotated, half = fmt._replace(rotation=rotation), [bordered(6 * chunk, torch.float16)]
+            backend.decoder(rows, rotated, torch.float16, False)(message, half)
+            backend.decoder(rows, rotated, torch.float16, True)(message, half)
+        backend.summer(messages, fmt, torch.float32, False)(message, [bordered(3 * chunk, torch.float32)])
+        backend.recoder(messages, fmt, torch.float32, 1, out, False)(message, bordered(other, torch.uint8))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        for border in borders:
+            assert (border[:GUARD] == 77).all() and (border[-GUARD:] == 77).all()
+        borders.clear()
+
+
+def test_a_payload_is_written_where_wide_stores_can(target: tuple[Any, torch.device]) -> None:
+    """Elsewhere the call is refused, since a device would write beside it or end the process."""
+    backend, device = target
+    encoder = Encoder(INT4, Rows.of((64,), (1,)), torch.float32, "", False, backend)
+    memory = torch.zeros(encoder.bytes + 1, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"payload: found address 0x[0-9a-f]+, expected a multiple of"):
+        encoder([torch.ones(64, device=device)], out=memory[1:])
+    assert not memory.any()

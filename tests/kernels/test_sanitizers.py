@@ -23,12 +23,12 @@ _SETS = {
 #: Reads behind the end of a payload.
 _SHORT = """
 import sys, torch
-from hzero.codecs.arguments import Rows
-from hzero.codecs.formats import RecordFormat
+from hzero.codecs.formats import RecordFormat, Rows
 from tests.kernels.test_kernels import backend_of
 
 payload = torch.zeros(8, dtype=torch.uint8)
-backend_of(sys.argv[1]).decode(payload, Rows.in_order((64,), 1), RecordFormat.of("int8", 64, "bf16"), torch.float32)
+how = Rows.of((64,), (1,)), RecordFormat.of("int8", 64, "bf16"), torch.float32, False
+backend_of(sys.argv[1]).decoder(*how)(payload, [torch.empty(64)])
 """
 
 

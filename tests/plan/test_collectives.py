@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs.formats import RecordFormat, chunk_numel, record_format
+from hzero.codecs.formats import RecordFormat, chunk_numel
 from hzero.comm.checksum import checksums
 from hzero.config import BASE_TIERS
 from hzero.parsing import parse_config
@@ -49,7 +49,7 @@ def _walk(
     received = {(role, tier): 0 for role in ("weights", "gradients") for tier in plan.grid.tiers}
 
     def message(hop, rows: int) -> int:
-        fmt = record_format(hop.codec)
+        fmt = hop.codec.format
         return sum(fmt.record_bytes(chunk, itemsize) for _ in range(rows) for chunk in chunks)
 
     rows = 1
