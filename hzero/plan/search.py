@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from hzero.commands.experiment import key_of
 from hzero.config import BASE_TIERS, DEFAULT_PRESET, PRESETS, ROLES, CodecName, HZeroConfig, Scope, Tier
 from hzero.files import refusing, replacing
@@ -112,14 +114,10 @@ class Setting:
 
 
 def _block(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
-    block: dict[str, Any] = {"preset": preset}
+    block = OmegaConf.create({"preset": preset})
     for key, value in changes.items():
-        *parents, last = key.split(".")
-        inner = block
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[last] = value
-    return block
+        OmegaConf.update(block, key, value)
+    return OmegaConf.to_container(block)  # type: ignore[return-value]
 
 
 def _setting(scenario: Scenario, preset: str, changes: dict[str, Any], job: Job) -> Setting:

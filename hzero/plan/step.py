@@ -58,7 +58,7 @@ def predict(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> Predictio
     if job.model.layer is None:
         raise ConfigError(f"model: the layers of {job.name} differ; expected equal layers for a prediction")
     job = _as_cut(scheme, job)
-    found = _many_micro_steps(scheme, job, machine)
+    found = _figures(scheme, job, machine)
     seconds, tokens = found["seconds"], job.tokens * job.accumulation
     # Forward and backward, without what is computed again.
     flops = 3.0 * tokens * sum(bucket.flops for bucket in buckets_of(job))
@@ -85,37 +85,25 @@ def _as_cut(scheme: Scheme | ShardPlan, job: Job) -> Job:
     return job
 
 
-def _many_micro_steps(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
-    """Figures of a step. The middle micro-steps are all alike: each adds what the third adds to two."""
-    if job.accumulation <= MICRO_STEPS:
-        return _many_layers(scheme, job, machine)
-    longer, shorter = (
-        _many_layers(scheme, replace(job, accumulation=count), machine) for count in (MICRO_STEPS, MICRO_STEPS - 1)
-    )
-    return _extended(shorter, longer, job.accumulation - MICRO_STEPS)
-
-
-def _many_layers(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
-    """The same over layers, which are alike too, but for those that backward finds still gathered."""
+def _figures(scheme: Scheme | ShardPlan, job: Job, machine: Machine) -> dict[str, float]:
+    """Seconds of a step, of waits and of busy resources; middle micro-steps, and layers, are all alike."""
+    if job.accumulation > MICRO_STEPS:
+        counts = (MICRO_STEPS - 1, MICRO_STEPS)
+        shorter, longer = (_figures(scheme, replace(job, accumulation=count), machine) for count in counts)
+        return _extended(shorter, longer, job.accumulation - MICRO_STEPS)
+    # But for the layers that backward finds still gathered.
     layers, behind = job.model.layers, sum(job.model.after)
     kept = next((n for n in range(layers) if 2 * (behind + n * job.layer) >= job.reuse), 0)
     few, more = (kept + count * job.layers_together for count in LAYERS)
     if layers <= more:
-        return _figures(simulated(scheme, job, machine))
-    shorter, longer = (_figures(simulated(scheme, job, machine, count)) for count in (few, more))
+        return simulated(scheme, job, machine).figures
+    shorter, longer = (simulated(scheme, job, machine, count).figures for count in (few, more))
     return _extended(shorter, longer, (layers - more) / (more - few))
 
 
 def _extended(shorter: dict[str, float], longer: dict[str, float], times: float) -> dict[str, float]:
+    """The longer figures, with what they are longer by added some more times."""
     return {name: max(value + times * (value - shorter.get(name, 0.0)), 0.0) for name, value in longer.items()}
-
-
-def _figures(timeline: Timeline) -> dict[str, float]:
-    return {
-        "seconds": timeline.seconds,
-        **{f"exposed {tier}": time for tier, time in timeline.exposed.items() if tier},
-        **{f"busy {resource}": time for resource, time in timeline.busy.items()},
-    }
 
 
 class _Builder:
@@ -294,6 +282,8 @@ class Task:
         after: Tasks that end before it starts.
         tier: Outermost tier that it crosses; "" for compute.
         boundary: Whether it waits for the last micro-step.
+        start: Its times.
+        end: Infinite until it has ended.
     """
 
     lane: str
@@ -304,7 +294,17 @@ class Task:
     boundary: bool = False
     start: float = -1.0
     end: float = math.inf
-    waits: int = 0
+    _waits: int = 0
+    _index: int = -1
+
+    def _begin(self, now: float) -> None:
+        """Begins the next phase: a latency, then work that takes resources."""
+        self._index += 1
+        phase = self.phases[self._index]
+        self._until = now + phase.latency_s
+        self._left = max(phase.work.values(), default=0.0)
+        self._usage = {key: value / self._left for key, value in phase.work.items() if value} if self._left else {}
+        self._working = phase.latency_s <= 0.0
 
 
 @dataclass(frozen=True)
@@ -323,21 +323,11 @@ class Timeline:
     exposed: dict[str, float]
     busy: dict[str, float]
 
-
-class _Running:
-    """A task under way."""
-
-    def __init__(self, task: Task, now: float) -> None:
-        self.task, self.index = task, 0
-        self.begin(now)
-
-    def begin(self, now: float) -> None:
-        phase = self.task.phases[self.index]
-        self.until = now + phase.latency_s
-        self.left = max(phase.work.values(), default=0.0)
-        self.usage = {key: value / self.left for key, value in phase.work.items() if value} if self.left else {}
-        self.key = id(phase)
-        self.fluid = phase.latency_s <= 0.0
+    @property
+    def figures(self) -> dict[str, float]:
+        """All seconds by name."""
+        exposed = {f"exposed {tier}": time for tier, time in self.exposed.items() if tier}
+        return {"seconds": self.seconds, **exposed, **{f"busy {name}": time for name, time in self.busy.items()}}
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
@@ -350,10 +340,10 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     behind: dict[int, list[Task]] = defaultdict(list)
     for task in tasks:
         lanes[task.lane].append(task)
-        task.waits = len(task.after)
+        task._waits = len(task.after)
         for other in task.after:
             behind[id(other)].append(task)
-    running: dict[str, _Running] = {}
+    running: dict[str, Task] = {}
     known: dict[tuple[int, ...], list[float]] = {}
     now, done = 0.0, 0
     exposed: dict[str, float] = defaultdict(float)
@@ -361,58 +351,55 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     ready = list(lanes)
     while done < len(tasks):
         for lane in ready:
-            if lane not in running and lanes[lane] and not lanes[lane][0].waits:
-                task = lanes[lane].popleft()
+            if lane not in running and lanes[lane] and not lanes[lane][0]._waits:
+                task = running[lane] = lanes[lane].popleft()
                 task.start = now
-                running[lane] = _Running(task, now)
+                task._begin(now)
         ready = []
         if not running:
             raise ValueError("nothing can start: a task waits for one behind it")
-        flows = [run for run in running.values() if run.fluid]
-        key = tuple(run.key for run in flows)
-        rates = known.get(key)
-        if rates is None:
-            rates = known[key] = speeds([run.usage for run in flows])
-        step = min((run.until - now for run in running.values() if not run.fluid), default=math.inf)
-        for run, rate in zip(flows, rates):
-            step = min(step, run.left / rate if run.left > 0 else 0.0)
+        working = [task for task in running.values() if task._working]
+        key = tuple(id(task.phases[task._index]) for task in working)
+        if key not in known:
+            known[key] = speeds([task._usage for task in working])
+        rates = known[key]
+        step = min((task._until - now for task in running.values() if not task._working), default=math.inf)
+        for task, rate in zip(working, rates):
+            step = min(step, task._left / rate if task._left > 0 else 0.0)
         if COMPUTE not in running:
             exposed[_waited_for(lanes, running).tier] += step
-        full: dict[str, float] = defaultdict(float)
-        for run, rate in zip(flows, rates):
-            run.left -= step * rate
-            for resource, share in run.usage.items():
-                full[resource] += share * rate
-        for name, share in full.items():
-            busy[name] += share * step
+        for task, rate in zip(working, rates):
+            task._left -= step * rate
+            for resource, share in task._usage.items():
+                busy[resource] += share * rate * step
         now += step
-        for lane, run in list(running.items()):
-            if not run.fluid and run.until <= now + 1e-15:
-                run.fluid = True
-            if run.fluid and run.left <= 1e-15 + 1e-12 * step:
-                run.index += 1
-                if run.index < len(run.task.phases):
-                    run.begin(now)
-                    continue
-                del running[lane]
-                run.task.end = now
-                done += 1
-                ready.append(lane)
-                for task in behind[id(run.task)]:
-                    task.waits -= 1
-                    if not task.waits:
-                        ready.append(task.lane)
+        for lane, task in list(running.items()):
+            if not task._working and task._until <= now + 1e-15:
+                task._working = True
+            if not task._working or task._left > 1e-15 + 1e-12 * step:
+                continue
+            if task._index + 1 < len(task.phases):
+                task._begin(now)
+                continue
+            del running[lane]
+            task.end = now
+            done += 1
+            ready.append(lane)
+            for other in behind[id(task)]:
+                other._waits -= 1
+                if not other._waits:
+                    ready.append(other.lane)
     return Timeline(now, list(tasks), dict(exposed), dict(busy))
 
 
-def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, _Running]) -> Task:
+def _waited_for(lanes: dict[str, deque[Task]], running: dict[str, Task]) -> Task:
     """The running task that the next compute waits for."""
     task = lanes[COMPUTE][0] if lanes[COMPUTE] else None
     while task is not None:
         if task.lane in running:  # itself, or what its lane has before it
-            return running[task.lane].task
+            return running[task.lane]
         if lanes[task.lane] and lanes[task.lane][0] is not task:
             task = lanes[task.lane][0]
         else:
             task = next((other for other in task.after if other.end == math.inf), None)
-    return next(iter(running.values())).task
+    return next(iter(running.values()))
