@@ -397,6 +397,7 @@ def examine_deepspeed(findings: list[Finding]) -> str:
             from hzero.deepspeed import versions
         findings += [(UNUSABLE, f"deepspeed has another {one}") for one in versions.differences()]
         versions.check_deepspeed()
+        findings += [(DEGRADED, f"deepspeed: {one}; hzero was not tested with it") for one in versions.changes()]
     except (ImportError, ConfigError) as error:
         findings.append((UNUSABLE, f"deepspeed cannot be used: {error}"))
         return str(error)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses the class that `_with_stage` replaces for a moment
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -21,7 +22,7 @@ from hzero.deepspeed.partition import Partition, check_mpu, group_of
 from hzero.deepspeed.pipeline_engine import HZeroPipelineEngine
 from hzero.deepspeed.pipeline_state import PipelineState
 from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
-from hzero.deepspeed.stage import HZeroStage3, StockStage3
+from hzero.deepspeed.stage import HZeroStage3
 from hzero.deepspeed.state import BUCKET_NUMEL, LIVE_NUMEL, StageState
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.plan.shards import ShardPlan
@@ -37,40 +38,33 @@ def enable() -> None:
     `initialize` describes. A configuration without the block gives the stock engine, and existing engines stay as they
     are.
 
-    The call replaces ten things in DeepSpeed: its ZeRO-3 optimizer class and the engine of its pipelines (by
-    subclasses), the constructor of its parameter offload (which the stage wraps, to take over gathers), its gathers and
-    partitions of lists of parameters (which may belong to several engines), the end of its steps (which may change
-    parameters of another engine), its broadcast of a model (whose errors then name the parameter), its sanity check
-    (which the stage extends, to refuse unsupported features before anything is built), the engine's ``zero_grad`` (which
-    also drops a window that an exception has cut short), and its choice of a writer of checkpoints (which obeys the block's key
-    ``checkpoint``). It starts no collective, reads
-    no configuration and allocates nothing; it also works before ``torch.distributed`` is initialised. Calling it again
-    does nothing, and it cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are taken
-    over.
+    The call replaces these in DeepSpeed: the engine of its pipelines (by a subclass), the method that makes an engine's
+    optimizer (which makes `HZeroStage3` if the engine has the block), the constructor of its parameter offload (to take over
+    gathers), its gathers and partitions of lists of parameters (which may belong to several engines), the end of its steps
+    (which may change parameters of another engine), its broadcast of a model (whose errors then name the parameter), its sanity
+    check (to refuse unsupported features before anything is built), the engine's ``zero_grad`` (which also drops a window that
+    an exception has cut short), and its choice of a writer of checkpoints (which obeys the block's key ``checkpoint``). It starts
+    no collective, reads no configuration and allocates nothing; it also works before ``torch.distributed`` is initialised.
+    Calling it again does nothing, and it cannot be undone in the process. Models made earlier under ``deepspeed.zero.Init`` are
+    taken over.
 
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
     """
-    if stage3.DeepSpeedZeroOptimizer_Stage3 is HZeroStage3:
+    if deepspeed.PipelineEngine is HZeroPipelineEngine:
         return
     check_deepspeed()
-    # SuperOffload subclasses the stock class, by the name that is about to be replaced.
-    import deepspeed.runtime.superoffload.superoffload_stage3
-
     DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
+    DeepSpeedEngine._configure_zero_optimizer = _with_stage(DeepSpeedEngine._configure_zero_optimizer)
     DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
     DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
     DeepSpeedEngine._configure_checkpointing = checkpoint.configures(DeepSpeedEngine._configure_checkpointing)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
-    Init._all_gather, Init._partition = (
-        parameters.gathers_exactly(Init._all_gather),
-        parameters.notes_changes(Init._partition),
-    )
-    StockStage3._reassign_or_swap_out_partitioned_parameters = parameters.notes_steps(
-        StockStage3._reassign_or_swap_out_partitioned_parameters
-    )
+    Init._all_gather = parameters.gathers_exactly(Init._all_gather)
+    Init._partition = parameters.notes_changes(Init._partition)
+    stock, end = stage3.DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters"
+    setattr(stock, end, parameters.notes_steps(getattr(stock, end)))
     deepspeed.PipelineEngine = HZeroPipelineEngine  # as its `initialize` finds it
-    stage3.DeepSpeedZeroOptimizer_Stage3 = HZeroStage3  # engine._configure_zero_optimizer imports the name late
 
 
 def _checked(stock: Any) -> Any:
@@ -103,6 +97,23 @@ def _checked(stock: Any) -> Any:
         return stock(self)
 
     return check
+
+
+def _with_stage(stock: Any) -> Any:
+    """``DeepSpeedEngine._configure_zero_optimizer`` that makes a `HZeroStage3` if the engine has the block."""
+
+    @functools.wraps(stock)
+    def configure(self: DeepSpeedEngine, optimizer: Any) -> Any:
+        if find(self._config._param_dict) is None:
+            return stock(self, optimizer)
+        name, stock_class = "DeepSpeedZeroOptimizer_Stage3", stage3.DeepSpeedZeroOptimizer_Stage3
+        setattr(stage3, name, HZeroStage3)  # the method imports it
+        try:
+            return stock(self, optimizer)
+        finally:
+            setattr(stage3, name, stock_class)
+
+    return configure
 
 
 def _after_errors(stock: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from hzero.block import KEY, find
+from hzero.block import KEY
 from hzero.comm import blaming, shared_watchdog
 from hzero.deepspeed import versions
 from hzero.deepspeed.parameters import ZeroParameter
@@ -21,28 +21,19 @@ from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter
 from hzero.validation import on_all_ranks
 
-StockStage3 = DeepSpeedZeroOptimizer_Stage3
-
 
 class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     """ZeRO-3 whose weights and gradients have shard degrees of their own.
 
     The primary partition of weights, gradients and optimizer states stays DeepSpeed's, over the world or, beside tensor
     groups, over the data-parallel ranks: norms, clipping, loss scaling, offload and checkpoints are stock.
-    `hzero.engine.gradients` delivers the gradients; forward and backward gather through `hzero.engine.weights`. A configuration
-    without ``hzero`` block constructs the stock class.
+    `hzero.engine.gradients` delivers the gradients; forward and backward gather through `hzero.engine.weights`.
     """
 
     hzero: StageState
     micro_step_id: int
     overflow: bool
     persistent_parameters: list[ZeroParameter]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance of the stock class where the configuration has no block."""
-        if find(kwargs.get("ds_config")) is None:
-            return StockStage3(*args, **kwargs)
-        return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = False

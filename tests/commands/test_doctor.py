@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 from dataclasses import replace
 from importlib import metadata
@@ -374,10 +375,23 @@ def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -
 
     findings: list[Any] = []
     assert examine_deepspeed(findings).startswith(f"{metadata.version('deepspeed')}: stage 3 is supported")
-    monkeypatch.delattr(versions.DeepSpeedZeroOptimizer, "_build_compact_grad_partition_buffer", raising=False)
-    assert "pipeline stages (deepspeed >=0.19.8)" in examine_deepspeed(findings) and not findings
-    monkeypatch.setattr(versions.DeepSpeedZeroOptimizer_Stage3, "partition_grads", lambda self, others: None)
+    assert not findings, (
+        "a release whose sources have changed: read the changes, then scripts/deepspeed-sources adds it"
+    )
+    body = "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step"
+    with monkeypatch.context() as changed:
+        changed.setitem(versions.RELEASES["methods"]["stage3"][body], "sources", {"0123456789ab": "0.18.6 0.19.8"})
+        changed.setitem(versions.RELEASES["attributes"]["stage3"], "runtime.engine:DeepSpeedEngine", ["no_such"])
+        examine_deepspeed(findings)
+    assert [status for status, _ in findings] == [DEGRADED, DEGRADED]
+    assert "DeepSpeedZeroOptimizer_Stage3.step has another body than in deepspeed" in findings[0][1]
+    assert "DeepSpeedEngine has no attribute no_such" in findings[1][1]
+    findings.clear()
+    stage3 = pkgutil.resolve_name("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3")
+    monkeypatch.setattr(stage3, "partition_grads", lambda self, others: None)
     assert "has another DeepSpeedZeroOptimizer_Stage3.partition_grads" in examine_deepspeed(findings)
     assert findings[0][0] == UNUSABLE
+    monkeypatch.setattr(versions.deepspeed, "__version__", "0.19.7")
+    assert "pipeline stages (deepspeed >=0.19.8)" in versions.describe()
     monkeypatch.setattr(versions.deepspeed, "__version__", "0.18.5")
     assert examine_deepspeed(findings) == "deepspeed: found 0.18.5; hzero supports deepspeed >=0.18.6,<0.20"
