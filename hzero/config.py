@@ -25,6 +25,8 @@ Dimension: TypeAlias = Literal["tensor", "sequence", "expert", "pipeline", "opti
 Algorithm: TypeAlias = Literal["library", "doubling", "pairs"]
 #: What carries hops: torch.distributed, or MPI beside it.
 TransportName: TypeAlias = Literal["torch", "mpi"]
+#: How collectives of several tiers follow each other.
+CollectiveOrder: TypeAlias = Literal["strict", "lanes"]
 
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 #: Those of every machine, some of size 1; the others have to be declared.
@@ -451,6 +453,7 @@ class Block(Frozen):
     exact_evaluation: bool = False
     checksum: bool = False
     transport: TransportName = "torch"
+    order: CollectiveOrder | None = None
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig | None = None
     topology: Topology = "discover"
@@ -524,6 +527,9 @@ class HZeroConfig(Block):
             on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
         transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (`hzero[mpi]`), for ranks that
             mpiexec or srun has started as ranks of MPI. torch.distributed must be initialised in both cases.
+        order: `strict` runs one collective at a time per device. `lanes` runs one at a time per tier, so tiers overlap. By
+            default `strict` on ROCm, where RCCL can deadlock with several communicators in flight (ROCm/rccl#2191), and
+            `lanes` elsewhere. All engines of a process have the same order. Messages between pipeline stages are not ordered.
         guard: Checks that end a training that diverges, or whose resident weights are wrong.
         checkpoint: Safe saves and loads of DeepSpeed's checkpoints; null leaves them to DeepSpeed.
         topology: Places of the ranks. `discover`, the default, finds them; a preset's name or a file names a machine; a block

@@ -10,10 +10,11 @@ from hzero.comm.ddp import DdpState, ddp_hook
 from hzero.comm.dimensions import for_dimension, in_use
 from hzero.comm.errors import HopError, blaming
 from hzero.comm.feedback import ErrorFeedback
-from hzero.comm.lanes import Chain, DeviceStreams, Lanes, host_steps, lasting, shared_lanes
+from hzero.comm.lanes import Chain, Lanes, lasting, shared_lanes
 from hzero.comm.process_groups import limit_waits
 from hzero.comm.runtime import Collectives
 from hzero.comm.settings import CommunicatorConfig
+from hzero.comm.streams import DeviceStreams, host_steps
 from hzero.comm.transport import Transport, most_failures
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wirelog import WireEntry, WireLog

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from hzero.comm.wires import Lane
+from hzero.comm.wires import STAGE, Lane
 from hzero.config import Tier
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ class Bucket:
         chunks: Elements of one shard of each tensor: its size over the world, rounded up.
         dtype: Type of the decoded elements; also their type on the wire under codec ``none``.
         role: The kind of state; of a `Communicator`'s messages the operation.
-        channel: First part of the names of its lanes; "" takes the role.
+        channel: First part of the names of its lanes.
+        direction: Last part, of a message from rank to rank; "" for none.
         name: Describes the tensors in messages; "" takes role and keys.
     """
 
@@ -32,7 +33,8 @@ class Bucket:
     chunks: tuple[int, ...]
     dtype: torch.dtype
     role: str
-    channel: str = ""
+    channel: str = STAGE
+    direction: str = ""
     name: str = ""
 
     @functools.cached_property
@@ -42,7 +44,7 @@ class Bucket:
 
     def lane(self, tier: Tier) -> Lane:
         """The lane of its hops on a tier."""
-        return self.channel or self.role, tier
+        return (self.channel, tier, self.direction) if self.direction else (self.channel, tier)
 
 
 def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:

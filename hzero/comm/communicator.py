@@ -148,6 +148,7 @@ class Communicator:
             channels=self._channels,
             ranks=None if whole else ranks,
             backend=None if whole else backend,
+            streams=lanes.streams,
             sums=False,
         )
         feedback = ErrorFeedback() if settings.error_feedback else None
@@ -449,19 +450,22 @@ class Communicator:
     def _own_seed(self, count: int) -> int:
         return (count * 1_000_003 + self.plan.rank + 1) & 0x7FFFFFFF
 
-    def _bucket(self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None) -> Bucket:
+    def _bucket(
+        self, role: str, tensor: torch.Tensor, chunk: int, channel: str, key: int | None = None, direction: str = ""
+    ) -> Bucket:
         if channel in (self._sums, self._copies) and channel not in self._channels:
             raise ValueError(f"{role}: found no {channel!r} among the uses of this communicator: {self._channels}")
         of = f"{self.role} in " if self.role else ""
         name = f"{role} of {of}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, name)
+        return Bucket((key or 0,), (chunk,), tensor.dtype, self.role or role, channel, direction, name)
 
     def _message(self, role: str, tensor: torch.Tensor, source: int, target: int) -> tuple[Program, Bucket]:
         """The program of a message, and its bucket. Each direction has a lane: in a ring all ranks send before they receive."""
-        lane: Lane = f"{self._name} {source} to {target}", self.plan.grid.tier_between(source, target)
+        direction = f"{source} to {target}"
+        bucket = self._bucket(role, tensor, tensor.numel(), f"{self._name} messages", direction=direction)
         assert self._messages is not None, "the peer has been checked"
+        lane = bucket.lane(self.plan.grid.tier_between(source, target))
         self._transport.direction(lane, self._messages, source, target)
-        bucket = self._bucket(role, tensor, tensor.numel(), lane[0])
         return message_program(self.plan, source, target), bucket
 
     @staticmethod

@@ -102,7 +102,7 @@ def _future(
         chain.add_done_callback(lambda: ended.set_result(None))
         return result
     # All work has been enqueued. The future remembers the stream on which it gets its value, and DDP waits for that stream.
-    with streams.on("gradients for DDP"):
+    with streams.on(None, results=True):
         averaged = torch.futures.Future[torch.Tensor](devices=[device])
         averaged.set_result(chain.wait())
     return averaged

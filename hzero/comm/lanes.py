@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -25,9 +24,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.profiler import record_function
 
+from hzero.comm.streams import DeviceStreams, host_steps
 from hzero.comm.transport import Pending
 from hzero.comm.wires import Lane
-from hzero.config import TransportName
+from hzero.config import CollectiveOrder, TransportName
 from hzero.validation import ConfigError
 
 T = TypeVar("T")
@@ -45,17 +45,20 @@ class Chain(Generic[T]):
     """The hops of one bucket behind one handle; made by `Lanes.submit`.
 
     Attributes:
+        lanes: Lanes of the hops.
         done: Whether the result is there, or an error. On a device: whether all work has been enqueued.
     """
 
-    def __init__(self, lanes: Lanes, hops: Hops[T], after: Sequence[Chain[Any]]) -> None:
-        self.done = False
-        self._lanes, self._hops, self._after = lanes, hops, after
+    def __init__(self, run_by: Lanes, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]]) -> None:
+        self.lanes, self.done = lanes, False
+        self._run_by, self._hops, self._after = run_by, hops, after
+        self._given = 0  # hops that have a place on their lanes
         self._ended = 0  # hops
         self._changed = threading.Condition()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._before: Any = None
         self._read: Any = None
         self._finished: Any = None
 
@@ -68,15 +71,18 @@ class Chain(Generic[T]):
         Raises:
             HopError: A hop of this chain, or of one that it waits for, failed.
         """
-        self._lanes.wait(self)
-        if self._error is not None:
-            raise self._error
+        self._run_by.wait(self)
         return self._result  # type: ignore[return-value]
+
+    def take(self) -> T:
+        """The result, for a chain after this one that nobody else shares it with."""
+        result, self._result = self._result, None
+        return result  # type: ignore[return-value]
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once `wait` would return or raise at once, on any thread; now if it is so already.
 
-        A lane does not go on meanwhile, so it must not wait for another chain.
+        A lane does not go on meanwhile, so it must not wait for another chain. Not for a patient chain.
         """
         with self._changed:
             if not self.done:
@@ -88,7 +94,7 @@ class Chain(Generic[T]):
     def wait_read(self) -> None:
         """On a device: makes the current stream wait until the chain has read its inputs, which may then be overwritten."""
         if self._read is not None:
-            self._lanes.streams.wait(self._read)  # type: ignore[union-attr]
+            self._run_by.streams.wait(self._read)  # type: ignore[union-attr]
 
     def _resume(self) -> Pending | None:
         """Goes on to the next hop and starts it; None where there is none, or when the result is there."""
@@ -130,10 +136,18 @@ class Chain(Generic[T]):
 class Lanes:
     """Runs the hops of chains.
 
+    The places of hops on their lanes have one order, which is the same on all ranks that submit alike. A hop comes behind the
+    one before it in its chain, and behind the chains that its chain reads. So the first hop that has not ended can always
+    go on, and no rank waits for ever.
+
+    A gather crosses the outermost tier first, a reduction the innermost. One behind the other, neither could use a tier
+    while the other uses another one. A reduction that nobody waits for soon is patient: each later chain of its owner that
+    is not gives the next hop of every patient chain a place, behind its own hops.
+
     On CPUs a chain reads its inputs where it is submitted. Each hop, and what is computed before it, runs on the thread of its
     lane, once the chain's hop before it has ended. The last hop's lane makes the result.
 
-    On a device all hops are enqueued when a chain is submitted. The stream of a hop's lane waits for the chain's hop before
+    On a device a hop is enqueued when it gets its place. The stream of a hop's lane waits for the chain's hop before
     it. So it encodes the next chain's message while its own hop is under way. Results have streams of their own.
 
     On a device whose hops MPI carries, lanes are threads, since only the host starts and ends such hops.
@@ -141,9 +155,11 @@ class Lanes:
     Args:
         streams: Streams of a device; None for threads.
         around: Made and entered around each part of a chain, where ``streams`` is None.
+        order: ``strict`` runs one hop at a time, over all lanes; ``lanes`` one of each lane.
 
     Attributes:
         streams: As above.
+        order: As above.
         failures: Chains that have failed.
     """
 
@@ -151,11 +167,13 @@ class Lanes:
         self,
         streams: DeviceStreams | None = None,
         around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        order: CollectiveOrder = "lanes",
     ) -> None:
-        self.streams, self.failures, self._around = streams, 0, around
+        self.streams, self.order, self.failures, self._around = streams, order, 0, around
         self._jobs: dict[Lane | None, queue.SimpleQueue[Any]] = {}
         self._running: dict[Chain[Any], None] = {}
-        self._changed = threading.Condition()  # of both
+        self._patient: dict[Chain[Any], Any] = {}  # chains with hops that have no place yet, and their owners
+        self._changed = threading.Condition()  # of these
         self._under_way: dict[Lane | None, Pending] = {}
         self._broken: dict[Lane | None, BaseException] = {}
         self._waited_s = self._waiting_since = 0.0
@@ -166,44 +184,110 @@ class Lanes:
         since = self._waiting_since
         return self._waited_s + (time.perf_counter() - since if since else 0.0)
 
-    def submit(self, hops: Hops[T], lanes: Sequence[Lane], after: Sequence[Chain[Any]] = ()) -> Chain[T]:
-        """Starts a chain.
+    def submit(
+        self,
+        hops: Hops[T],
+        lanes: Sequence[Lane],
+        after: Sequence[Chain[Any]] = (),
+        *,
+        owner: Any = None,
+        patient: bool = False,
+    ) -> Chain[T]:
+        """Starts a chain. All ranks of a lane submit its chains in the same order.
 
         Args:
             hops: Reads its inputs, starts a hop on each of ``lanes``, in this order, and makes the result. It may run on
                 another thread.
-            lanes: Lanes of the hops; that of a hop of several rounds once per round, one after the other.
+            lanes: Lanes of the hops.
             after: Chains whose results this one reads.
+            owner: What the ranks that submit alike share.
+            patient: Whether only the first hop gets a place now, see `Lanes`. The others get theirs at the latest when this
+                chain, or one behind it, is waited for, which all ranks do between the same chains.
 
         Returns:
             The chain. Its inputs are read on this call, except where it comes after others.
         """
-        chain = Chain(self, hops, after)
-        if self.streams is not None:
-            self._enqueue(chain, lanes, self.streams)
-            return chain
+        chain = Chain(self, hops, lanes, after)
         interrupt: BaseException | None = None
-        try:
-            if not after:
+        if self.streams is not None:
+            chain._before = self.streams.event()
+        elif not after:
+            try:
                 with self._around(), lasting():
                     chain._resume()
                     if not lanes:
                         chain._resume()
-        except BaseException as error:  # its lanes will know of it
-            self._fail(chain, error)
-            interrupt = None if isinstance(error, Exception) else error
+            except BaseException as error:  # its lanes will know of it
+                self._fail(chain, error)
+                interrupt = None if isinstance(error, Exception) else error
         if lanes or not chain.done:
-            with self._changed:  # chains have one order on all lanes
+            with self._changed:
                 self._running[chain] = None
-                for job in _jobs(lanes):
-                    self._lane(job[0]).put((chain, *job))
+                if patient:
+                    self._patient[chain] = owner
+                    self._advance([chain])
+                else:
+                    for other in after:
+                        self._place(other)
+                    for _ in lanes or (None,):
+                        self._give_place(chain)
+                    self._advance([one for one, of in self._patient.items() if of is owner])
         if interrupt is not None:
             raise interrupt
         return chain
 
+    def _advance(self, chains: Sequence[Chain[Any]]) -> None:
+        """Gives the next hop of each patient chain a place, but for those after one that has not all of its places yet."""
+        waiting = list(self._patient)
+        for chain in chains:
+            if not any(other in waiting for other in chain._after):
+                self._give_place(chain)
+
+    def _place(self, chain: Chain[Any] | None) -> None:
+        """Gives all hops of a patient chain, and of those before it, their places; None: of all."""
+        while self._patient if chain is None else chain in self._patient:
+            waiting = list(self._patient)
+            self._advance(waiting if chain is None else waiting[: waiting.index(chain) + 1])
+
+    def place(self) -> None:
+        """Gives all hops their places. All ranks call it between the same chains."""
+        with self._changed:
+            self._place(None)
+
+    def give_up(self) -> None:
+        """After an error: hops without a place get none, since peers may not start them any more."""
+        with self._changed:
+            for chain in self._patient:
+                if chain._given and self.streams is None:
+                    self._lane(chain.lanes[chain._given - 1]).put(partial(self._end, chain))
+                else:
+                    self._end(chain)
+            self._patient.clear()
+
+    def _give_place(self, chain: Chain[Any]) -> None:
+        index, chain._given = chain._given, chain._given + 1
+        if chain._given >= len(chain.lanes):
+            self._patient.pop(chain, None)
+        if self.streams is not None:
+            self._enqueue(chain, index, self.streams)
+        else:
+            self._lane(chain.lanes[index] if chain.lanes else None).put((chain, index))
+
+    def _fail(self, chain: Chain[Any], error: BaseException) -> None:
+        """Keeps the error for whoever waits for the chain, which all ranks do at the same point."""
+        if not chain.done:
+            self.failures += 1
+            chain._end(None, error)
+
+    def _end(self, chain: Chain[Any]) -> None:
+        with self._changed:
+            del self._running[chain]
+            self._changed.notify_all()
+
     # ---- threads ------------------------------------------------------------------------------------------------
 
     def _lane(self, lane: Lane | None) -> queue.SimpleQueue[Any]:
+        lane = None if self.order == "strict" else lane
         if lane not in self._jobs:
             self._jobs[lane] = queue.SimpleQueue()
             name = f"hzero {' '.join(lane)}" if lane else "hzero"
@@ -216,96 +300,102 @@ class Lanes:
             job() if callable(job) else self._run(*job)
             del job  # it holds a chain, and so its buffers
 
-    def _run(self, chain: Chain[Any], lane: Lane | None, first: int, end: int, last: bool) -> None:
-        """Runs the hops of a chain from ``first`` to ``end`` on their lane; the ``last`` lane makes the result."""
-        chain._await(first)
-        started = first
+    def _run(self, chain: Chain[Any], index: int) -> None:
+        """Runs a hop of a chain on its lane; the last one's lane makes the result."""
+        lane, last, started = chain.lanes[index] if chain.lanes else None, index + 1 >= len(chain.lanes), False
+        chain._await(index)
         error = chain._error or self._broken.get(lane)
         if error is None:
             try:
-                if chain._after:
-                    with self._around():
+                with self._around():
+                    if chain._after:
                         chain._prepare()
-                while started < end:
-                    with self._around():
-                        pending = chain._resume()
-                    started += 1
-                    assert pending is not None, "it has as many hops as it has announced"
+                    pending = chain._resume()
+                assert (pending is None) == (lane is None), "it has as many hops as it has announced"
+                if pending is not None:
+                    started = True
                     self._under_way[lane] = pending
                     pending.end()
-                if last:
-                    with self._around():
-                        chain._resume()
-                else:
-                    chain._pass(end)
+                    if last:
+                        with self._around():
+                            chain._resume()
+                    else:
+                        chain._pass(index + 1)
             except BaseException as raised:
                 error = raised
             self._under_way.pop(lane, None)
         if error is not None:
             self._fail(chain, error)
-            if started < end:  # peers may have started these hops, and would pair them with the next chain's
+            if not started:  # peers may have started this hop, and would pair it with the next chain's
                 self._broken.setdefault(lane, error)
         if last:
-            with self._changed:
-                del self._running[chain]
-                self._changed.notify_all()
-
-    def _fail(self, chain: Chain[Any], error: BaseException) -> None:
-        """Keeps the error for whoever waits for the chain, which all ranks do at the same point."""
-        if not chain.done:
-            self.failures += 1
-            chain._end(None, error)
+            self._end(chain)
 
     # ---- streams ------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, chain: Chain[Any], lanes: Sequence[Lane], streams: DeviceStreams) -> None:
-        for lane in lanes:
-            if lane in self._broken:
-                raise self._broken[lane]
-        before = streams.event()
-        steps: list[Hashable] = [*lanes, ("result", *dict.fromkeys(lanes))]
-        try:
-            with streams.on(steps[0]), lasting():
-                for other in chain._after:
-                    streams.wait(other._finished)
-                streams.wait(before)
-                chain._prepare()
-                chain._read = streams.event()
-            for step in steps:
-                with streams.on(step), lasting():
-                    chain._resume()
-                    chain._finished = streams.event()
-        except BaseException as error:  # peers may have started the hops that are missing here
-            self.failures += 1
-            self._broken.update(dict.fromkeys(lanes, error))
-            raise
+    def _enqueue(self, chain: Chain[Any], index: int, streams: DeviceStreams) -> None:
+        lane, last = chain.lanes[index] if chain.lanes else None, index + 1 >= len(chain.lanes)
+        error = chain._error or self._broken.get(lane)
+        if error is None:
+            try:
+                if index == 0:
+                    with streams.on(lane), lasting():
+                        for other in chain._after:
+                            if other._error is None:
+                                streams.wait(other._finished)
+                        streams.wait(chain._before)
+                        chain._prepare()
+                        chain._read = streams.event()
+                if lane is not None:
+                    with streams.on(lane), lasting():
+                        chain._resume()
+                        chain._finished = streams.event()
+                if last:
+                    with streams.on(lane, results=True), lasting():
+                        chain._resume()
+                        chain._finished = streams.event()
+            except BaseException as raised:
+                error = raised
+        if error is not None:  # peers may have started this hop
+            self._fail(chain, error)
+            self._broken.setdefault(lane, error)
+        if last:
+            self._end(chain)
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     # ---- waits --------------------------------------------------------------------------------------------------
 
     def wait(self, chain: Chain[Any]) -> None:
-        """Waits for the end of a chain, on a device as a stream."""
-        if self.streams is not None:
-            self.streams.wait(chain._finished)
-            for tensor in _tensors(chain._result):
-                self.streams.used(tensor)
-        elif not chain.done:
+        """Waits for the end of a chain, on a device as a stream; raises its error."""
+        if chain in self._patient:
+            with self._changed:
+                self._place(chain)
+        if self.streams is None and not chain.done:
             self._waiting_since = time.perf_counter()
             with record_function("hzero: wait"):
                 chain._await()
             self._waited_s += time.perf_counter() - self._waiting_since
             self._waiting_since = 0.0
+        if chain._error is not None:
+            raise chain._error
+        if self.streams is not None:
+            self.streams.wait(chain._finished)
+            for tensor in _tensors(chain._result):
+                self.streams.used(tensor)
 
     def mend(self, lanes: Iterable[Lane]) -> None:
         """Lets lanes be used again on which a chain has failed, for an engine whose wires are new; see `most_failures`."""
         with self._changed:
             for lane in lanes:
-                if lane in self._jobs:  # behind the jobs of chains that have failed
-                    self._jobs[lane].put(partial(self._broken.pop, lane, None))
+                if self.streams is None:  # behind the jobs of chains that have failed
+                    self._lane(lane).put(partial(self._broken.pop, lane, None))
                 else:
                     self._broken.pop(lane, None)
 
     def drain(self) -> None:
         """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one."""
+        self.place()
         while under_way := [chain for chain in list(self._running) if not chain.done]:
             for chain in under_way:
                 chain.wait()
@@ -328,17 +418,6 @@ class Lanes:
             return not self._running
 
 
-def _jobs(lanes: Sequence[Lane]) -> Iterator[tuple[Lane | None, int, int, bool]]:
-    """Successive hops on one lane as one job: the lane, the first hop, the end, and whether it is the chain's last job."""
-    first = 0
-    for lane, same in itertools.groupby(lanes):
-        end = first + len(list(same))
-        yield lane, first, end, end == len(lanes)
-        first = end
-    if not lanes:
-        yield None, 0, 0, True
-
-
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
     """Inside, tensors are made that outlive an evaluation under `torch.inference_mode`: backward can save them later."""
@@ -354,59 +433,6 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-# ---- devices --------------------------------------------------------------------------------------------------------
-
-
-class DeviceStreams:
-    """One stream per lane, and one for the results of each kind of chain.
-
-    Args:
-        device: Makes streams and events: ``torch.cuda``, or an accelerator of DeepSpeed.
-    """
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self._streams: dict[Hashable, Any] = {}
-
-    def on(self, lane: Hashable) -> AbstractContextManager[Any]:
-        """Makes the stream of a lane current."""
-        if lane not in self._streams:
-            self._streams[lane] = self.device.Stream()
-        return self.device.stream(self._streams[lane])  # type: ignore[no-any-return]
-
-    def event(self) -> Any:
-        """An event recorded on the current stream."""
-        event = self.device.Event()
-        event.record(self.device.current_stream())
-        return event
-
-    def wait(self, event: Any) -> None:
-        """Makes the current stream wait for an event."""
-        self.device.current_stream().wait_event(event)
-
-    def join(self) -> None:
-        """Makes the current stream wait for all that the lanes have been given."""
-        for stream in self._streams.values():
-            self.device.current_stream().wait_stream(stream)
-
-    def used(self, tensor: torch.Tensor) -> None:
-        """Keeps a tensor's memory until the current stream has passed this point."""
-        tensor.record_stream(self.device.current_stream())
-
-
-@contextlib.contextmanager
-def host_steps(device: torch.device) -> Iterator[None]:
-    """Around a part of a chain on a GPU whose hops the host starts and ends, as those over MPI, which knows no streams.
-
-    Inputs may come from any stream and results go to any, so the host waits before the part for the device and after it for
-    the part. It has not run on a GPU, and costs the overlap of encoding with compute.
-    """
-    torch.cuda.set_device(device)  # of this thread, which may be a lane's
-    torch.cuda.synchronize(device)
-    yield
-    torch.cuda.current_stream().synchronize()
-
-
 def lanes_of(device: str, transport: TransportName) -> Lanes:
     """The lanes of this process for hops of a transport on ``cpu`` or ``cuda``.
 
@@ -414,7 +440,7 @@ def lanes_of(device: str, transport: TransportName) -> Lanes:
         ConfigError: As `shared_lanes`; or the lanes are there, and of the other one.
     """
     if device == "cpu" or transport == "torch":
-        found = shared_lanes(None if device == "cpu" else DeviceStreams(torch.cuda))
+        found = shared_lanes(None if device == "cpu" else torch.cuda)
         made_by = getattr(found.streams, "device", None)
         of_gpu = made_by is torch.cuda or getattr(made_by, "_name", "") == "cuda"  # or DeepSpeed's accelerator
         if of_gpu != (device != "cpu"):
@@ -432,26 +458,34 @@ _of_world: tuple[Any, Lanes] | None = None
 
 
 def shared_lanes(
-    streams: DeviceStreams | None, around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    device: Any,
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    order: CollectiveOrder | None = None,
 ) -> Lanes:
     """The lanes of this process: its engines share communicators, so their hops need one order.
 
     Args:
-        streams: Streams for new lanes: the first of a world of torch.distributed.
+        device: Makes the streams of new lanes, the first of a world of torch.distributed; None for threads.
         around: As for `Lanes`.
+        order: As for `Lanes`; None takes the order of lanes that are there. New ones are strict on ROCm: RCCL can deadlock
+            with several communicators in flight on gfx90a (ROCm/rccl#2191).
 
     Raises:
-        ConfigError: On a GPU: the lanes are there, and have streams where these hops may have none, or the other way round.
+        ConfigError: The lanes are there and have another order, or on a GPU threads instead of streams or the other way round.
     """
     global _of_world  # as the tier groups: for as long as the world lives
     _end_with_process()
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
-        _of_world = dist.group.WORLD, Lanes(streams, around)
+        usual: CollectiveOrder = "strict" if device is not None and torch.version.hip else "lanes"
+        streams = None if device is None else DeviceStreams(device, order or usual)
+        _of_world = dist.group.WORLD, Lanes(streams, around, order or usual)
     found, plain = _of_world[1], contextlib.nullcontext
-    if (found.streams is not None and around is not plain) or (streams is not None and found._around is not plain):
+    if (found.streams is not None and around is not plain) or (device is not None and found._around is not plain):
         raise ConfigError(
             "transport: found 'torch' and 'mpi' in one process on a GPU; expected the same one for all hops"
         )
+    if order not in (None, found.order):
+        raise ConfigError(f"order: found {order!r}, expected {found.order!r}, which hops of this process already have")
     return found
 
 
@@ -487,4 +521,8 @@ def _end_hops(after_error: bool) -> bool:
     """Waits for the hops under way: for as long as hops may take, since peers may be late, or shortly after an error."""
     if _of_world is None:
         return True
+    if after_error:
+        _of_world[1].give_up()
+    else:
+        _of_world[1].place()
     return _of_world[1].end(_AFTER_ERROR_S if after_error else float("inf"))

@@ -228,7 +228,7 @@ class Collectives:
             yield pending
             return self.received(pending)
 
-        return self.lanes.submit(hops(), [lane])
+        return self.lanes.submit(hops(), [lane], owner=self.transport)
 
     def recode(
         self,
@@ -372,6 +372,7 @@ class Bound:
         scale: float = 1.0,
         into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None,
         after: Sequence[Chain[Any]] = (),
+        patient: bool = False,
     ) -> Chain[T]:
         """Starts the program.
 
@@ -384,13 +385,14 @@ class Bound:
             into: Float32 tensors like the result, to which the last sum adds what it receives, asked for when it has arrived;
                 None makes new ones.
             after: Chains that make what ``read`` reads.
+            patient: Whether the hops make way for those of later programs, see `Lanes.submit`.
 
         Returns:
             A chain with the result of ``then``.
         """
         first = seed if own_seed is None else own_seed
         hops = self.hops(read, then, seed, first, Call(scale, into))
-        return self._own.lanes.submit(hops, self.lanes, after)
+        return self._own.lanes.submit(hops, self.lanes, after, owner=self._own.transport, patient=patient)
 
     def hops(self, read: Callable[[], Any], then: Callable[[Any], T], seed: int, own_seed: int, call: Call) -> Hops[T]:
         """The steps, as lanes run them."""

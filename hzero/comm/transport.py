@@ -16,9 +16,10 @@ from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
 from hzero.comm.errors import DisagreementError, HopError, MissingPeerError
 from hzero.comm.mpi_wires import shared_communicators
 from hzero.comm.process_groups import shared_groups, world_timeout
+from hzero.comm.streams import DeviceStreams
 from hzero.comm.watchdog import shared_watchdog
-from hzero.comm.wires import Lane, LaneHops, TorchWires, Wires, Work
-from hzero.config import ROLES, TIERS, Algorithm, TransportName
+from hzero.comm.wires import STAGE, Lane, LaneHops, TorchWires, Wires, Work
+from hzero.config import TIERS, Algorithm, TransportName
 from hzero.plan.program import Kind
 from hzero.plan.shards import ShardPlan
 from hzero.validation import some
@@ -98,7 +99,12 @@ def sum_of(parts: torch.Tensor) -> torch.Tensor:
 
 
 def wires_of(
-    transport: TransportName, lane: Lane, ranks: list[int], timeout: timedelta, backend: str | None = None
+    transport: TransportName,
+    lane: Lane,
+    ranks: list[int],
+    timeout: timedelta,
+    backend: str | None = None,
+    streams: DeviceStreams | None = None,
 ) -> Wires:
     """The wires of a lane between ranks of the world, in this order; made at the first call. All its ranks must call alike.
 
@@ -108,6 +114,7 @@ def wires_of(
         ranks: Of the world.
         timeout: Longest wait for one collective.
         backend: Of a process group; None takes the world's.
+        streams: Order collectives on a device.
 
     Raises:
         ConfigError: MPI cannot be used.
@@ -115,7 +122,8 @@ def wires_of(
     """
     if transport == "mpi":
         return shared_communicators.get(lane, ranks, timeout)
-    return TorchWires(shared_groups.get(lane, ranks, timeout, backend), timeout)
+    group = shared_groups.get(lane, ranks, timeout, backend)
+    return TorchWires(group, timeout) if streams is None else TorchWires(group, timeout, streams.collective)
 
 
 def most_failures(
@@ -173,13 +181,14 @@ class _Group:
 class Transport:
     """Tier groups over torch.distributed or MPI, and collectives on them.
 
-    Every rank makes only its own groups: for each channel one of each tier, innermost first; a tier of size 1 has
+    Every rank makes only its own groups: for each channel one of each tier, innermost first, and for a tier of size 1
     none. The number of calls and the memory do not depend on the size of the world.
 
     Args:
         plan: The shard plan of this rank; it says which transport.
         timeout: Longest wait for one hop; None takes the world's timeout.
         channels: Names of what has communicators of its own.
+        streams: Order collectives on a device.
         ranks: Rank in the world of each rank of the plan; None where they are the same.
         backend: Of process groups; None takes the world's.
         failures: Number of failed chains, see `most_failures`; the same on all ranks.
@@ -196,7 +205,8 @@ class Transport:
         plan: ShardPlan,
         timeout: timedelta | None = None,
         *,
-        channels: Sequence[str] = ROLES,
+        channels: Sequence[str] = (STAGE,),
+        streams: DeviceStreams | None = None,
         ranks: Sequence[int] | None = None,
         backend: str | None = None,
         failures: int = 0,
@@ -214,7 +224,7 @@ class Transport:
             members = [self._everyone[rank] for rank in plan.tier_group(tier)]
             for channel in channels:
                 named = (f"{channel} #{failures}" if failures else channel), tier
-                wires = wires_of(plan.transport, named, members, self._timeout, backend)
+                wires = wires_of(plan.transport, named, members, self._timeout, backend, streams)
                 hops = shared_watchdog().lane(named, members, self._timeout.total_seconds())
                 self._groups[channel, tier] = _Group(wires, members, members.index(self._rank), hops)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError  # the builtin one from Python 3.11 on
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from hzero.config import Tier
 
 T = TypeVar("T")
+#: The channel of a stage's lanes.
+STAGE = "stage"
 #: What waits in vain raise.
 NoAnswer = TimeoutError
-#: A communicator: the group of one tier, for one role of the stage, or for one use of a `Communicator`.
-Lane: TypeAlias = tuple[str, Tier]
+#: A communicator: the group of one tier, of the stage or for one use of a `Communicator`. Messages from rank to rank have one
+#: more part, their direction.
+Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
 #: Looks at which the processor is only offered to others; then the first and the longest sleep, in seconds.
 _YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
 #: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
@@ -155,38 +159,47 @@ class TorchWires:
     Args:
         group: The group.
         timeout: Longest wait for a message from rank to rank; collectives have the group's own.
+        collective: Starts a collective in its order on a device, see `hzero.comm.lanes.DeviceStreams.collective`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta,
+        collective: Callable[[Callable[[], Work]], Work] = lambda start: start(),
+    ) -> None:
+        self._group, self._timeout, self._collective = group, timeout, collective
+
+    def _start(self, function: Callable[..., Any], *arguments: Any) -> Work:
+        return self._collective(partial(function, *arguments, group=self._group, async_op=True))
 
     @property
     def own_sums(self) -> bool:
         """As `Wires.own_sums`: gloo's own sends twice the bytes of an all-to-all, and never says that it has ended."""
         return dist.get_backend(self._group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
-    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Any:
+    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Work:
         """As `Wires.all_gather`."""
-        return getattr(dist, _ALL_GATHER)(output, message, group=self._group, async_op=True)
+        return self._start(getattr(dist, _ALL_GATHER), output, message)
 
-    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Any:
+    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Work:
         """As `Wires.all_to_all`."""
-        return dist.all_to_all_single(output, message, group=self._group, async_op=True)
+        return self._start(dist.all_to_all_single, output, message)
 
-    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Any:
+    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
         """As `Wires.exchange`: parts without bytes are not sent on NCCL and RCCL; on gloo they are empty messages."""
         ranks = dist.get_world_size(self._group)
         sends, receives = [0] * ranks, [0] * ranks
         sends[target] = receives[source] = message.numel()
-        return dist.all_to_all_single(output, message, receives, sends, group=self._group, async_op=True)
+        return self._start(dist.all_to_all_single, output, message, receives, sends)
 
-    def broadcast(self, message: torch.Tensor, root: int) -> Any:
+    def broadcast(self, message: torch.Tensor, root: int) -> Work:
         """As `Wires.broadcast`."""
-        return dist.broadcast(message, self._rank(root), group=self._group, async_op=True)
+        return self._start(dist.broadcast, message, self._rank(root))
 
-    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Any:
+    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Work:
         """As `Wires.reduce_scatter`."""
-        return getattr(dist, _REDUCE_SCATTER)(output, elements, group=self._group, async_op=True)
+        return self._start(getattr(dist, _REDUCE_SCATTER), output, elements)
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
         """As `Wires.message`."""

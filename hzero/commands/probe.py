@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hzero.comm import Bucket, Collectives, Transport, WireLog
-from hzero.comm.transport import Lane
 from hzero.comm.wirelog import HopTimer
+from hzero.comm.wires import STAGE, Lane
 from hzero.config import DEFAULT_BLOCK_SIZE, NET_TIERS, ROLES, Algorithm, CodecConfig, CodecName, Tier, TransportName
 from hzero.parsing import parse_config
 from hzero.plan.links_file import LinkRow, Operation, algorithm_bandwidth, bus_bandwidth
@@ -130,7 +130,7 @@ class Probe:
         return torch.randint(1, 128, (count,), dtype=torch.uint8, device=self._device).to(dtype)
 
     def _collective(self, one: Measurement) -> Callable[[], object]:
-        lane: Lane = ("weights", one.tier)
+        lane: Lane = (STAGE, one.tier)
         if one.op in GATHERS:
             part = self._values(one.count, one.dtype)
             return lambda: self._transport.start(lane, "all_gather", part, "a probe", algorithm=GATHERS[one.op]).wait()

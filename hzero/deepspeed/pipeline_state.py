@@ -81,7 +81,7 @@ class PipelineState:
             if tier not in kept:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
         self._keeps = bool(kept)  # residuals
-        self._pipeline = stage_lanes(config.transport)
+        self._pipeline = stage_lanes(config.transport, config.order)
         if is_rank_0():
             transport = "mpi" if config.transport == "mpi" else dist.get_backend()
             print(

@@ -19,7 +19,6 @@ from hzero.codecs import backends
 from hzero.comm import (
     Collectives,
     Communicator,
-    DeviceStreams,
     ErrorFeedback,
     Lanes,
     Transport,
@@ -31,7 +30,7 @@ from hzero.comm import (
     shared_lanes,
 )
 from hzero.comm.process_groups import world_timeout
-from hzero.config import ROLES, Dimension, HZeroConfig, Tier, TransportName
+from hzero.config import ROLES, CollectiveOrder, Dimension, HZeroConfig, Tier, TransportName
 from hzero.deepspeed import autotp
 from hzero.deepspeed.comms_logger import LoggedHops
 from hzero.deepspeed.parameters import Parameters, ZeroParameter, layers_of
@@ -93,10 +92,10 @@ class StageState:
         self.logged_hops = LoggedHops(self.wire_log)
         self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        self._lanes = stage_lanes(config.transport)
+        self._lanes = stage_lanes(config.transport, config.order)
         limit_waits()
         failures = most_failures(self._lanes.failures, config.transport, group, ranks_of(group), world_timeout())
-        transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures)
+        transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures, streams=self._lanes.streams)
         self._lanes.mend(transport.lanes)
         collectives = Collectives(self.plan, transport, self.wire_log, self._feedback, self._lanes)
         self._collectives = collectives
@@ -308,23 +307,23 @@ class StageState:
             self.gradients.clear()
 
 
-def stage_lanes(transport: TransportName) -> Lanes:
-    """The lanes of this process for hops of a transport on DeepSpeed's accelerator.
+def stage_lanes(transport: TransportName, order: CollectiveOrder | None = None) -> Lanes:
+    """The lanes of this process for hops of a transport on DeepSpeed's accelerator, in an order (see `Lanes`).
 
     Raises:
         ConfigError: As `shared_lanes`; or the lanes are there, and have no streams.
     """
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():  # runs everything in order, as CPUs do
-        return shared_lanes(None)
+        return shared_lanes(None, order=order)
     if transport == "torch":
-        found = shared_lanes(DeviceStreams(accelerator))
+        found = shared_lanes(accelerator, order=order)
         if found.streams is None:
             raise ConfigError(
                 "hzero: found a Communicator of CPUs made before this engine of a GPU; make it without one"
             )
         return found
-    return shared_lanes(None, partial(host_steps, torch.device(accelerator.current_device_name())))
+    return shared_lanes(None, partial(host_steps, torch.device(accelerator.current_device_name())), order)
 
 
 def undeclared(config: HZeroConfig) -> str:

@@ -67,6 +67,7 @@ class Gradients:
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
         self._crossing: list[tuple[_Part, Chain[list[torch.Tensor]]]] = []
+        self._accumulates = False  # in this window, so that its last micro-step is not the only one
         self._error: BaseException | None = None
         self.reductions = self.peak_bytes = 0
 
@@ -111,7 +112,8 @@ class Gradients:
             for alike in by_route(params):
                 part = _Part(alike, dtype, scale, last)
                 self._accumulate(part, [gradient_of[param.key] for param in alike], deliver)
-            if last and not self._accumulators.bytes:  # a window of one micro-step plans no memory for all of its sums
+            self._accumulates |= not last
+            if last and not self._accumulates:  # a window of one micro-step plans no memory for all of its sums
                 self._limit_crossings()
 
     def _accumulate(self, part: _Part, gradients: list[torch.Tensor], deliver: Deliver) -> None:
@@ -141,8 +143,12 @@ class Gradients:
             seed=self._next_seed(),
             scale=part.scale,
             into=partial(self._accumulators.to_add_to, keys),
+            patient=_patient(part),
         )
         chain.wait_read()
+        if part.last and accumulates:
+            # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
+            self._submit_crossing(part, seed, chain.take, after=[chain], patient=_patient(part))
         self._reducing.append((chain, None if accumulates else partial(deliver, part.params)))
         while len(self._reducing) > self._most:
             self._finish_first()
@@ -151,24 +157,27 @@ class Gradients:
         """Adds whole gradients to the accumulators; those of a window's only micro-step cross as they are."""
         kept = [param.key in self._accumulators for param in part.params]
         if part.last and part.params[0].route.programs.boundary.steps and not any(kept):
-            self._submit_crossing(part, self._next_seed(), flat).wait_read()
+            self._submit_crossing(part, self._next_seed(), lambda: flat).wait_read()
         else:  # the first of a window is kept, so it must be a copy
             parts = [one if again else one.to(torch.float32, copy=True) for one, again in zip(flat, kept)]
-            self._add(part, self._next_seed(), parts)
+            seed = self._next_seed()
+            sums = self._add(part, seed, parts)
+            if part.last:
+                self._submit_crossing(part, seed, partial(list, sums))
         if part.last:
             self._limit_crossings()
 
-    def _add(self, part: _Part, seed: int, sums: list[torch.Tensor]) -> None:
-        """Adds partial sums to the accumulators, unless the last hop has; in the last micro-step they cross at once.
+    def _add(self, part: _Part, seed: int, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Adds partial sums to the accumulators, unless the last hop has. Gives those of the last micro-step away.
 
         The first of a window becomes the accumulator: nobody else may keep it.
         """
         keys = [param.key for param in part.params]
         if part.last:  # accumulators are freed as soon as they are encoded
-            self._submit_crossing(part, seed, self._accumulators.take(keys, sums))
-        else:
-            self._accumulators.add(keys, sums, seed)
-            self.peak_bytes = max(self.peak_bytes, self._accumulators.bytes)
+            return self._accumulators.take(keys, sums)
+        self._accumulators.add(keys, sums, seed)
+        self.peak_bytes = max(self.peak_bytes, self._accumulators.bytes)
+        return []
 
     def settle(self) -> None:
         """Waits for the reductions of the micro-steps so far.
@@ -203,18 +212,21 @@ class Gradients:
             for alike in by_route(rest):
                 for params in in_buckets(((param, param.numel) for param in alike), self.bucket_numel):
                     sums = self._accumulators.take([param.key for param in params])
-                    self._submit_crossing(_Part(params, dtype, scale, True), self._next_seed(), sums)
+                    self._submit_crossing(_Part(params, dtype, scale, True), self._next_seed(), partial(list, sums))
                     self._limit_crossings()
             crossed = [(part, chain.wait()) for part, chain in self._crossing]
             self._crossing.clear()
             self._waiting.clear()
+            self._accumulates = False
             for part, shards in crossed:
                 deliver(part.params, self._cut(part, shards))
 
-    def _submit_crossing(self, part: _Part, seed: int, sums: list[torch.Tensor]) -> Chain[list[torch.Tensor]]:
+    def _submit_crossing(
+        self, part: _Part, seed: int, sums: Callable[[], list[torch.Tensor]], **order: Any
+    ) -> Chain[list[torch.Tensor]]:
         program, bucket = part.params[0].route.programs.boundary, bucket_of(part.params, part.dtype, "gradients")
         chain: Chain[list[torch.Tensor]] = self._collectives.run(
-            program, bucket, lambda: sums, lambda shards: shards, seed=seed, scale=part.scale
+            program, bucket, sums, lambda shards: shards, seed=seed, scale=part.scale, **order
         )
         self._crossing.append((part, chain))
         return chain
@@ -271,7 +283,7 @@ class Gradients:
 
     def _drop(self) -> None:
         reducing: list[Chain[Any]] = [chain for chain, _ in self._reducing]
-        for chains in (reducing, (chain for _, chain in self._crossing)):  # the former may add to the latter
+        for chains in (reducing, (chain for _, chain in self._crossing)):
             for chain in chains:
                 try:
                     chain.wait()
@@ -281,6 +293,7 @@ class Gradients:
         self._reducing.clear()
         self._crossing.clear()
         self._waiting.clear()
+        self._accumulates = False
         self._accumulators.clear()
         if self._collectives.feedback is not None:
             self._collectives.feedback.discard()
@@ -289,6 +302,11 @@ class Gradients:
         # Ranks round with different seeds, so that the errors of a sum do not add up.
         self.reductions += 1
         return (self.reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
+
+
+def _patient(part: _Part) -> bool:
+    """Whether gathers cross several tiers, in the other direction: modules wait for them, so these gradients make way."""
+    return len(part.params[0].route.programs.fetch.crossings) > 1
 
 
 class Accumulators:

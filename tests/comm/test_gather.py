@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.comm.simulated import Wires, boxes, on_all, transport
 
-LANE: Any = ("weights", "node")
+LANE: Any = ("stage", "node")
 
 
 @settings(max_examples=40)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,22 +22,25 @@ import torch
 
 from hzero.comm import lanes as module
 from hzero.comm.errors import HopError
-from hzero.comm.lanes import Chain, DeviceStreams, Lanes, lanes_of, shared_lanes
+from hzero.comm.lanes import Chain, Lanes, lanes_of, shared_lanes
+from hzero.comm.wires import STAGE
+from hzero.config import CollectiveOrder
 from hzero.parsing import parse_config
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 from hzero.validation import ConfigError
 
-GRID = Grid(2, 2, 1)
-SCHEDULES = 300
+GRID = Grid(2, 2, 2)
+#: Of each preset and order; ``HZERO_SCHEDULES=1000`` for a long run.
+SCHEDULES = int(os.environ.get("HZERO_SCHEDULES", "40"))
 TIMEOUT_S = 20.0
 
 
 class _Hop:
     """A collective on a simulated wire."""
 
-    def __init__(self, wires: _Wires, key: Any, number: int) -> None:
-        self._wires, self._key, self._number = wires, key, number
+    def __init__(self, wires: _Wires, key: Any, rank: int, number: int) -> None:
+        self._wires, self._key, self._rank, self._number = wires, key, rank, number
         self._due: int | None = None
 
     def end(self) -> None:
@@ -49,10 +53,13 @@ class _Wires:
 
     Attributes:
         started: For each communicator and rank the chains whose hops it started, in order.
+        most: Hops that a rank had under way, at most.
     """
 
     def __init__(self, seed: int) -> None:
         self.started: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        self.most = 0
+        self._under_way: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._tick = 0  # time passes with everything that happens
@@ -63,7 +70,9 @@ class _Wires:
             key = (lane, tuple(GRID.tier_group(rank, lane[1])))
             mine = self.started[key][rank]
             mine.append(chain)
-            return _Hop(self, key, len(mine))
+            self._under_way[rank] += 1
+            self.most = max(self.most, self._under_way[rank])
+            return _Hop(self, key, rank, len(mine))
 
     def look(self, hop: _Hop) -> bool:
         with self._lock:
@@ -73,58 +82,73 @@ class _Wires:
                 return False
             if hop._due is None:
                 hop._due = self._tick + self._random.randrange(4)
+            self._under_way[hop._rank] -= self._tick >= hop._due
             return self._tick >= hop._due
 
 
 def _run_rank(rank: int, seed: int, wires: _Wires, lanes: Lanes, preset: str) -> None:
-    """Submits what an engine submits, the same on all ranks, and waits in an order of its own."""
+    """Submits what an engine submits, the same on all ranks, and waits for gathers in an order of its own."""
     plan = ShardPlan.from_config(parse_config({"preset": preset}), GRID, rank)
     common, own = random.Random(seed), random.Random(seed * 100 + rank)
-    hops = {
-        "refresh": [("weights", hop.tier) for hop in plan.refresh_hops()],
-        "fetch": [("weights", hop.tier) for hop in (plan.fetch_hops() if plan.resident else plan.gather_hops())],
-        "micro": [("gradients", hop.tier) for hop in plan.micro_hops()],
-        "boundary": [("gradients", hop.tier) for hop in plan.boundary_hops()],
+    fetches = plan.fetch_hops() if plan.resident else plan.gather_hops()
+    every = {
+        "refresh": plan.refresh_hops(),
+        "fetch": fetches,
+        "micro": plan.micro_hops(),
+        "boundary": plan.boundary_hops(),
     }
+    hops = {kind: [(STAGE, hop.tier) for hop in some] for kind, some in every.items()}
+    numbers = itertools.count()
 
-    def chain(kind: str, number: int, used: list[Any]) -> Any:
-        yield None
-        for lane in used:
-            yield wires.start(rank, lane, (kind, number))
-        if kind == "micro" and hops["boundary"]:
-            crossing.append(lanes.submit(chain("boundary", number, hops["boundary"]), hops["boundary"]))
-        return number
+    def submit(kind: str, after: Sequence[Chain[Any]] = ()) -> Chain[Any]:
+        number = next(numbers)
 
-    crossing: list[Chain[Any]] = []
-    waiting: list[Chain[Any]] = []
-    for number in range(common.randrange(4, 12)):
+        def chain() -> Any:
+            yield None
+            for lane in hops[kind]:
+                yield wires.start(rank, lane, (kind, number))
+            return number
+
+        patient = kind in ("micro", "boundary") and len(fetches) > 1
+        return lanes.submit(chain(), hops[kind], after, owner=wires, patient=patient)
+
+    def wait(chains: list[Chain[Any]]) -> None:
+        for each in chains:
+            each.wait()
+
+    gathers: list[Chain[Any]] = []
+    reducing: list[Chain[Any]] = []
+    for _ in range(common.randrange(4, 16)):
         kind = common.choice([kind for kind in ("refresh", "fetch", "micro") if hops[kind]])
-        after = [c for c in waiting if common.random() < 0.3] if kind == "fetch" else []
-        rounds = common.choice((1, 1, 3))  # of an all-gather between nodes
-        used = [lane for lane in hops[kind] for _ in range(rounds if lane == ("weights", "node") else 1)]
-        waiting.append(lanes.submit(chain(kind, number, used), used, after))
+        if kind != "micro":
+            gathers.append(submit(kind, [c for c in gathers if common.random() < 0.3] if kind == "fetch" else []))
+        else:
+            reducing.append(submit("micro"))
+            if hops["boundary"] and common.random() < 0.5:
+                reducing.append(submit("boundary", [reducing[-1]]))
+            if len(reducing) > common.choice((2, 8)):
+                wait(reducing[: len(reducing) // 2])
         if own.random() < 0.3:
             time.sleep(0)
         if common.random() < 0.3:  # a module needs some of what is in flight
-            needed = [c for c in waiting if common.random() < 0.6]
+            needed = [c for c in gathers if common.random() < 0.6]
             own.shuffle(needed)
-            for each in needed:
-                each.wait()
-    own.shuffle(waiting)
-    for each in waiting:
-        each.wait()
-    for each in crossing:
-        each.wait()
+            wait(needed)
+        if common.random() < 0.1:
+            common.choice((lanes.drain, lanes.place))()
+    own.shuffle(gathers)
+    wait(gathers)
+    wait(reducing)
     lanes.drain()
 
 
-def _play(seed: int, preset: str) -> list[str]:
+def _play(seed: int, preset: str, order: CollectiveOrder) -> list[str]:
     """One schedule. Returns what went wrong."""
     wires, wrong = _Wires(seed), []
 
     def run(rank: int) -> None:
         try:
-            _run_rank(rank, seed, wires, Lanes(), preset)
+            _run_rank(rank, seed, wires, Lanes(order=order), preset)
         except BaseException as error:
             wrong.append(f"rank {rank}: {error!r}")
 
@@ -137,17 +161,16 @@ def _play(seed: int, preset: str) -> list[str]:
     for key, ranks in wires.started.items():
         if len({tuple(chains) for chains in ranks.values()}) > 1:
             wrong.append(f"{key}: {dict(ranks)}")
-        for chains in ranks.values():
-            hops = [chain for chain, _ in itertools.groupby(chains)]
-            if len(hops) > len(set(hops)):
-                wrong.append(f"{key}: between the rounds of a hop another one started: {chains}")
+    if order == "strict" and wires.most > 1:
+        wrong.append(f"{wires.most} hops under way")
     return wrong
 
 
-@pytest.mark.parametrize("preset", ["topo", "zero3"])
-def test_order_of_collectives(preset: str) -> None:
-    for seed in range(SCHEDULES // 2):
-        wrong = _play(seed, preset)
+@pytest.mark.parametrize("order", ["lanes", "strict"])
+@pytest.mark.parametrize("preset", ["topo", "zero3", "hpz"])
+def test_order_of_collectives(preset: str, order: CollectiveOrder) -> None:
+    for seed in range(SCHEDULES):
+        wrong = _play(seed, preset, order)
         assert not wrong, (seed, wrong)
 
 
@@ -244,40 +267,26 @@ def test_an_interrupt_while_inputs_are_read_is_an_error_of_the_chain_too() -> No
     assert not hops
 
 
-def test_rounds_of_a_hop_follow_each_other_on_their_lane() -> None:
+def test_hops_of_a_patient_chain_make_way_for_those_of_later_ones() -> None:
+    """A reduction crosses tiers the other way. Its next hop comes behind the next gather, or when it is waited for."""
     lanes = Lanes()
-    node, gcd = ("weights", "node"), ("weights", "gcd")
-    first, second = _Started(), _Started()
-    one = lanes.submit(_by_hand(first, [node, node, node, gcd], 1), [node, node, node, gcd])
-    two = lanes.submit(_by_hand(second, [node, gcd], 2), [node, gcd])
-    for number in range(3):
-        assert _soon(lambda want=number + 1: len(first) == want) and not second
-        first.arrive(number)
-    second.arrive(0)  # the lane is free
-    first.arrive(3)
-    second.arrive(1)
-    assert (one.wait(), two.wait()) == (1, 2)
-
-
-def test_a_chain_that_fails_between_two_rounds_fails_those_behind_it() -> None:
-    """Its peers go on with the next round, which nobody else may answer."""
-
-    def breaks(hops: list[_ByHand]) -> Any:
-        yield None
-        hops.append(_ByHand())
-        yield hops[-1]
-        raise HopError("round 2")
-
-    lanes = Lanes()
-    node = ("weights", "node")
-    hops, behind = _Started(), _Started()
-    failing = lanes.submit(breaks(hops), [node, node, node])
-    waiting = lanes.submit(_by_hand(behind, [node], 1), [node])
-    hops.arrive(0)
-    for chain in (failing, waiting):
-        with pytest.raises(HopError, match="round 2"):
-            chain.wait()
-    assert not behind
+    inward: list[Any] = [("stage", "node"), ("stage", "gcd")]
+    hops = [_Started() for _ in range(4)]
+    reduction = lanes.submit(_by_hand(hops[0], inward[::-1], 0), inward[::-1], owner=1, patient=True)
+    crossing = lanes.submit(_by_hand(hops[1], inward[:1], 1), inward[:1], [reduction], owner=1, patient=True)
+    hops[0].arrive(0)
+    lanes.submit(_by_hand(hops[2], inward, 2), inward, owner=2)  # of someone else
+    hops[2].arrive(0)
+    hops[2].arrive(1)
+    gather = lanes.submit(_by_hand(hops[3], inward, 3), inward, owner=1)
+    hops[3].arrive(0)
+    assert _soon(lambda: len(hops[0]) == 2) and not hops[1]
+    for started, hop in ((hops[0], 1), (hops[3], 1)):
+        started.arrive(hop)
+    assert (gather.wait(), reduction.wait()) == (3, 0) and not hops[1]
+    lanes.place()
+    hops[1].arrive(0)
+    assert crossing.wait() == 1
 
 
 def test_a_chain_after_one_that_failed_fails_alike() -> None:
@@ -306,7 +315,7 @@ def test_one_process_has_hops_of_processors_or_of_a_gpu(
     first: Any, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_of_world", None)
-    shared_lanes(None if first is None else DeviceStreams(first))
+    shared_lanes(first)
     said = f"found a group of {device} beside hops of {'cpu' if first is None else 'cuda'}"
     with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():
         lanes_of(device, "torch")

@@ -24,7 +24,8 @@ from hzero.comm import (
     WireLog,
 )
 from hzero.comm.transport import world_timeout
-from hzero.config import ALGORITHMS, ROLES, CodecConfig
+from hzero.comm.wires import STAGE
+from hzero.config import ALGORITHMS, CodecConfig
 from hzero.parsing import parse_config
 from hzero.plan.program import Program, gather_program, reduce_program
 from hzero.plan.shards import ShardPlan
@@ -279,11 +280,10 @@ def check_all_algorithms_of_an_all_gather_give_the_same_bytes() -> None:
     """On 2 to 8 ranks, for messages of awkward sizes and of none; of one rank after the other."""
     if WORLD == 6:
         pytest.skip("8 ranks try 2 to 8")
-    rank, lane = dist.get_rank(), ("weights", "node")
+    rank, lane = dist.get_rank(), (STAGE, "node")
     for ranks in range(2, WORLD + 1):
         if rank >= ranks:  # torch names a group also after the number of groups that its ranks have made
-            for _ in ROLES:
-                dist.new_group([rank], use_local_synchronization=True)
+            dist.new_group([rank], use_local_synchronization=True)
             continue
         order = Grid(ranks, 1, 1, ranks=(ranks - 1, *range(ranks - 1)))  # not the order of rank numbers
         transport = Transport(ShardPlan.from_config(parse_config({"transport": TRANSPORT}), order, rank))
@@ -304,7 +304,7 @@ def check_a_peer_that_does_not_come_is_named() -> None:
     plan = _collectives(grid).plan
     transport = Transport(plan, timedelta(seconds=2))
     everyone = torch.zeros(16 * grid.gcds_per_gpu, dtype=torch.uint8)
-    lane = ("gradients", "gcd")
+    lane = (STAGE, "gcd")
     transport.start(lane, "all_to_all", everyone, "a first message").wait()  # connects, which is not what is timed
     if dist.get_rank() not in plan.grid.tier_group(0, "gcd"):
         transport.start(lane, "all_to_all", everyone, "gradients").wait()

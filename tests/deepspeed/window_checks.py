@@ -94,8 +94,8 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
     crossed, start = [], Collective.start
 
     def failing(collective: Collective, *arguments: Any) -> Any:
-        crossed.append(collective._lane)
-        if crossed[-1] == ("gradients", "node") and crossed.count(crossed[-1]) == 2:
+        crossed.append("gradients" in str(collective) and "'node'" in str(collective))
+        if crossed[-1] and sum(crossed) == 2:
             raise HopError("the second bucket between nodes")
         return start(collective, *arguments)
 
