@@ -250,9 +250,14 @@ class Lanes:
             self._advance(waiting if chain is None else waiting[: waiting.index(chain) + 1])
 
     def place(self) -> None:
-        """Gives all hops their places. All ranks call it between the same chains."""
+        """Gives all hops their places. All ranks call it between the same chains.
+
+        Under the order ``strict`` a device's current stream waits for them, so that collectives of others come behind.
+        """
         with self._changed:
             self._place(None)
+        if self.streams is not None and self.order == "strict":
+            self.streams.join()
 
     def give_up(self) -> None:
         """After an error: hops without a place get none, since peers may not start them any more."""
@@ -339,7 +344,7 @@ class Lanes:
         if error is None:
             try:
                 if index == 0:
-                    with streams.on(lane), lasting():
+                    with streams.on(lane, results=lane is None), lasting():
                         for other in chain._after:
                             if other._error is None:
                                 streams.wait(other._finished)

@@ -42,14 +42,14 @@ class DeviceStreams:
             self._streams[key] = self.device.Stream(priority=-1)
         return self.device.stream(self._streams[key])  # type: ignore[no-any-return]
 
-    def collective(self, start: Callable[[], Work]) -> Work:
-        """Starts a collective; under the order ``strict`` it comes behind all others."""
+    def collective(self, start: Callable[..., Any]) -> Work:
+        """Starts a collective; under the order ``strict`` it comes behind all others, and on their stream."""
         if self.order == "lanes":
-            return start()
+            return start(async_op=True)  # type: ignore[no-any-return]
         before = self.event()
         with self._on("collectives"):
             self.wait(before)
-            start().wait()
+            start(async_op=False)
             return _InOrder(self, self.event())
 
     def event(self) -> Any:

@@ -166,12 +166,12 @@ class TorchWires:
         self,
         group: dist.ProcessGroup,
         timeout: timedelta,
-        collective: Callable[[Callable[[], Work]], Work] = lambda start: start(),
+        collective: Callable[[Callable[..., Any]], Work] = lambda start: start(async_op=True),
     ) -> None:
         self._group, self._timeout, self._collective = group, timeout, collective
 
     def _start(self, function: Callable[..., Any], *arguments: Any) -> Work:
-        return self._collective(partial(function, *arguments, group=self._group, async_op=True))
+        return self._collective(partial(function, *arguments, group=self._group))
 
     @property
     def own_sums(self) -> bool:

@@ -93,6 +93,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super().independent_gradient_partition_epilogue()
         self.hzero.weights.end_backward()
+        self.hzero.place()
         if versions.at_boundary(self):
             self._cross_boundary()
 
@@ -107,6 +108,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self._cross_boundary()
         self.hzero.weights.resident.before_change()
         self._settle_on_cpus()
+        self.hzero.place()
         try:
             self.hzero.before_step(itertools.chain.from_iterable(self.fp16_groups), self._gradient_of)
         except Exception:  # whoever catches it goes on with a new window
@@ -128,6 +130,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.hzero.guard.stepped()
         self._new_window()
         self.hzero.weights.gather_kept_whole()
+        self.hzero.place()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
         watchdog = shared_watchdog()

@@ -221,6 +221,10 @@ class StageState:
         self.verify()
         self.logged_hops.flush()
 
+    def place(self) -> None:
+        """Where DeepSpeed or a script may send something next: gives hops their places before it, see `Lanes.place`."""
+        self._lanes.place()
+
     @property
     def waited_s(self) -> float:
         """Seconds in which this rank has waited for other ranks' part of hops.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hzero.codecs.codec import Codec
 from hzero.comm import Bucket, Chain, Collectives, WireLog, blaming
 from hzero.comm.checksum import checksums
+from hzero.comm.wires import STAGE
 from hzero.config import ROLES, CodecConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
@@ -218,7 +219,7 @@ class Audit:
         """Which of the sums, int64 ``[n, 2]``, another rank with the same copies has otherwise; bool ``[n]``."""
         differs = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
         for hop in self._plan.refresh_hops():  # equal on each tier outside the scope: equal on all of them
-            lane = ("weights", hop.tier)
+            lane = (STAGE, hop.tier)
             chain = self._collectives.send(lane, "all_gather", sums.view(torch.uint8).view(-1), "weights of an audit")
             differs |= (chain.wait().view(torch.int64).view(hop.size, *sums.shape) != sums).any(dim=2).any(dim=0)
         return differs

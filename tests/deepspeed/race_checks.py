@@ -16,8 +16,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_grad
 
 import hzero
-from hzero.comm import Communicator
-from hzero.comm.lanes import DeviceStreams
+from hzero.comm import Communicator, DeviceStreams
 from hzero.config import BASE_TIERS, PRESETS
 from hzero.deepspeed.state import stage_lanes
 from tests.deepspeed.race_detector import recording
@@ -238,6 +237,21 @@ def _expect_no_races(scenarios: Iterable[str]) -> None:
             del engine
         races = trace.races()
         assert not races, f"{scenario}: {len(races)} races\n" + "\n".join(races[:6])
+
+
+def check_collectives_of_a_step_have_one_order() -> None:
+    """Under the order ``strict``, in every preset. Under ``lanes`` those of several tiers overlap."""
+    for preset in PRESETS:
+        with recording() as trace:
+            _steps(preset, order="strict").destroy()
+        pairs, most = trace.unordered()
+        if dist.get_rank() == 0:
+            assert not pairs and most == 1, f"{preset}: {most} collectives, {len(pairs)} pairs\n" + "\n".join(pairs[:3])
+    with recording() as trace:
+        _steps("topo", order="lanes").destroy()
+    pairs, most = trace.unordered()
+    if dist.get_rank() == 0:
+        assert pairs and most > 1
 
 
 def check_a_run_without_a_wait_has_races() -> None:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hzero.codecs import backends
-from hzero.comm import lanes, transport
+from hzero.comm import lanes, wires
 
 #: In place of a stream: the host, behind whose waits comes all that it starts later.
 HOST = -1
@@ -52,6 +52,7 @@ class _Work(NamedTuple):
     stream: int
     spans: list[_Span]
     site: str
+    collective: bool
 
 
 class _Record(NamedTuple):
@@ -104,23 +105,49 @@ class Trace:
     def __init__(self) -> None:
         self.entries: list[_Work | _Record | _Wait | _Keep | _Free] = []
 
+    def _clocked(self) -> Iterator[tuple[_Work | _Keep | _Free, defaultdict[int, Clock]]]:
+        """The entries that use memory, and the clocks of all streams at these."""
+        clocks: defaultdict[int, Clock] = defaultdict(dict)
+        events: defaultdict[int, Clock] = defaultdict(dict)
+        for entry in self.entries:
+            if isinstance(entry, _Record):
+                events[entry.event] = {**clocks[entry.stream]}
+            elif isinstance(entry, _Wait):
+                _merge(clocks[entry.stream], events[entry.event])
+            else:
+                if isinstance(entry, _Work):
+                    clock = clocks[entry.stream]
+                    _merge(clock, clocks[HOST])
+                    clock[entry.stream] = clock.get(entry.stream, 0) + 1
+                yield entry, clocks
+
+    def unordered(self) -> tuple[list[str], int]:
+        """Pairs of collectives of two communicators without an order, and how many collectives may be under way at a time."""
+        pairs: list[str] = []
+        most = 0
+        started: list[tuple[int, int, str]] = []
+        for entry, clocks in self._clocked():
+            if isinstance(entry, _Work) and entry.collective:
+                clock = clocks[entry.stream]
+                others = [one for one in started if one[1] > clock.get(one[0], 0)]
+                pairs += [f"{site}\n  {entry.site}" for *_, site in others]
+                most = max(most, 1 + len({stream for stream, *_ in others}))
+                started.append((entry.stream, clock[entry.stream], entry.site))
+        return pairs, most
+
     def races(self) -> list[str]:
         """One text per pair of sites that race."""
         found: dict[tuple[str, str], str] = {}
-        clocks: defaultdict[int, Clock] = defaultdict(dict)
         memories: dict[int, _Memory] = {}
-        events: defaultdict[int, Clock] = defaultdict(dict)
 
         def report(first: _Access, second: _Access) -> None:
             if "hzero/" in first.site or "hzero/" in second.site:
                 both = (f"{'write' if a.write else 'read'} on stream {a.stream} at {a.site}" for a in (first, second))
                 found.setdefault((first.site, second.site), "\n  ".join(both))
 
-        for entry in self.entries:
+        for entry, clocks in self._clocked():
             if isinstance(entry, _Work):
                 clock = clocks[entry.stream]
-                _merge(clock, clocks[HOST])
-                clock[entry.stream] = clock.get(entry.stream, 0) + 1
                 for span in entry.spans:
                     memory = memories.setdefault(span.memory, _Memory(entry.stream))
                     now = _Access(entry.stream, clock[entry.stream], span.write, span.start, span.end, entry.site)
@@ -139,10 +166,6 @@ class Trace:
                         report(
                             access, _Access(memory.owner, 0, True, access.start, access.end, f"freed at {entry.site}")
                         )
-            elif isinstance(entry, _Record):
-                events[entry.event] = {**clocks[entry.stream]}
-            elif isinstance(entry, _Wait):
-                _merge(clocks[entry.stream], events[entry.event])
             elif entry.memory in memories:
                 memories[entry.memory].kept_for.append(entry.stream)
         return list(found.values())
@@ -321,12 +344,16 @@ class Recorder(TorchDispatchMode):
         boxed = next(one for one in tree_leaves(arguments) if isinstance(one, torch.ScriptObject))
         wire = World.here.wires[dist.ProcessGroup.unbox(boxed).group_name]
         wire.wait_stream(World.here.current)
-        self._work(wire, read, written)
+        self._work(wire, read, written, collective=True)
         self.last = wire.record_event()
         if not self.in_transport:  # of DeepSpeed: it waits where it starts it
             World.here.current.wait_event(self.last)
+            if "other_ranks" in _site():  # a check that reads on the host what has come
+                self.last.synchronize()
 
-    def _work(self, stream: Stream, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    def _work(
+        self, stream: Stream, read: list[torch.Tensor], written: list[torch.Tensor], collective: bool = False
+    ) -> None:
         spans = []
         for write, tensors in ((False, read), (True, written)):
             for tensor in tensors:
@@ -336,8 +363,8 @@ class Recorder(TorchDispatchMode):
                 last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride()))
                 end = start + (last + 1) * tensor.element_size()
                 spans.append(_Span(self._memory_of(tensor), start, end, write))
-        if spans:
-            self._entries.append(_Work(stream.id, spans, _site()))
+        if spans or collective:
+            self._entries.append(_Work(stream.id, spans, _site(), collective))
 
     def _memory_of(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -387,20 +414,24 @@ def recording() -> Iterator[Trace]:
     set_accelerator(StandIn())
     trace = Trace()
     recorder = Recorder(trace)
-    init = transport.Pending.__init__
+    start, message = wires.TorchWires._start, wires.TorchWires.message
 
-    def of_transport(start: Any) -> Any:
-        def started(*args: Any, **rest: Any) -> Any:
-            recorder.in_transport = True
-            try:
-                return start(*args, **rest)
-            finally:
-                recorder.in_transport = False
+    def of_wires(function: Any, *args: Any, **rest: Any) -> Any:
+        recorder.in_transport = True
+        try:
+            work = function(*args, **rest)
+        finally:
+            recorder.in_transport = False
+        if work is None:  # it runs on the current stream
+            World.here.current.wait_event(recorder.last)
+            return None
+        return _OnDevice(work, recorder.last)
 
-        return started
+    def starts(self: Any, function: Any, *args: Any) -> Any:
+        return start(self, functools.partial(of_wires, function), *args)
 
-    def pending(self: Any, work: Any, *args: Any) -> None:
-        init(self, _OnDevice(work, recorder.last), *args)
+    def sends(self: Any, *args: Any, **rest: Any) -> Any:
+        return of_wires(functools.partial(message, self), *args, **rest)
 
     def record_stream(self: torch.Tensor, stream: Stream) -> None:
         recorder.record_stream(self, stream)
@@ -408,9 +439,9 @@ def recording() -> Iterator[Trace]:
     try:
         with contextlib.ExitStack() as patches:
             for owner, name, function in (
-                (transport.Collective, "start", of_transport(transport.Collective.start)),
+                (wires.TorchWires, "_start", starts),
+                (wires.TorchWires, "message", sends),
                 (torch.Tensor, "record_stream", record_stream),
-                (transport.Pending, "__init__", pending),
                 (lanes, "_of_world", None),  # one with streams, which ends with this device
             ):
                 patches.enter_context(mock.patch.object(owner, name, function))
