@@ -45,7 +45,7 @@ def _transport(role: str) -> FaultyTransport:
 
 def _hop(transport: FaultyTransport, tier: Tier, size: int = 16) -> None:
     (role, *_), *_ = transport.lanes
-    transport.all_gather((role, tier), torch.zeros(size, dtype=torch.uint8), "a test").wait()
+    transport.start((role, tier), "all_gather", torch.zeros(size, dtype=torch.uint8), "a test").wait()
 
 
 def _pids() -> list[int]:
