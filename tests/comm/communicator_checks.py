@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs import mpc
-from hzero.codecs.codec import Codec
+from hzero.codecs.codec import Codec, Encoder
 from hzero.comm import Communicator, HopError, communicator
 from hzero.comm.activations import reduce_from
 from hzero.config import TIERS, CodecConfig
@@ -265,7 +265,7 @@ def check_lanes_of_a_failed_communicator_are_not_used_again() -> None:
         pytest.skip("MPI is refused after an error; the timeouts are those of 8 ranks")
     make = functools.partial(Communicator, {"topology": "discover"}, timeout=seconds, role="failing", grid=SOME[0])
     group, tensor = make(), torch.full((8,), float(rank))
-    failing = mock.patch.object(Codec, "encode", side_effect=MemoryError("on this rank alone"))
+    failing = mock.patch.object(Encoder, "__call__", side_effect=MemoryError("on this rank alone"))
     if rank == 0:
         with failing, pytest.raises(MemoryError):
             group.all_gather(tensor)
