@@ -19,7 +19,7 @@ from hzero.comm.feedback import ErrorFeedback
 from hzero.comm.lanes import Chain, lanes_of
 from hzero.comm.mpi_wires import world_ranks
 from hzero.comm.process_groups import group_timeout
-from hzero.comm.runtime import Collectives
+from hzero.comm.runtime import Collectives, Lost
 from hzero.comm.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
 from hzero.comm.transport import Transport, most_failures, wires_of
 from hzero.comm.wirelog import WireLog
@@ -222,10 +222,15 @@ class Communicator:
             return self._local(flat, then)
         same, own = self._seeds()
         held: list[torch.Tensor] = []
-        reduced = self._reduce(role, tensor, flat, chunk, op, key, own, held.append)
+        lost: list[Lost] = []
+        reduced = self._reduce(role, tensor, flat, chunk, op, key, own, held.append, lost)
         bucket = self._bucket(role, tensor, chunk, self._copies, key)
         read = lambda: [held.pop()]  # noqa: E731
-        whole = lambda tensors: then(tensors[0])  # noqa: E731
+
+        def whole(tensors: list[torch.Tensor]) -> torch.Tensor:
+            self._collectives.note(lost)
+            return then(tensors[0])
+
         return self._collectives.run(self._again, bucket, read, whole, seed=same, own_seed=own, after=[reduced])
 
     @torch.compiler.disable
@@ -280,6 +285,7 @@ class Communicator:
         key: int | None,
         seed: int,
         then: Callable[[torch.Tensor], Any],
+        lost: list[Lost] | None = None,
     ) -> Chain[Any]:
         """A chain that ends with ``then`` of this rank's shard, float32."""
         world = self.plan.grid.world_size
@@ -291,7 +297,7 @@ class Communicator:
             return then(shards[0].div_(world) if op == "mean" and not first else shards[0])
 
         bucket = self._bucket(role, tensor, chunk, self._sums, key)
-        return self._collectives.run(self._summing, bucket, lambda: [flat], averaged, seed=seed)
+        return self._collectives.run(self._summing, bucket, lambda: [flat], averaged, seed=seed, lost=lost)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:

@@ -31,7 +31,7 @@ from hzero.plan.shards import ShardPlan
 T = TypeVar("T")
 
 #: Blocks of a message that codec ``exp`` could not hold, int64 ``[]``, and a description of the message.
-_Lost: TypeAlias = tuple[torch.Tensor, str]
+Lost: TypeAlias = tuple[torch.Tensor, str]
 #: Comparisons of a device that have not been looked at yet, at most.
 _UNREAD = 256
 #: Buffers of one size that a device has not passed yet before one of them is taken again, which serialises their programs.
@@ -168,7 +168,7 @@ class Collectives:
         self.arena = Arena(self.lanes.streams)
         if self.lanes.streams is not None and transport.unread is None:
             transport.unread = []
-        self._lost: list[_Lost] = []
+        self._lost: list[Lost] = []
         self._bound: dict[tuple[int, Bucket], Bound] = {}
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -274,7 +274,7 @@ class Collectives:
 
     # ---- what arrives changed, or incomplete --------------------------------------------------------------------
 
-    def note(self, lost: Sequence[_Lost]) -> None:
+    def note(self, lost: Sequence[Lost]) -> None:
         """At the end of a chain, whose hops all ranks have made: an error with `strict` on CPUs, or kept for `lost`."""
         if self._strict and self.lanes.streams is None:
             self._refuse(_first(lost))
@@ -338,8 +338,9 @@ class _Local(NamedTuple):
 class Call(NamedTuple):
     """What one run brings: arguments of `Bound.run`."""
 
-    scale: float
-    into: Callable[[], Sequence[torch.Tensor] | None]
+    scale: float = 1.0
+    into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None
+    lost: list[Lost] | None = None
 
 
 class Bound:
@@ -373,6 +374,7 @@ class Bound:
         into: Callable[[], Sequence[torch.Tensor] | None] = lambda: None,
         after: Sequence[Chain[Any]] = (),
         patient: bool = False,
+        lost: list[Lost] | None = None,
     ) -> Chain[T]:
         """Starts the program.
 
@@ -386,12 +388,14 @@ class Bound:
                 None makes new ones.
             after: Chains that make what ``read`` reads.
             patient: Whether the hops make way for those of later programs, see `Lanes.submit`.
+            lost: Takes what codec ``exp`` could not hold, for a chain that comes after this one to tell of: the hops of both
+                are made on all ranks. None: this one does.
 
         Returns:
             A chain with the result of ``then``.
         """
         first = seed if own_seed is None else own_seed
-        hops = self.hops(read, then, seed, first, Call(scale, into))
+        hops = self.hops(read, then, seed, first, Call(scale, into, lost))
         return self._own.lanes.submit(hops, self.lanes, after, owner=self._own.transport, patient=patient)
 
     def hops(self, read: Callable[[], Any], then: Callable[[Any], T], seed: int, own_seed: int, call: Call) -> Hops[T]:
@@ -408,7 +412,7 @@ class Bound:
             for tensor in value:
                 self._own.used(tensor)
         room: Room | None = None  # where the value lies
-        crossed, lost = False, list[_Lost]()
+        crossed, lost = False, list[Lost]()
         for step in self._steps:
             if isinstance(step, _Local):
                 wanted = step.room
@@ -431,7 +435,10 @@ class Bound:
             room = into
         if not crossed:
             yield None
-        self._own.note(lost)
+        if call.lost is None:
+            self._own.note(lost)
+        else:
+            call.lost.extend(lost)
         result = then(value)
         if room is not None:
             arena.give(room)
@@ -611,7 +618,7 @@ class _Hop:
         return HopCounts(key, elements, payload, round(payload * peers), raw)
 
     def cross(
-        self, message: torch.Tensor, room: Room | None, lost: list[_Lost]
+        self, message: torch.Tensor, room: Room | None, lost: list[Lost]
     ) -> Hops[tuple[torch.Tensor, Room | None]]:
         """Moves a message. ``lost`` gets the number of its blocks that the codec could not hold.
 
@@ -638,7 +645,7 @@ class _Hop:
         del message, output
         yield pending
         arrived = own.received(pending) if given else pending.wait()
-        if self._codec.traits.fallible:
+        if self._codec.traits.fallible and self._step.kind != "send":  # of which the receiver tells
             lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._bucket.label))
         return arrived, into if size else room
 
@@ -651,7 +658,7 @@ class _Cut(_Hop):
     """A collective whose messages have no fixed size: their lengths are exchanged first, and the host waits for them."""
 
     def cross(
-        self, message: torch.Tensor, room: Room | None, lost: list[_Lost]
+        self, message: torch.Tensor, room: Room | None, lost: list[Lost]
     ) -> Hops[tuple[torch.Tensor, Room | None]]:
         """As `_Hop.cross`.
 
@@ -740,7 +747,7 @@ class _Lengths(NamedTuple):
         return torch.cat([mpc.whole(part, self.sizes, used) for part, used in zip(parts, self.arriving)])
 
 
-def _first(lost: Sequence[_Lost]) -> str | None:
+def _first(lost: Sequence[Lost]) -> str | None:
     """The first message with lost blocks, in words; the host waits."""
     for blocks, what in lost:
         if count := int(blocks):

@@ -41,7 +41,7 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        hops = one.bind(program, bucket).hops(read, lambda tensors: tensors[0], 0, 0, Call(1.0, lambda: None))
+        hops = one.bind(program, bucket).hops(read, lambda tensors: tensors[0], 0, 0, Call())
         while True:
             try:
                 pending = next(hops)
