@@ -21,7 +21,7 @@ from hzero.comm.bucket import Bucket
 from hzero.comm.errors import HopError
 from hzero.comm.feedback import ErrorFeedback
 from hzero.comm.lanes import Chain, DeviceStreams, Hops, Lanes
-from hzero.comm.transport import Pending, Transport, sum_of
+from hzero.comm.transport import Pending, Transport
 from hzero.comm.wirelog import HopCounts, HopTimer, WireLog
 from hzero.comm.wires import Lane
 from hzero.config import TIERS, Algorithm, CodecConfig, Tier
@@ -325,14 +325,13 @@ class _Local(NamedTuple):
 
     Attributes:
         run: Takes the value, the room for the result (None: it makes its own), a seed and a `Call`; returns the result.
-        room: What the result needs: bytes of a message, tensors, or None where it is the caller's or lies where the value does.
+        room: What the result needs: bytes of a message, tensors, or None where it is the caller's.
         salt: Added to seeds: each hop rounds by chance in its own way, and all ranks that hold copies in the same one.
     """
 
     run: Callable[[Any, Any, int, Call], Any]
     room: int | Floats | None
     salt: int = 0
-    in_place: bool = False
 
 
 class Call(NamedTuple):
@@ -421,8 +420,6 @@ class Bound:
                 if into is not None:
                     out = into.tensors(wanted) if isinstance(wanted, Floats) else into.bytes(wanted)  # type: ignore[arg-type]
                 value = step.run(value, out, (seed if crossed else own_seed) + step.salt & _SEED, call)
-                if step.in_place:
-                    continue
             else:
                 if not crossed:
                     yield None
@@ -497,15 +494,6 @@ class Bound:
             return [_Local(turn, size)]
         assert isinstance(step, Sum), step
         codec = Codec.from_config(step.codec)
-        if (
-            step.target is not None and codec.traits.exact
-        ):  # rounded once to the type of the elements, as a library's sum is
-            peers = step.peers
-
-            def added(value: torch.Tensor, *_: Any) -> torch.Tensor:
-                return sum_of(value.view(bucket.dtype).view(peers, -1)).view(torch.uint8)
-
-            return [_Local(added, None, in_place=True)]
         how: dict[str, Any] = {"inner": step.rows, "dtype": bucket.dtype, "device": device}
         if step.target is not None:
             summing = codec.summer(step.peers, chunks, to=Codec.from_config(step.target), outer=step.pieces, **how)
@@ -533,7 +521,7 @@ class Bound:
         if order.table is not None:
             made.append(_Local(partial(self._in_table, order), None))
         if encoded != dtype:
-            made.append(_Local(lambda tensors, *_: [tensor.to(encoded) for tensor in tensors], None))
+            made.append(_Local(_copied, Floats(encoded, [order.rows * chunk for chunk in bucket.chunks])))
         adds = "residuals" if feedback is not None and step.residual is not None else ""
         how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": step.pieces, "adds": adds}
         encode = codec.encoder(bucket.chunks, encoded, device, **how)
@@ -756,6 +744,13 @@ def _first(lost: Sequence[Lost]) -> str | None:
                 "their lines, which the codec cannot hold"
             )
     return None
+
+
+def _copied(tensors: Sequence[torch.Tensor], out: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    """Tensors in another type; one without all of its shards is shorter."""
+    made = [room[: tensor.numel()] for room, tensor in zip(out, tensors)]
+    torch._foreach_copy_(made, list(tensors))
+    return made
 
 
 def _bytes_of(room: int | Floats) -> int:
