@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import os
@@ -41,11 +42,12 @@ class ProcessGroups:
             self._world, self._made = dist.group.WORLD, {}
         key = (lane, tuple(ranks), timeout, backend)
         if key not in self._made:
-            with _named(key), _lowest_rank_as_colour(), order_of_ranks() as in_order:
+            with _apart(key), order_of_ranks() as in_order:
                 self._made[key] = dist.new_group(
                     ranks,
                     timeout=timeout,
                     backend=backend,
+                    pg_options=_nccl_options(backend, timeout),
                     use_local_synchronization=True,
                     group_desc=f"hzero {lane[0]} {lane[1]}",  # what a watchdog's message names
                     **in_order,
@@ -93,35 +95,61 @@ shared_groups = ProcessGroups()
 
 
 @contextlib.contextmanager
-def _named(key: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, a new group is named after its key.
+def _apart(key: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, a new group is named after its key, needs nothing of ranks outside it, and on gloo no thread of its own.
 
-    torch names it after its ranks and the number of groups that this rank has made. Ranks that are in groups of which
+    torch names a group after its ranks and the number of groups that this rank has made. Ranks that are in groups of which
     others know nothing have made more, and would wait for each other under different names.
+
+    Where the world is bound to a device, torch splits a new communicator off the world's (``ncclCommSplit``), for which it
+    needs all ranks of the world: a group that only its ranks make would wait for ever (pytorch/pytorch#129965).
+
+    gloo has a thread for each group that waits for its messages. Ranks that share cores lose time with every switch.
     """
-    stock = c10d._process_group_name
     name: Any = f"hzero {hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()}"
-    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    changes = {
+        "_process_group_name": lambda ranks, use_hashed_name: name,
+        "_get_split_source": lambda world: None,
+        "ProcessGroupGloo": _gloo_of_one_thread(),
+    }
+    stock = {name: getattr(c10d, name) for name in changes if hasattr(c10d, name)}
+    for changed in stock:
+        setattr(c10d, changed, changes[changed])
     try:
         yield
     finally:
-        c10d._process_group_name = stock
+        for changed, function in stock.items():
+            setattr(c10d, changed, function)
 
 
-@contextlib.contextmanager
-def _lowest_rank_as_colour() -> Iterator[None]:
-    """Inside, groups that torch splits off the world's communicator have colours that cannot collide.
+def _nccl_options(backend: str | None, timeout: timedelta) -> Any:
+    """Collectives run before the compute that a GPU has room for, as FSDP2's do."""
+    if "nccl" not in (backend or dist.get_backend_config()):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
-    torch splits where that communicator is bound to a device, and takes 31 bits of a hash of the ranks for the colour. Two
-    groups of one colour become one communicator, and a tier has tens of thousands of groups on a large machine. They share
-    no rank, so the lowest rank tells them apart.
-    """
-    stock = c10d._process_group_color
-    c10d._process_group_color = lambda ranks: min(ranks)
-    try:
-        yield
-    finally:
-        c10d._process_group_color = stock
+
+@functools.cache
+def _gloo_of_one_thread() -> Any:
+    """Gloo's groups on one device, and so one thread, of this process."""
+    if not dist.is_gloo_available() or "GLOO_SOCKET_IFNAME" in os.environ:  # which only torch's own devices follow
+        return getattr(c10d, "ProcessGroupGloo", None)
+    before = set(os.listdir("/proc/self/task"))
+    device = dist.ProcessGroupGloo.create_default_device()
+    for thread in set(os.listdir("/proc/self/task")) - before:
+        # If it preempts a sender, which holds a lock, it spins until the sender runs again: a batch thread preempts nobody.
+        os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+    class OneThread(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            # A lane has one collective under way.
+            options._devices, options._timeout, options._threads = [device], timeout, 1
+            super().__init__(store, rank, size, options)
+
+    return OneThread
 
 
 @contextlib.contextmanager

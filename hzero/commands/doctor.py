@@ -235,7 +235,7 @@ class Variable:
 
 
 #: The OLCF user guide's settings for RCCL on Frontier (July 2026), with what each avoids, which other machines with Slingshot
-#: mostly share; the last three are hzero's own, by AMD's guides, and not measured. LUMI's guides name few, and leave
+#: mostly share; the last four are hzero's own, by AMD's guides, and not measured. LUMI's guides name few, and leave
 #: libfabric's to the container. ``slurm/SITE.env`` sets them.
 VARIABLES = (
     Variable("NCCL_NET", ("OFI", "AWS Libfabric"), "else RCCL may fall back to TCP in silence"),
@@ -258,6 +258,7 @@ VARIABLES = (
     Variable("MIOPEN_CUSTOM_CACHE_DIR", ("/tmp/*",), "its locks fail on shared file systems", sites=SITES),
     Variable("GPU_MAX_HW_QUEUES", ("8", "*"), "streams of tiers share queues, 4 by default"),
     Variable("NCCL_MIN_NCHANNELS", ("16", "[1-9]", "[1-5][0-9]", "6[0-4]"), "RCCL does not tune groups of a tier"),
+    Variable("NCCL_LAUNCH_ORDER_IMPLICIT", ("1",), "collectives of several communicators can deadlock", sites=SITES),
     Variable("HIP_FORCE_DEV_KERNARG", ("1",), "kernels read arguments from device memory"),
 )
 #: RCCL's transport on one node, which has no fabric to use (OLCF user guide).

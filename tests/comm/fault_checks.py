@@ -7,12 +7,15 @@ import itertools
 import re
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from hzero.comm import Chain, Collectives, HopError, WireLog
+from hzero.comm.process_groups import shared_groups
 from hzero.config import ALGORITHMS
 from hzero.plan.program import gather_program, reduce_program
 from hzero.topology.grid import Grid
@@ -94,6 +97,25 @@ def check_checksums_name_every_corruption_before_anything_is_decoded() -> None:
     everyones: list = [None] * WORLD
     dist.all_gather_object(everyones, found)
     assert sum(everyones) == 2 * (3 + 1) * 9, everyones
+
+
+def check_a_group_needs_nothing_of_other_ranks() -> None:
+    """A world that is bound to a device would be asked to split its communicator, and waits for all ranks."""
+    rank, world, seconds = dist.get_rank(), dist.group.WORLD, timedelta(seconds=20)
+    assert world is not None
+    with mock.patch.object(c10d, "_get_split_source", return_value=None) as split:
+        world.bound_device_id = torch.device("cuda", 0)
+        try:
+            if rank < 2:
+                group, ones = shared_groups.get(("alone", "node"), [1, 0], seconds), torch.ones(3)
+                dist.all_reduce(ones, group=group)
+                assert ones.tolist() == [2.0] * 3
+                assert dist.get_process_group_ranks(group) == [1, 0]
+            assert not split.called
+            dist.new_group(timeout=seconds)
+            assert split.called
+        finally:
+            world.bound_device_id = None
 
 
 def check_delays_change_no_bit() -> None:
