@@ -19,7 +19,9 @@ from tests.rank_main import TRANSPORT
 
 def _enqueued() -> Any:
     """Streams of a device on which everything has happened as soon as it is asked for."""
-    return mock.MagicMock(**{"on.return_value": contextlib.nullcontext()})
+    return mock.MagicMock(
+        **{"on.return_value": contextlib.nullcontext()}, collective=lambda start: start(async_op=True)
+    )
 
 
 def check_blocks_that_codec_exp_cannot_hold_are_an_error() -> None:
