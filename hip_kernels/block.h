@@ -243,6 +243,9 @@ HZ_DEVICE void load_codes(const hz_u8* record, hz_u32 vector, float (&codes)[16]
 
 HZ_DEVICE float as_bf16(float x) { return float_of((hz_u32)to_bf16(x) << 16); }
 
+// The next bfloat16 that is not below a number, which is not negative.
+HZ_DEVICE float up_to_bf16(float x) { return float_of((bits_of(x) + 0xffffu) & 0xffff0000u); }
+
 // Where the factor of a block's scale of one byte lies: before the scales of its span.
 HZ_DEVICE hz_u32 factor_at(hz_u32 block, hz_u32 size) {
   const hz_u32 together = HZ_FACTOR_SPAN / size;
@@ -323,16 +326,18 @@ HZ_DEVICE hz_u32 over_lanes(hz_u32 value, hz_u32 lanes) {
   return value;
 }
 
-// A block's scale; of one byte, before it is coded.
+// A block's scale; of one byte, before it is coded. For stochastic codes it is positive and rounded up: none of them is
+// clamped.
 template <int BITS, bool WIDE>
-HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32 scale_bytes, float limit) {
+HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32 scale_bytes, float limit,
+                         bool stochastic) {
   hz_u32 magnitude = 0;
 #pragma unroll
   for (int i = 0; i < 16; ++i) magnitude = Largest::of(magnitude, bits_of(x[i]) & 0x7fffffffu);
   const hz_u32 extreme = over_lanes<Largest, WIDE>(magnitude, lanes);
   float scale;
-  if (BITS == 8) {
-    scale = divide(float_of(extreme), 127.0f);
+  if (BITS == 8 || stochastic) {
+    scale = divide(float_of(extreme), BITS == 8 ? 127.0f : 7.0f);
   } else {
     // The first of those that reach the magnitude gives the sign: the smallest of index and sign, in this order.
     hz_u32 sign = 2 * 4096;
@@ -342,7 +347,7 @@ HZ_DEVICE float scale_of(const float (&x)[16], hz_u32 lane, hz_u32 lanes, hz_u32
     sign = over_lanes<Smallest, WIDE>(sign + lane * 32, lanes);
     scale = mul(float_of(extreme | sign << 31), -0.125f);
   }
-  if (scale_bytes == 2) scale = as_bf16(scale);
+  if (scale_bytes == 2) scale = stochastic ? up_to_bf16(scale) : as_bf16(scale);
   if (scale_bytes != 1) scale = clamp(scale, -limit, limit);
   if (extreme >= 0x7f800000u) return float_of(0x7fc00000u);
   return scale == 0.0f ? 0.0f : scale;
@@ -359,14 +364,16 @@ struct CodedScale {
 
 // The code of a scale, the factor of its span, and their product. A span is HZ_FACTOR_SPAN / 16 threads, which every
 // wave has whole. Every thread of the workgroup calls it.
-HZ_DEVICE CodedScale code_scale(float scale, float limit) {
+HZ_DEVICE CodedScale code_scale(float scale, float limit, bool stochastic) {
   const hz_u32 magnitude = bits_of(scale) & 0x7fffffffu;  // that of a NaN is larger than any number's
   const hz_u32 largest = over_lanes<Largest, false>(magnitude, HZ_FACTOR_SPAN / 16);
-  float factor = clamp(as_bf16(divide(float_of(largest), 127.0f)), 0.0f, limit);
+  const float part = divide(float_of(largest), stochastic ? 126.0f : 127.0f);
+  float factor = clamp(stochastic ? up_to_bf16(part) : as_bf16(part), 0.0f, limit);
   if (largest >= 0x7f800000u) factor = float_of(0x7fc00000u);
   const bool empty = factor == 0.0f || factor != factor;
   const float quotient = empty ? 0.0f : clamp(divide(scale, factor), -127.0f, 127.0f);
-  const hz_u32 code = bits_of(rounded(quotient)) & 0xffu;
+  hz_u32 code = bits_of(rounded(stochastic ? -round_down(-quotient) : quotient)) & 0xffu;
+  if (stochastic && code < 127 && product_of(code, factor) < scale) ++code;
   return CodedScale{code, factor, product_of(code, factor)};
 }
 
@@ -430,14 +437,15 @@ HZ_DEVICE void codes_of(float (&x)[16], float scale, bool stochastic, hz_u32 row
 template <int BITS, bool WIDE>
 HZ_DEVICE float encode_block(const hz_bucket& bucket, const Place& at, hz_u8* record, hz_u32 scales, hz_u32 scale_bytes,
                              float (&x)[16], hz_u32 (&words)[BITS / 2]) {
-  float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit);
+  const bool stochastic = bucket.stochastic != 0;
+  float scale = scale_of<BITS, WIDE>(x, at.lane, bucket.lanes, scale_bytes, bucket.limit, stochastic);
   CodedScale coded = {};
   if (!WIDE && scale_bytes == 1) {
-    coded = code_scale(scale, bucket.limit);
+    coded = code_scale(scale, bucket.limit, stochastic);
     scale = coded.scale;
   }
   const hz_u32 column = at.tensor.first_block * bucket.block_size + at.element;
-  codes_of<BITS>(x, scale, bucket.stochastic != 0, bucket.stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
+  codes_of<BITS>(x, scale, stochastic, stochastic ? mix(at.row ^ bucket.key) : 0, column, words);
   if (at.has_elements) {
     store_codes<BITS>(record, at.element / 16, (at.tensor.chunk + 15) / 16, words);
     if (at.lane == 0) {

@@ -1,12 +1,12 @@
 // What one call of a kernel works on: a bucket of tensors, its payload, and the order of its rows. The device kernels,
-// their emulation and the host library all take this structure; hzero/codecs/descriptor.py fills it. Words and formats:
+// their emulation and the host library all take this structure; hzero/codecs/kernels.py fills it. Words and formats:
 // docs/payload_format.md.
 #pragma once
 
 #define HZ_BUCKET_TENSORS 40  // kernel arguments hold at most 4 KiB; larger buckets take several calls
 #define HZ_BUCKET_AXES 6
 #define HZ_FACTOR_SPAN 512   // elements of a record whose scales of one byte share a factor
-#define HZ_BUCKET_VERSION 6  // of this structure and its meaning: the host library tells it, so no old build is called
+#define HZ_BUCKET_VERSION 7  // of this structure and its meaning: the host library tells it, so no old build is called
 
 typedef unsigned char hz_u8;
 typedef unsigned short hz_u16;
@@ -16,9 +16,9 @@ typedef long long hz_i64;
 
 struct hz_tensor {
   hz_u64 data;       // address of the shards in order: what is encoded, or where decoded elements and sums go
-  hz_u64 residual;   // address of float32 added before encoding, or that sums start from, or of elements that decoded
-                     // ones are added to; 0: none
-  hz_u64 left;       // address for float32: what encoding lost; 0: not wanted
+  hz_u64 residual;   // address of residuals added before encoding, or of float32 that sums start from, or of elements
+                     // that decoded ones are added to; 0: none
+  hz_u64 left;       // address for what encoding lost; 0: not wanted. It may be that of the residuals
   hz_i64 numel;      // elements at data; further ones count as +0
   hz_i64 start;      // bytes that the records of the tensors before take in a row of the payload
   hz_i64 out_start;  // the same for the payload written by decode_sum_encode
@@ -45,12 +45,13 @@ struct hz_bucket {
   hz_u32 scale_bytes;  // of a scale: 4, 2, or 1 with a bfloat16 factor before those of every HZ_FACTOR_SPAN elements
   hz_u32 out_scale_bytes;
   float limit;        // largest scale to be written; of one byte, largest factor
-  hz_u32 stochastic;  // 0: to nearest even
+  hz_u32 stochastic;  // 0: to nearest even. Otherwise scales are rounded up, so that no code is clamped
   hz_u32 key;         // of stochastic rounding, made from the seed
   hz_u32 rotation;    // elements that are rotated together, 64 or 128, which divide a block; 0: none
   hz_u32 rate;        // bits of a value in codec zfp
   hz_u32 dimension;   // distance of the values that codec mpc subtracts
   hz_u32 difference;  // 1: residuals of an encoding have the type of the source and a factor of -1
+  hz_u32 kept_bytes;  // of a residual that encoding adds, and of what it leaves: 4, or 2 in bfloat16
   hz_u32 axes;
   hz_u32 sizes[HZ_BUCKET_AXES];    // row (i, j, ..) is shard i * strides[0] + j * strides[1] + ..
   hz_u32 strides[HZ_BUCKET_AXES];  // in shards

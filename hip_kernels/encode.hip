@@ -6,7 +6,8 @@
 // the bucket says so. Shards are read in the order of the payload's rows.
 //
 // Memory traffic per element, bfloat16 source with blocks of 128: 2 bytes read, 1 + 2/128 (int8) or 0.5 + 2/128 (int4)
-// written; with residuals 4 read and 4 written more, with a base 2 read. Each byte moves once.
+// written; with residuals in bfloat16 2 read and 2 written more, with a base 2
+// read. Each byte moves once.
 //
 // Build alone: hipcc -O3 --genco --offload-arch=gfx90a encode.hip -o encode.hsaco
 //              nvcc -O3 -arch=sm_90 -cubin -x cu encode.hip -o encode.cubin
@@ -27,6 +28,8 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
     float residual[16];
     if (bucket.difference)
       load<Source>(pointer<const typename Source::type>(tensor.residual) + first + at.element, count, residual);
+    else if (bucket.kept_bytes == 2)
+      load<Bf16>(pointer<const hz_u16>(tensor.residual) + first + at.element, count, residual);
     else
       load<Fp32>(pointer<const float>(tensor.residual) + first + at.element, count, residual);
 #pragma unroll
@@ -49,7 +52,10 @@ HZ_DEVICE void encode(const hz_bucket& bucket) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) x[i] = (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u ? 0.0f : x[i];  // an overflow
     }
-    store<Fp32>(pointer<float>(tensor.left) + first + at.element, count, x);
+    if (bucket.kept_bytes == 2)
+      store<Bf16>(pointer<hz_u16>(tensor.left) + first + at.element, count, x);
+    else
+      store<Fp32>(pointer<float>(tensor.left) + first + at.element, count, x);
   }
 }
 

@@ -131,7 +131,8 @@ class CodecConfig(Frozen):
             bfloat16 weights in three quarters of their bytes. `zfp` has a fixed `rate`. `mpc` keeps every bit in a number of
             bytes that depends on the data; only a `Communicator` has it.
         block_size: Elements that share a scale. The default is the `block_size` of the whole block.
-        rounding: To nearest with ties to even, or up with the probability of the remainder.
+        rounding: To nearest with ties to even, or up with the probability of the remainder, which has no bias and more
+            noise.
         scale: Type of the scales. `int8` encodes the scales too, with a bf16 factor for every 512 elements. Blocks of 64 then
             cost 0.03 bits per element more than blocks of 128 with `bf16`. It needs a `block_size` of 32, 64, 128 or 256.
         rotation: For `int8` and `int4`: number of elements that a Hadamard rotation mixes before they are encoded, 64 or 128. It

@@ -40,6 +40,9 @@ HZ_INLINE int64_t shard_of(const hz_bucket& bucket, uint32_t row) {
 
 HZ_INLINE float as_bf16(float x) { return float_of(bf16_of(broadcast(x))[0] << 16); }
 
+// The next bfloat16 that is not below a number, which is not negative.
+HZ_INLINE Words up_to_bf16(Floats x) { return ((Words)x + 0xffff) & 0xffff0000; }
+
 // Blocks whose scales of one byte share a factor, which lies before them.
 HZ_INLINE uint32_t together(uint32_t size) { return HZ_FACTOR_SPAN / size; }
 
@@ -121,14 +124,16 @@ HZ_INLINE Words reciprocals_of(Floats extreme, Floats scale) {
   return has_fused ? (Words)reciprocal & (Words)easy : Words{};
 }
 
-// Scales of `batch` blocks from their extremes, with `reciprocals_of` them; of one byte, before they are coded.
+// Scales of `batch` blocks from their extremes, with `reciprocals_of` them; of one byte, before they are coded. For
+// stochastic codes they are positive and rounded up: none of these is clamped.
 template <class Type, int BITS>
-HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_bytes, float limit, float* scales,
-                         float* reciprocals) {
+HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_bytes, float limit, bool stochastic,
+                         float* scales, float* reciprocals) {
+  const float level = BITS == 8 ? 127.0f : stochastic ? 7.0f : -8.0f;
   for (uint32_t i = 0; i < batch; i += lanes) {
-    const Floats extreme = Type::widen(extremes + i);
-    Floats scale = extreme / (BITS == 8 ? 127.0f : -8.0f);
-    if (scale_bytes == 2) scale = (Floats)(bf16_of(scale) << 16);
+    const Floats extreme = stochastic ? magnitude(Type::widen(extremes + i)) : Type::widen(extremes + i);
+    Floats scale = extreme / level;
+    if (scale_bytes == 2) scale = (Floats)(stochastic ? up_to_bf16(scale) : bf16_of(scale) << 16);
     if (scale_bytes != 1) scale = smaller(larger(scale, broadcast(-limit)), broadcast(limit));
     const Ints finite = magnitude(extreme) <= broadcast(0x1.fffffep127f), zero = scale == Floats{};
     const Words bits = (Words)scale & ~(Words)zero;  // -0 becomes +0
@@ -142,7 +147,8 @@ HZ_INLINE void scales_of(const typename Type::type* extremes, uint32_t scale_byt
 // and makes the scales what a decoder multiplies by.
 template <class Type, int BITS>
 HZ_INLINE void code_scales(const typename Type::type* extremes, uint32_t count, uint32_t block, uint32_t blocks,
-                           uint32_t size, float limit, uint8_t* stored, float* scales, float* reciprocals) {
+                           uint32_t size, float limit, bool stochastic, uint8_t* stored, float* scales,
+                           float* reciprocals) {
   for (uint32_t first = 0; first < count; first += together(size)) {
     const uint32_t until = (uint32_t)between(0, first + together(size), count);
     uint8_t* span = stored + factor_at(block + first, size);
@@ -151,14 +157,17 @@ HZ_INLINE void code_scales(const typename Type::type* extremes, uint32_t count, 
       const uint32_t bits = bits_of(scales[i]) & 0x7fffffff;
       largest = largest > bits ? largest : bits;
     }
-    const float nearest = largest < 0x7f800000 ? as_bf16(float_of(largest) / 127.0f) : float_of(0x7fc00000);
-    const float factor = nearest > limit ? limit : nearest;
+    const float part = float_of(largest) / (stochastic ? 126.0f : 127.0f);
+    const float rounded = stochastic ? float_of(up_to_bf16(broadcast(part))[0]) : as_bf16(part);
+    const float factor = largest >= 0x7f800000 ? float_of(0x7fc00000) : rounded > limit ? limit : rounded;
     span[0] = (uint8_t)(bits_of(factor) >> 16), span[1] = (uint8_t)(bits_of(factor) >> 24);
     for (uint32_t i = first; i < until; ++i) {
       const float quotient = factor > 0.0f ? scales[i] / factor : 0.0f;
       const float code = quotient < -127.0f ? -127.0f : quotient > 127.0f ? 127.0f : quotient;
-      span[2 + i - first] = (uint8_t)bits_of(code + magic);
-      scales[i] = product_of(span[2 + i - first], factor);
+      uint8_t& stored_code = span[2 + i - first];
+      stored_code = (uint8_t)bits_of((stochastic ? __builtin_ceilf(code) : code) + magic);
+      if (stochastic && stored_code < 127 && product_of(stored_code, factor) < scales[i]) ++stored_code;
+      scales[i] = product_of(stored_code, factor);
     }
     const uintptr_t end = span + 2 + until - first - stored;
     if (block + until == blocks) std::memset(stored + end, 0, -end & 15);
@@ -267,9 +276,10 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     const uint32_t bits = extreme_of<Element, BITS>(x + i * size, ((i + 1 < count ? size : last) + 15) & ~15u);
     std::memcpy(extremes + i, &bits, sizeof(Element));
   }
-  scales_of<Type, BITS>(extremes, scale_bytes, bucket.limit, scales, reciprocals);
+  scales_of<Type, BITS>(extremes, scale_bytes, bucket.limit, rounding.stochastic, scales, reciprocals);
   if (scale_bytes == 1)
-    code_scales<Type, BITS>(extremes, count, block, blocks, size, bucket.limit, record.scales, scales, reciprocals);
+    code_scales<Type, BITS>(extremes, count, block, blocks, size, bucket.limit, rounding.stochastic, record.scales,
+                            scales, reciprocals);
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t all = ((i + 1 < count ? size : last) + 15) & ~15u, column = (block + i) * size;
     const uint32_t noise[2] = {rounding.key, rounding.first_block * size + column};
@@ -277,6 +287,30 @@ HZ_INLINE void encode_blocks(const typename Type::type* x, uint32_t count, uint3
     codes_of<Type, BITS>(x + i * size, all, scales[i], reciprocals[i], rounding.stochastic ? noise : nullptr, codes);
     if (BITS == 4 && block + i + 1 == blocks && (column + all) % 32) std::memset(codes + all / 2, 0, 8);
     if (scale_bytes > 1) store_scale(record.scales, block + i, blocks, scale_bytes, scales[i]);
+  }
+}
+
+// ---- residuals -----------------------------------------------------------------------------------------------------
+
+HZ_INLINE void add_residuals(const hz_bucket& bucket, const hz_tensor& tensor, int64_t at, uint32_t count,
+                             float* sums) {
+  if (bucket.kept_bytes == 2) {
+    const uint16_t* residual = (const uint16_t*)tensor.residual + at;
+    for (uint32_t i = 0; i < count; ++i) sums[i] += float_of((uint32_t)residual[i] << 16) * tensor.factor;
+  } else {
+    const float* residual = (const float*)tensor.residual + at;
+    for (uint32_t i = 0; i < count; ++i) sums[i] += residual[i] * tensor.factor;
+  }
+}
+
+// Keeps what was lost: numbers that are finite, up to a multiple of 16 of them.
+HZ_INLINE void keep(const hz_bucket& bucket, const hz_tensor& tensor, int64_t at, uint32_t count, const float* lost) {
+  if (bucket.kept_bytes == 2) {
+    alignas(64) uint16_t kept[largest_block];
+    for (uint32_t i = 0; i < count; i += lanes) Bf16::narrow(kept + i, load<Floats>(lost + i));
+    std::memcpy((uint16_t*)tensor.left + at, kept, count * sizeof(uint16_t));
+  } else {
+    std::memcpy((float*)tensor.left + at, lost, count * sizeof(float));
   }
 }
 
@@ -326,15 +360,13 @@ static void encode(const hz_bucket& bucket, const Span& span) {
         std::memcpy(padded, (const Element*)tensor.residual + first + at, here * sizeof(Element));
         for (uint32_t i = 0; i < all; i += lanes) store(sums + i, load<Floats>(sums + i) - Type::widen(padded + i));
       } else {
-        const float* residual = (const float*)tensor.residual + first + at;
-        for (uint32_t i = 0; i < here; ++i) sums[i] += residual[i] * tensor.factor;
+        add_residuals(bucket, tensor, first + at, here, sums);
       }
     }
     if (bucket.rotation) hadamard(bucket, sums, length, 1.0f / bucket.rotation);
     encode_blocks<Fp32, BITS>(sums, count, length - (count - 1) * size, block, span.blocks, bucket, bucket.scale_bytes,
                               rounding, record, scales);
     if (!tensor.left) continue;
-    float* left = (float*)tensor.left + first + at;
     for (uint32_t i = 0; i < all; i += lanes) {
       const Floats codes = Codes<BITS>::unpack(record.codes + (at + i) * BITS / 8);
       // A block that is not finite keeps nothing: its codes say nothing of it.
@@ -344,7 +376,7 @@ static void encode(const hz_bucket& bucket, const Span& span) {
       hadamard(bucket, sums, length, 1.0f);
       for (uint32_t i = 0; i < all; i += lanes) store(sums + i, or_zero(load<Floats>(sums + i)));  // an overflow
     }
-    std::memcpy(left, sums, here * sizeof(float));
+    keep(bucket, tensor, first + at, here, sums);
   }
 }
 

@@ -142,8 +142,7 @@ static void encode_zfp(const hz_bucket& bucket, const Span& span) {
         for (uint32_t i = 0; i < zfp_group; i += lanes)
           store(values + i, load<Floats>(values + i) - Type::widen(padded + i));
       } else {
-        const float* residual = (const float*)tensor.residual + first + at;
-        for (uint32_t i = 0; i < here; ++i) values[i] += residual[i] * tensor.factor;
+        add_residuals(bucket, tensor, first + at, here, values);
       }
     }
     if (length % 4) zfp_fill(values + length / 4 * 4, length % 4);
@@ -169,7 +168,7 @@ static void encode_zfp(const hz_bucket& bucket, const Span& span) {
     if (!tensor.left) continue;
     for (uint32_t i = 0; i < zfp_group; i += lanes)
       store(values + i, or_zero(load<Floats>(values + i) - load<Floats>(decoded + i)));
-    std::memcpy((float*)tensor.left + first + at, values, here * sizeof(float));
+    keep(bucket, tensor, first + at, here, values);
   }
 }
 

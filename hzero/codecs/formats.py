@@ -81,6 +81,10 @@ class BlockCodes(NamedTuple):
     lowest: int
     highest: int
 
+    def levels(self, *, stochastic: bool) -> int:
+        """Magnitude of the code of a block's largest element: for stochastic codes one that both signs have."""
+        return self.highest if stochastic else -self.lowest
+
 
 class RecordFormat(NamedTuple):
     """The settings that fix the layout of a record.
@@ -186,10 +190,10 @@ def _aligned(size: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def scale_limit(fmt: RecordFormat, source: str) -> float:
+def scale_limit(fmt: RecordFormat, source: str, *, stochastic: bool) -> float:
     """Largest scale whose largest code decodes to a finite number of the source type; of scales of one byte, largest factor."""
     kind = "fp32" if fmt.scale == "fp32" else "bf16"
-    limit = _rounded_down(FLOATS[source].largest / -fmt.codes.lowest, kind)
+    limit = _rounded_down(FLOATS[source].largest / fmt.codes.levels(stochastic=stochastic), kind)
     return _rounded_down(limit / SCALE_LEVELS, kind) if fmt.scale_bytes == 1 else limit
 
 
@@ -248,14 +252,21 @@ def _block_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> tuple[fl
 
 
 def _code_error(fmt: RecordFormat, absmax: float, stochastic: bool) -> float:
-    levels, single = -fmt.codes.lowest, FLOATS["fp32"].roundoff
+    levels, single = fmt.codes.levels(stochastic=stochastic), FLOATS["fp32"].roundoff
     roundoff, tiny, *_ = FLOATS["fp32" if fmt.scale == "fp32" else "bf16"]
+    if stochastic:  # scales are rounded up
+        roundoff, tiny = 2 * roundoff, 2 * tiny
     scale = absmax / levels
     if fmt.scale_bytes == 1:
-        # The product is rounded, and the code is off by a half or, clamped, by what the factor lacks, which is less.
-        roundoff = (1 + roundoff) * (roundoff + 0.5 / SCALE_LEVELS) + 2 * single
+        # The product is rounded, and the code is off by a half or, clamped, by what the factor lacks, which is less. A code
+        # that is rounded up may be off by two.
+        off = 2 / (SCALE_LEVELS - 1) if stochastic else 0.5 / SCALE_LEVELS
+        roundoff = (1 + roundoff) * (roundoff + off) + 2 * single
         tiny = (SCALE_LEVELS + 2) * tiny
-    clamped = any(scale > scale_limit(fmt, name) and absmax <= kind.largest for name, kind in FLOATS.items())
+    clamped = any(
+        scale > scale_limit(fmt, name, stochastic=stochastic) and absmax <= kind.largest
+        for name, kind in FLOATS.items()
+    )
     # Largest distance of the stored scale from the exact one, and the resulting error of an element.
     drift = scale * ((2 if clamped else 1) * roundoff + 2 * single) + tiny + 2.0**-150
     step = (scale + drift) * (1.0 if stochastic else 0.5)

@@ -21,7 +21,7 @@ from hzero.codecs.formats import EXP_BLOCK, Messages, RecordFormat, Rows, layout
 from hzero.codecs.reference import NAMES, Adds, noise_key
 
 #: ``HZ_BUCKET_VERSION``, ``HZ_BUCKET_TENSORS``, ``HZ_BUCKET_AXES`` and ``HZ_THREADS`` of the C side.
-VERSION, TENSORS, AXES, THREADS = 6, 40, 6, 256
+VERSION, TENSORS, AXES, THREADS = 7, 40, 6, 256
 #: ``zfp_group`` of the host's codec ``zfp``: elements whose blocks take whole words.
 ZFP_GROUP = 64
 
@@ -43,7 +43,10 @@ BUCKET = np.dtype(
         *((name, "i8") for name in ("row_bytes", "out_row_bytes")),
         *((name, "u4") for name in ("outer", "inner", "out_inner", "block_size", "scale_bytes", "out_scale_bytes")),
         ("limit", "f4"),
-        *((name, "u4") for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "axes")),
+        *(
+            (name, "u4")
+            for name in ("stochastic", "key", "rotation", "rate", "dimension", "difference", "kept_bytes", "axes")
+        ),
         *((name, "u4", AXES) for name in ("sizes", "strides")),
         *((name, "u4") for name in ("tensors", "workgroups", "lanes")),
         ("tensor", _TENSOR, TENSORS),
@@ -154,7 +157,8 @@ def _bucket(shape: Shape, some: list[int]) -> np.ndarray:
     bucket["stochastic"], bucket["difference"] = shape.stochastic, shape.adds == "base"
     if fmt.scale_bytes:
         # Sums are float32, whatever was encoded.
-        bucket["limit"] = scale_limit(shape.out or fmt, "fp32" if shape.out or shape.adds else NAMES[shape.dtype])
+        source = "fp32" if shape.out or shape.adds else NAMES[shape.dtype]
+        bucket["limit"] = scale_limit(shape.out or fmt, source, stochastic=shape.stochastic)
     bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
     bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
     tensor = bucket["tensor"][: len(some)]
@@ -239,7 +243,8 @@ class Launch:
             bucket = words.view(BUCKET).reshape(())
             if seed is not None:
                 bucket["key"] = noise_key(seed)
-            if factors:
+            if left:
+                bucket["kept_bytes"] = left[0].element_size()
                 bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
             self._launcher.launch(self._family, self._kernel, bucket, payload.device)
 
@@ -277,13 +282,7 @@ class KernelBackend:
             left: Sequence[torch.Tensor] = (),
         ) -> None:
             key, payload = seed if stochastic else None, self._written(payload)
-            if not left or left[0].dtype == torch.float32:
-                launch(payload, source, residuals=added, left=left, factors=factors, seed=key)
-                return
-            kept = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in left]
-            launch(payload, source, residuals=[one.float() for one in added], left=kept, factors=factors, seed=key)
-            for tensor, part in zip(left, kept):
-                tensor.view(-1).copy_(part)
+            launch(payload, source, residuals=added, left=left, factors=factors, seed=key)
 
         return run
 

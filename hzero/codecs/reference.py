@@ -300,7 +300,7 @@ def _encode_staged(
     """Writes a message from float32 ``[rows, blocks * block_size]``, zero beyond short blocks. Overwrites the input."""
     rows = staged.shape[0]
     blocks = staged.view(rows, layout.row_blocks, fmt.block_size)
-    multiplied, stored = _scales_of(blocks, layout, fmt, source)
+    multiplied, stored = _scales_of(blocks, layout, fmt, source, stochastic)
     # A block of zero or NaN scale has no codes: dividing by infinity makes them zero.
     divisors = multiplied.masked_fill((multiplied == 0) | multiplied.isnan(), math.inf)
     blocks.div_(divisors.unsqueeze(-1))
@@ -359,7 +359,7 @@ def _sum_staged(payload: torch.Tensor, layout: Layout, fmt: RecordFormat, peers:
 
 
 def _scales_of(
-    blocks: torch.Tensor, layout: Layout, fmt: RecordFormat, source: str
+    blocks: torch.Tensor, layout: Layout, fmt: RecordFormat, source: str, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of blocks.
 
@@ -368,24 +368,32 @@ def _scales_of(
         layout: Of the message.
         fmt: Of the message.
         source: Type of the elements, whose range limits the scales.
+        stochastic: Whether codes are: scales are then positive and rounded up, so that no code is clamped.
 
     Returns:
         float32 ``[rows, blocks]``, as a decoder multiplies by them, NaN for a block that holds NaN or infinity, or, with
         scales of one byte, whose span does; and uint8 ``[rows, bytes]``, the stored scales of all records.
     """
-    lowest, highest, symmetric = fmt.codes.lowest, fmt.codes.highest, -fmt.codes.lowest == fmt.codes.highest
-    # Where there is one more code below zero than above, the sign of the largest element decides which side gets it.
-    extremes = torch.maximum(-blocks.amin(-1), blocks.amax(-1)) if symmetric else _extremes(blocks)
-    level = float(highest if symmetric else lowest)
+    highest = fmt.codes.highest
+    if stochastic or fmt.codes.lowest == -highest:
+        extremes, level = torch.maximum(-blocks.amin(-1), blocks.amax(-1)), float(highest)
+    else:  # the sign of the largest element decides which one has the additional code below zero
+        extremes, level = _extremes(blocks), float(fmt.codes.lowest)
     # On CUDA a division by a Python number multiplies by its reciprocal, which is not the same last bit.
     exact = extremes / extremes.new_full((), level)
-    limit = scale_limit(fmt, source)
+    limit = scale_limit(fmt, source, stochastic=stochastic)
     if fmt.scale_bytes == 1:
-        return _coded(exact, extremes.isfinite(), limit, layout, fmt)
+        return _coded(exact, extremes.isfinite(), limit, layout, fmt, stochastic)
     # Adding zero turns -0 into +0: a block without a scale has one bit pattern, and decodes to +0.
-    stored = exact.to(_scale_type(fmt)).clamp_(-limit, limit).add_(0.0)
+    rounded = _up(exact) if stochastic and fmt.scale_bytes == 2 else exact
+    stored = rounded.to(_scale_type(fmt)).clamp_(-limit, limit).add_(0.0)
     stored.masked_fill_(~extremes.isfinite(), math.nan)
     return stored.float(), stored.view(torch.uint8)
+
+
+def _up(numbers: torch.Tensor) -> torch.Tensor:
+    """The next bfloat16 that is not below a number, which is not negative; as float32."""
+    return (numbers.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _stored_scales(stored: torch.Tensor, layout: Layout, fmt: RecordFormat) -> torch.Tensor:
@@ -404,7 +412,12 @@ def _stored_scales(stored: torch.Tensor, layout: Layout, fmt: RecordFormat) -> t
 
 
 def _coded(
-    exact: torch.Tensor, finite: torch.Tensor, limit: float, layout: Layout, fmt: RecordFormat
+    exact: torch.Tensor,
+    finite: torch.Tensor,
+    limit: float,
+    layout: Layout,
+    fmt: RecordFormat,
+    stochastic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales as codes of one byte with a bfloat16 factor for every `FACTOR_SPAN` elements of a record."""
     rows = exact.shape[0]
@@ -416,11 +429,18 @@ def _coded(
             continue
         padded = torch.nn.functional.pad(part, (0, spans * together - part.shape[1])).view(rows, spans, together)
         largest = padded.abs().amax(-1, keepdim=True)
-        factors = (largest / largest.new_full((), SCALE_LEVELS)).to(torch.bfloat16).clamp_(max=limit)
+        # Rounded up, a scale needs the product of its code not to be below it: one code is kept for that.
+        ratio = largest / largest.new_full((), SCALE_LEVELS - stochastic)
+        factors = (_up(ratio) if stochastic else ratio).to(torch.bfloat16).clamp_(max=limit)
         factors.masked_fill_(largest.isinf(), math.nan)
         divisors = factors.float().masked_fill_((factors == 0) | factors.isnan(), math.inf)
         # Infinity over infinity is NaN; its span has no codes.
-        codes = (padded / divisors).round_().nan_to_num_(0.0).clamp_(-SCALE_LEVELS, SCALE_LEVELS)
+        quotients = padded / divisors
+        codes = quotients.ceil_() if stochastic else quotients.round_()
+        codes.nan_to_num_(0.0).clamp_(-SCALE_LEVELS, SCALE_LEVELS)
+        if stochastic:
+            below = _products(codes, factors.float()).view(padded.shape) < padded
+            codes.add_(below.float()).clamp_(max=SCALE_LEVELS)
         bytes_ = torch.cat([factors.view(torch.uint8), codes.to(torch.int8).view(torch.uint8)], dim=2)
         stored.append(bytes_.view(rows, -1)[:, : fmt.scales_bytes(chunk)])
         scales.append(_products(codes, factors.float())[:, : part.shape[1]])

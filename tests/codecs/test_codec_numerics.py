@@ -104,21 +104,22 @@ def test_the_largest_numbers_stay_finite(codec: str, scale: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("codec", BLOCKED)
-def test_stochastic_rounding_has_no_bias(codec: str) -> None:
-    own = make(codec, rounding="stochastic", scale="fp32", block_size=16)
-    x = numbers("normal", 160, seed=1)
+@pytest.mark.parametrize(("scale", "rotation"), [("bf16", 0), ("fp32", 0), ("int8", 0), ("bf16", 64)])
+def test_stochastic_rounding_has_no_bias(codec: str, scale: str, rotation: int) -> None:
+    """Of any element, the largest ones of both signs included, and those of blocks far smaller than their span's largest."""
+    own = make(codec, rounding="stochastic", scale=scale, block_size=64 if rotation else 32, rotation=rotation)
+    x = numbers("normal", 512, seed=1)
+    x[40:43] = torch.tensor([5.0, -5.0, 5.0])
+    x[96:128] *= 1e-3
     trials = 1600
-    rows = own.encode([x.repeat(trials)], [160], sizes=[trials], seed=3)
-    many = own.decode(rows, [160], dtype=torch.float32)[0].view(trials, 160)
-    level = 127 if codec == "int8" else 8
-    extremes = x.view(-1, 16).abs().amax(1, keepdim=True)
-    step = (extremes / level).expand(-1, 16).reshape(-1)
-    signed = x.view(-1, 16).gather(1, x.view(-1, 16).abs().argmax(1, keepdim=True)).expand(-1, 16).reshape(-1)
-    clamped = (x / signed < -7 / 8) if codec == "int4" else torch.zeros(160, dtype=torch.bool)
-    bias = (many.mean(0) - x) / step
-    deviation = 0.5 / math.sqrt(trials)  # of a mean of numbers that are one step apart at most
-    assert float(bias[~clamped].abs().max()) < 4.5 * deviation
-    assert abs(float(bias[~clamped].mean())) < 4.5 * deviation / math.sqrt(100)
+    rows = own.encode([x.repeat(trials)], [512], sizes=[trials], seed=3)
+    many = own.decode(rows, [512], dtype=torch.float32)[0].view(trials, 512)
+    # An element takes two values, one step of its block apart; rotated back, it is a sum of such elements.
+    steps = (many.amax(0) - many.amin(0)).view(-1, own.config.block_size).amax(1, keepdim=True)
+    deviation = many.std(0) if rotation else 0.5 * steps.expand(-1, own.config.block_size).reshape(-1)
+    bias = (many.mean(0) - x) / deviation * math.sqrt(trials)
+    assert float(bias.abs().max()) < 4.5
+    assert abs(float(bias.mean())) < 4.5 / math.sqrt(512)
 
 
 def test_the_noise_is_even_and_differs_by_seed_row_and_column() -> None:

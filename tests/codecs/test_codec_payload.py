@@ -56,7 +56,14 @@ def noise(seed: int, row: int, column: int) -> np.float32:
     return np.float32(((mix(mix(row ^ key) ^ column) >> 16) + 0.5) * 2.0**-16)
 
 
-LEVELS = {"int8": 127, "int4": 8}
+def up_to_bf16(x: np.float32) -> int:
+    """The next bfloat16 that is not below a number, which is not negative."""
+    bits = bits_of(x)
+    return (bits >> 16) + (bits % 2**16 > 0)
+
+
+def level_of(cfg: CodecConfig) -> int:
+    return 127 if cfg.codec == "int8" else 7 if cfg.rounding == "stochastic" else 8
 
 
 def limited(scale_bits: int, wide: bool, level: int, dtype: torch.dtype) -> int:
@@ -95,34 +102,40 @@ def rotated(values: list[np.float32], cfg: CodecConfig, factor: float = 1) -> li
     return values
 
 
-def exact_scale(block: list[np.float32], codec: str) -> np.float32:
+def exact_scale(block: list[np.float32], cfg: CodecConfig) -> np.float32:
     extreme = np.float32(0)
     for x in block:
         if abs(x) > abs(extreme):
             extreme = x
-    return abs(extreme) / np.float32(127) if codec == "int8" else extreme / np.float32(-8)
+    if cfg.codec == "int4" and cfg.rounding == "nearest":
+        return extreme / np.float32(-8)
+    return abs(extreme) / np.float32(level_of(cfg))
 
 
 def naive_coded_scales(values: list[np.float32], cfg: CodecConfig, dtype: torch.dtype) -> list[tuple[bytes, int]]:
     """What is stored for each block, a factor before the first of 512 elements; and the bits of the bfloat16 scale."""
     out: list[tuple[bytes, int]] = []
-    largest = limited(0x7F7F, False, LEVELS[cfg.codec], dtype)
+    largest, rises = limited(0x7F7F, False, level_of(cfg), dtype), cfg.rounding == "stochastic"
     for start in range(0, len(values), 512):
         span = values[start : start + 512]
         blocks = [span[i : i + cfg.block_size] for i in range(0, len(span), cfg.block_size)]
         if not all(math.isfinite(x) for x in span):
             out += [((b"\xc0\x7f" if i == 0 else b"") + b"\0", 0x7FC0) for i in range(len(blocks))]
             continue
-        exact = [exact_scale(block, cfg.codec) for block in blocks]
-        factor_bits = to_bf16(max(abs(scale) for scale in exact) / np.float32(127))
+        exact = [exact_scale(block, cfg) for block in blocks]
+        most = max(abs(scale) for scale in exact)
+        factor_bits = up_to_bf16(most / np.float32(126)) if rises else to_bf16(most / np.float32(127))
         while factor_bits and Fraction(float(float_of(factor_bits << 16))) * 127 > Fraction(
             float(float_of(largest << 16))
         ):
             factor_bits -= 1
         factor = float_of(factor_bits << 16)
         for i, scale in enumerate(exact):
-            code = int(min(max(np.rint(scale / factor), -127), 127)) if factor else 0
+            code = int(min(max((np.ceil if rises else np.rint)(scale / factor), -127), 127)) if factor else 0
             product = (bits_of(np.float32(code) * factor) + 0x8000) >> 16  # ties away from zero
+            if rises and code < 127 and float_of(product << 16) < scale:
+                code += 1
+                product = (bits_of(np.float32(code) * factor) + 0x8000) >> 16
             out.append(((factor_bits.to_bytes(2, "little") if i == 0 else b"") + bytes([code % 256]), product))
     return out
 
@@ -140,8 +153,9 @@ def naive_record(
         if coded:
             stored, scale_bits = coded[first // cfg.block_size]
         elif all(math.isfinite(x) for x in block):
-            exact = exact_scale(block, cfg.codec)
-            scale_bits = limited(bits_of(exact) if wide else to_bf16(exact), wide, LEVELS[cfg.codec], dtype)
+            exact = exact_scale(block, cfg)
+            narrow = up_to_bf16 if cfg.rounding == "stochastic" else to_bf16
+            scale_bits = limited(bits_of(exact) if wide else narrow(exact), wide, level_of(cfg), dtype)
         else:
             scale_bits = 0x7FC00000 if wide else 0x7FC0
         scales += stored if coded else scale_bits.to_bytes(4 if wide else 2, "little")
