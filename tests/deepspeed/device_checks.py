@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 
 from hzero.codecs import backends
-from tests.deepspeed.training import Run, assert_losses, block_of, run, train_ddp
+from tests.deepspeed.training import (
+    Run,
+    assert_losses,
+    batch,
+    block_of,
+    ds_config,
+    engine_of,
+    mean_over_ranks,
+    run,
+    train,
+    train_ddp,
+)
 
 
 def check_codec_none_gives_stocks_losses() -> None:
@@ -29,3 +40,26 @@ def check_kernels_change_no_bit() -> None:
         assert runs[1].has_bits_of(runs[0]), f"{preset}: two runs differ"
         assert runs[2].has_bits_of(runs[0]), f"{preset}: kernels and reference differ"
     torch.use_deterministic_algorithms(mode=False)
+
+
+def check_collectives_come_in_the_order_asked_for() -> str:
+    """Under ``strict`` a rank has one collective under way, DeepSpeed's own among them; both orders give the same bits."""
+    losses, most = [], {}
+    for order in ("strict", "lanes"):
+        engine = engine_of(ds_config(block_of("topo", order=order), 2))
+        train(engine, 1, 2)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for micro in range(2):
+                loss = engine(batch(1, micro))
+                engine.backward(loss)
+                engine.step()
+            torch.cuda.synchronize()
+        losses.append(mean_over_ranks(loss))
+        engine.destroy()
+        times = [(event.time_range.start, event.time_range.end) for event in profiler.events() if "nccl" in event.name]
+        assert len(times) > 10
+        most[order] = max(sum(start <= begin < end for start, end in times) for begin, _ in times)
+    assert losses[0] == losses[1]
+    assert most["strict"] == 1
+    return f"most collectives under way: {most}"
