@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hzero.deepspeed import DivergenceError, StaleWeightsError
     from hzero.deepspeed.install import (  # not the module zero.state
         enable,
-        exact_evaluation,
         exact_weights,
         initialize,
         state,
@@ -36,7 +35,6 @@ __all__ = [
     "__version__",
     "comm",
     "enable",
-    "exact_evaluation",
     "exact_weights",
     "initialize",
     "newest_checkpoint",

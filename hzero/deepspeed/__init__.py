@@ -1,7 +1,7 @@
 """The stage inside DeepSpeed: installation, weights, gradients. Only this and the trainer import DeepSpeed."""
 
-from hzero.deepspeed.install import enable, exact_evaluation, exact_weights, initialize, state
-from hzero.deepspeed.pipeline_state import PipelineState
+from hzero.deepspeed.install import enable, exact_weights, initialize, state
+from hzero.deepspeed.pipeline import PipelineState
 from hzero.deepspeed.state import StageState
 from hzero.engine.guard import DivergenceError, StaleWeightsError
 
@@ -11,7 +11,6 @@ __all__ = [
     "StageState",
     "StaleWeightsError",
     "enable",
-    "exact_evaluation",
     "exact_weights",
     "initialize",
     "state",

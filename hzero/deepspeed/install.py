@@ -19,8 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from hzero.block import KEY, find
 from hzero.deepspeed import autotp, checkpoint, parameters
 from hzero.deepspeed.partition import Partition, check_mpu, group_of
-from hzero.deepspeed.pipeline_engine import HZeroPipelineEngine
-from hzero.deepspeed.pipeline_state import PipelineState
+from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
 from hzero.deepspeed.stage import HZeroStage3
 from hzero.deepspeed.state import BUCKET_NUMEL, LIVE_NUMEL, StageState
@@ -30,6 +29,7 @@ from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
 
 
+@functools.cache
 def enable() -> None:
     """Installs the stage into DeepSpeed.
 
@@ -51,8 +51,6 @@ def enable() -> None:
     Raises:
         ConfigError: The stage does not support this version of DeepSpeed.
     """
-    if deepspeed.PipelineEngine is HZeroPipelineEngine:
-        return
     check_deepspeed()
     DeepSpeedEngine._do_sanity_check = _checked(DeepSpeedEngine._do_sanity_check)
     DeepSpeedEngine._configure_zero_optimizer = _with_stage(DeepSpeedEngine._configure_zero_optimizer)
@@ -274,23 +272,4 @@ def exact_weights(engine: Any) -> Iterator[None]:
         yield
 
 
-def exact_evaluation() -> Any:
-    """A callback of Hugging Face's Trainer that makes its evaluation read exact weights, as the block's key of this name does.
-
-    The logged ``eval_loss`` and the choice of the best checkpoint are then those of the weights that are saved; otherwise
-    they are those of the decoded weights. It acts from the start of training on; an evaluation before it needs the key.
-
-    Returns:
-        A ``transformers.TrainerCallback``.
-    """
-    from transformers import TrainerCallback
-
-    class ExactEvaluation(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            for managed in parameters.managed_of([next(model.parameters())]):
-                managed.owner.follow_mode()
-
-    return ExactEvaluation()
-
-
-__all__ = ["enable", "exact_evaluation", "exact_weights", "initialize", "state"]
+__all__ = ["enable", "exact_weights", "initialize", "state"]

@@ -13,17 +13,71 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
+from pydantic import BaseModel
 from torch.utils.hooks import RemovableHandle
 
 from hzero.block import KEY, PARENT, find, lifted
 from hzero.codecs.codec import FLOATS
 from hzero.config import TIERS, HZeroConfig
 from hzero.deepspeed import autotp
-from hzero.deepspeed.versions import check_features, uses_experts
+from hzero.deepspeed.versions import check_features
 from hzero.engine.parameter import Route
 from hzero.parsing import UNLOADABLE, check_of_pipelines, parse_config
 from hzero.topology.resolve import declared_grid
 from hzero.validation import ConfigError
+
+#: Keys of DeepSpeed's configuration with values that are refused: where DeepSpeed keeps the value, which values are supported
+#: besides None, and how a message says them.
+_NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "compile.deepcompile": ("compile_config.deepcompile", (False,), "false"),
+    "hybrid_engine.enabled": ("hybrid_engine.enabled", (False,), "false"),
+    "zero_optimization.zenflow": ("zero_config.zenflow", (), "no such key"),
+    "expert_parallel.enabled (AutoEP)": ("expert_parallel_config.enabled", (False,), "false"),
+    "zero_optimization.offload_optimizer.super_offload": (
+        "zero_config.offload_optimizer.super_offload",
+        (False,),
+        "false",
+    ),
+    "zero_optimization.offload_param.device": ("zero_config.offload_param.device", ("none",), "none"),
+    "zero_optimization.offload_optimizer.device": (
+        "zero_config.offload_optimizer.device",
+        ("none", "cpu"),
+        "none or cpu",
+    ),
+    "zero_optimization.reduce_scatter": ("zero_config.reduce_scatter", (True,), "true"),
+    "zero_optimization.zero_hpz_partition_size": (
+        "zero_config.zero_hpz_partition_size",
+        (0, 1),
+        f'1; {KEY} has "shard": {{"weights": "node"}} for it',
+    ),
+    **{
+        f"zero_optimization.{key}": (f"zero_config.{key}", (False,), f"false; {KEY} has codecs")
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    },
+    "torch_autocast.enabled": ("torch_autocast_enabled", (False,), "false; use bf16 or fp16"),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": (
+        "zero_config.use_all_reduce_for_fetch_params",
+        (False,),
+        "false",
+    ),
+    "zero_optimization.stage3_allgather_sequential": ("zero_config.allgather_sequential", (False,), "false"),
+}
+_NOT_IN_PIPELINES: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "fp16.enabled": ("float16_config.enabled", (False,), "false; use bf16"),
+    "data_types.grad_accum_dtype": ("grad_accum_dtype", ("fp32",), "fp32"),
+    "communication_data_type": ("communication_data_type", (), "no such key"),
+    "gradient_allreduce_op": ("gradient_allreduce_op", ("mean",), "mean"),
+    "prescale_gradients": ("prescale_gradients", (False,), "false"),
+    "gradient_predivide_factor": ("gradient_predivide_factor", (1.0,), "1.0"),
+    "zero_optimization.offload_optimizer.device": ("zero_config.offload_optimizer.device", ("none",), "none"),
+    "zero_optimization.overlap_comm": ("zero_config.overlap_comm", (False,), "false"),
+    **{f"zero_optimization.{key}": (f"zero_config.{key}", (False,), "false") for key in UNLOADABLE},
+    "tensor_parallel.autotp_size": (
+        "tensor_parallel_config.autotp_size",
+        (0, 1),
+        "1; tensor groups are those of the PipelineModule",
+    ),
+}
 
 
 def read_block(ds_config: Any) -> HZeroConfig | None:
@@ -55,54 +109,11 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
         raise ConfigError(
             f"{KEY} needs zero_optimization.stage 3, found {int(zero.stage)}{why}; set it to 3 or remove the {KEY} block"
         )
-    offload_param = getattr(zero.offload_param, "device", "none")
-    offload_optimizer = getattr(zero.offload_optimizer, "device", "none")
-    refused: list[tuple[str, Any, bool, str]] = [
-        ("compile.deepcompile", True, bool(getattr(config.compile_config, "deepcompile", False)), "false"),
-        ("hybrid_engine.enabled", True, bool(config.hybrid_engine.enabled), "false"),
-        ("zero_optimization.zenflow", "a block", zero.zenflow is not None, "no such key"),
-        ("expert_parallel (AutoEP)", "enabled", uses_experts(config), "disabled"),
-        (
-            "zero_optimization.offload_optimizer.super_offload",
-            True,
-            bool(getattr(zero.offload_optimizer, "super_offload", False)),
-            "false",
-        ),
-        ("optimizer.type", optimizer, str(optimizer).lower() == "muon", "another optimizer"),
-        ("zero_optimization.offload_param.device", str(offload_param), _is_set(offload_param), "none"),
-        (
-            "zero_optimization.offload_optimizer.device",
-            str(offload_optimizer),
-            _is_set(offload_optimizer, "cpu"),
-            "none or cpu",
-        ),
-        ("zero_optimization.reduce_scatter", False, not zero.reduce_scatter, "true"),
-        (
-            "zero_optimization.zero_hpz_partition_size",
-            zero.zero_hpz_partition_size,
-            zero.zero_hpz_partition_size > 1,
-            f'1; {KEY} has "shard": {{"weights": "node"}} for it',
-        ),
-        ("zero_optimization.zero_quantized_weights", True, zero.zero_quantized_weights, f"false; {KEY} has codecs"),
-        (
-            "zero_optimization.zero_quantized_nontrainable_weights",
-            True,
-            zero.zero_quantized_nontrainable_weights,
-            f"false; {KEY} has codecs",
-        ),
-        ("zero_optimization.zero_quantized_gradients", True, zero.zero_quantized_gradients, f"false; {KEY} has codecs"),
-        ("torch_autocast.enabled", True, config.torch_autocast_enabled, "false; use bf16 or fp16"),
-        (
-            "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-            True,
-            zero.use_all_reduce_for_fetch_params,
-            "false",
-        ),
-        ("zero_optimization.stage3_allgather_sequential", True, zero.allgather_sequential, "false"),
-    ]
-    for key, found, is_refused, possible in refused:
-        if is_refused:
-            raise ConfigError(f"{key}: found {found}, which {KEY} does not support; possible: {possible}")
+    if str(optimizer).lower() == "muon":
+        raise ConfigError(
+            f"optimizer.type: found {optimizer}, which {KEY} does not support; possible: another optimizer"
+        )
+    _refuse(config, _NOT_SUPPORTED, "")
 
 
 def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
@@ -116,47 +127,25 @@ def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
         ConfigError: Naming the key, what was found and what is possible.
     """
     check_of_pipelines(find(config._param_dict) or {}, KEY)
-    low, sums = config.bfloat16_config.enabled, config.grad_accum_dtype
-    autotp_size = config.tensor_parallel_config.autotp_size
     for role, tier in itertools.product(("pipeline", "optimizer"), TIERS):
         codec = block.codecs[role][tier]  # type: ignore[index]
-        if codec.traits.narrow and not low:
+        if codec.traits.narrow and not config.bfloat16_config.enabled:
             raise ConfigError(
                 f"{KEY}.codecs.{role}.{tier}: found {codec.codec!r}, which holds bfloat16 numbers, with float32; possible with "
                 "bf16.enabled, or codec none"
             )
-    refused: list[tuple[str, Any, bool, str]] = [
-        ("fp16.enabled", True, bool(config.float16_config.enabled), "false; use bf16"),
-        ("data_types.grad_accum_dtype", sums, sums not in (None, "fp32"), "fp32"),
-        (
-            "communication_data_type",
-            config.communication_data_type,
-            bool(config.communication_data_type),
-            "no such key",
-        ),
-        ("gradient_allreduce_op", config.gradient_allreduce_op, config.gradient_allreduce_op != "mean", "mean"),
-        ("prescale_gradients", True, bool(config.prescale_gradients), "false"),
-        ("gradient_predivide_factor", config.gradient_predivide_factor, config.gradient_predivide_factor != 1.0, "1.0"),
-        (
-            "zero_optimization.offload_optimizer.device",
-            "cpu",
-            _is_set(getattr(config.zero_config.offload_optimizer, "device", "none")),
-            "none",
-        ),
-        ("zero_optimization.overlap_comm", True, bool(config.zero_config.overlap_comm), "false"),
-        *((f"zero_optimization.{key}", True, bool(getattr(config.zero_config, key)), "false") for key in UNLOADABLE),
-        (
-            "tensor_parallel.autotp_size",
-            autotp_size,
-            autotp_size > 1,
-            "1; tensor groups are those of the PipelineModule",
-        ),
-    ]
-    for key, found, is_refused, possible in refused:
-        if is_refused:
-            raise ConfigError(
-                f"{key}: found {found}, which {KEY} does not support with pipeline stages; possible: {possible}"
-            )
+    _refuse(config, _NOT_IN_PIPELINES, " with pipeline stages")
+
+
+def _refuse(config: DeepSpeedConfig, table: Mapping[str, tuple[str, tuple[Any, ...], str]], where: str) -> None:
+    for key, (path, supported, possible) in table.items():
+        found: Any = config
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        found = getattr(found, "value", found)  # of an enum
+        if found is not None and found not in supported:
+            shown = "a block" if isinstance(found, BaseModel) else found
+            raise ConfigError(f"{key}: found {shown}, which {KEY} does not support{where}; possible: {possible}")
 
 
 def check_block(block: Mapping[str, Any]) -> HZeroConfig:
@@ -237,11 +226,6 @@ def _filled_in(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if value != "auto"
     }
-
-
-def _is_set(device: Any, *allowed: str) -> bool:
-    name = str(getattr(device, "value", device))
-    return name not in ("none", "None", *allowed)
 
 
 def check_types(module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route]) -> None:

@@ -140,11 +140,6 @@ def installed() -> tuple[int, ...]:
 # ---- what differs -----------------------------------------------------------------------------------------------------
 
 
-def uses_experts(config: DeepSpeedConfig) -> bool:
-    """Whether a configuration asks for AutoEP, which DeepSpeed has since 0.19.2."""
-    return bool(getattr(getattr(config, "expert_parallel_config", None), "enabled", False))
-
-
 def at_boundary(optimizer: Any) -> bool:
     """Whether an optimizer is in the last micro-step of a window: a method since DeepSpeed 0.19.5, a value before it."""
     found = optimizer.is_gradient_accumulation_boundary

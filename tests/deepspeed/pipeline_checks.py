@@ -22,12 +22,11 @@ from torch.nn import functional as F  # noqa: N812
 import hzero
 from benchmarks.hybrid.model import ColumnParallel, RowParallel
 from hzero.codecs.codec import Codec
-from hzero.comm import Communicator, for_dimension
+from hzero.comm import Communicator, HopError, for_dimension
 from hzero.comm.process_groups import group_timeout, world_timeout
 from hzero.config import CodecConfig, TopologyConfig
-from hzero.deepspeed import pipeline_state
-from hzero.deepspeed.stage1 import HZeroStage1
-from hzero.deepspeed.stage_messages import StageMessages
+from hzero.deepspeed import pipeline
+from hzero.deepspeed.pipeline import HZeroStage1, StageMessages
 from hzero.manifest import Manifest
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
@@ -250,19 +249,23 @@ def check_presets_of_activations_train() -> None:
 
 
 def check_what_the_next_stage_receives_as_it_is() -> None:
-    """A block that codec exp cannot hold goes a second time. DeepSpeed sends masks as float16, and all but zero is true."""
+    """What codec exp cannot hold is an error. DeepSpeed sends masks as float16, and all but zero is true."""
     generator, me = torch.Generator().manual_seed(1), dist.get_rank()
+    numbers = torch.randn(40000, generator=generator).bfloat16()
     words = torch.randint(-(1 << 15), 1 << 15, (40000,), generator=generator).to(torch.int16).view(torch.bfloat16)
     mask = torch.randint(0, 2, (1000,), generator=generator).half()
     rotated = {"codec": "int8", "rotation": 64}  # of which zeros come back as other small numbers
     stock = {"send": lambda tensor, to: dist.send(tensor, to), "recv": lambda tensor, of: dist.recv(tensor, of)}
-    for codecs, sent in (("exp", words), (rotated, mask)):
+    for codecs, sent, fits in (("exp", numbers, True), (rotated, mask, True), ("exp", words, False)):
         messages = StageMessages(Communicator({"codecs": codecs, "topology": TOPOLOGY}))
         with mock.patch.multiple(p2p, **stock), messages:
-            if me % 2:
-                found = torch.zeros_like(sent)
+            found = torch.zeros_like(sent)
+            if me % 2 and fits:
                 messages.recv(found, me - 1)
                 assert torch.equal(found.view(torch.int16), sent.view(torch.int16))
+            elif me % 2:
+                with pytest.raises(HopError, match="in codec exp: 2 blocks of 32,768 numbers"):
+                    messages.recv(found, me - 1)
             else:
                 messages.send(sent, me + 1)
         dist.barrier()
@@ -366,7 +369,7 @@ def check_evaluation_and_checkpoints_of_pipelines() -> None:
     assert [float(other.train_batch(batches(other, step))) for step in (7, 8)] == want
     end(other)
     _, _, third = train_pipeline({**block, "error_feedback": ["gpu"]}, steps=1)
-    with mock.patch.object(pipeline_state.logger, "warning") as warned:
+    with mock.patch.object(pipeline.logger, "warning") as warned:
         third.load_checkpoint(str(folder), tag="here")
     assert ["residuals of error feedback start at zero" in call.args[0] for call in warned.mock_calls] == [True] * (
         dist.get_rank() == 0
@@ -402,7 +405,7 @@ def check_what_pipelines_do_not_have_is_refused_in_one_line() -> None:
     with mock.patch.object(deepspeed, "PipelineEngine", PipelineEngine):
         refused("found the engine PipelineEngine, which hzero does not support", {})
     differs = r"codecs.gradients.gpu: found 'int4' with parameter \d.up.weight, which differs between the ranks"
-    with mock.patch.object(pipeline_state, "is_model_parallel_parameter", return_value=False):
+    with mock.patch.object(pipeline, "is_model_parallel_parameter", return_value=False):
         refused(differs, {}, tensor=2)
     with pytest.raises(ConfigError, match="found 1, which is for a PipelineModule"):
         engine_of(ds_config({"topology": TOPOLOGY}, zero_optimization={"stage": 1}))

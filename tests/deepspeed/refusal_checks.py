@@ -49,7 +49,7 @@ def check_unsupported_features_are_refused_by_name() -> None:
             {"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1, "select_strategy": "auto"}}},
             "zenflow: found a block",
         ),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel (AutoEP): found enabled"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "expert_parallel.enabled (AutoEP): found True"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast.enabled: found True"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type: found muon"),
     ]

@@ -1,0 +1,503 @@
+"""Pipeline stages: messages between stages, ZeRO-1 over the data-parallel ranks, and the engine, tier by tier with codecs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm
+from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import TiedLayerSpec
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from hzero.block import KEY
+from hzero.codecs import backends
+from hzero.codecs.formats import LOSSLESS
+from hzero.comm import Chain, Communicator, CommunicatorConfig, WireLog, blaming, for_dimension, limit_waits
+from hzero.comm.process_groups import world_timeout
+from hzero.config import HZeroConfig
+from hzero.deepspeed.partition import Partition, ranks_of
+from hzero.deepspeed.refusals import read_block
+from hzero.deepspeed.state import LoggedHops, adopt, optimizer_bytes, stage_lanes, undeclared
+from hzero.deepspeed.versions import with_names
+from hzero.plan.shards import lossy_crossings
+from hzero.validation import ConfigError, is_rank_0
+
+logger = logging.getLogger("hzero")
+
+#: Elements of a tensor from which on it is broadcast by itself; smaller ones go together, such as norms and biases.
+_SMALL = 1 << 18
+
+
+class PipelineState:
+    """Communicators and wire log of an engine with pipeline stages.
+
+    Attributes:
+        config: The block.
+        partition: The data-parallel ranks of this stage, over which ZeRO-1 partitions.
+        wire_log: Bytes and time of every hop that has ended, those of `hzero.comm.for_dimension` too; see `settle`.
+        logged_hops: What DeepSpeed's ``comms_logger`` gets of them, at the end of each step and in `settle`.
+        gradients: Sums gradients over the data-parallel ranks.
+        optimizer: Sends the weights that their owners have updated, over the same ranks.
+        pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by stage.
+
+    Args:
+        module: The ``PipelineModule``.
+        mpu: Its grid (``PipelineParallelGrid``).
+        config: The block.
+
+    Raises:
+        ConfigError: The groups do not fill the tiers of the topology evenly.
+    """
+
+    def __init__(self, module: torch.nn.Module, mpu: Any, config: HZeroConfig) -> None:
+        self.config = config
+        data, stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
+        self.partition = Partition.of(data, config.topology)
+        world = self.partition.world
+        self._tensor = mpu.get_slice_parallel_group()
+        settings = CommunicatorConfig(
+            codecs=config.codecs.gradients,
+            gather=config.codecs.gradients,
+            error_feedback=config.error_feedback,
+            **{key: getattr(config, key) for key in ("node_all_gather", "checksum", "transport")},
+        )
+        self.gradients = Communicator(
+            settings, data, timeout=world_timeout(), role="gradients", grid=self.partition.grid, uses=["sums"]
+        )
+        self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
+        self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
+        self.wire_log = WireLog()
+        self.logged_hops = LoggedHops(self.wire_log)
+        self._communicators = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
+        for communicator in (self.gradients, self.optimizer, self.pipeline):
+            communicator.wire_log = self.wire_log
+            self._communicators.add(communicator)
+        kept = set(config.error_feedback) & set(lossy_crossings(config.codecs.gradients, self.partition.grid))
+        for tier in config.error_feedback:
+            if tier not in kept:
+                logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
+        self._keeps = bool(kept)  # residuals
+        self._pipeline = stage_lanes(config.transport, config.order)
+        if is_rank_0():
+            transport = "mpi" if config.transport == "mpi" else dist.get_backend()
+            print(
+                f"hzero: codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config)}: pipelines of "
+                f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid}); "
+                f"transport {transport}; codecs {backends.choice('cpu' if self._pipeline.streams is None else 'cuda').name}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def settle(self) -> None:
+        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
+        self._pipeline.drain()
+        self.verify()
+        self.logged_hops.flush()
+
+    def verify(self) -> None:
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
+        for communicator in self._communicators:
+            communicator.verify()
+
+    def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
+        """Gives parts of parameters that all ranks of a tensor group have whole the bits of its first rank. Collective.
+
+        Blocks of a lossy codec hold elements of neighbours too, which differ between these ranks, and so round differently.
+
+        Args:
+            role: What the codec has been of.
+            tensors: Contiguous, changed in place; as many and as large on all ranks of the group.
+        """
+        if (
+            not tensors
+            or dist.get_world_size(self._tensor) == 1
+            or not lossy_crossings(self.config.codecs[role], self.partition.grid)
+        ):
+            return
+        small = [tensor for tensor in tensors if tensor.numel() < _SMALL]
+        flat = torch.cat([tensor.reshape(-1) for tensor in small]) if small else tensors[0].new_empty(0)
+        for one in (flat, *(tensor for tensor in tensors if tensor.numel() >= _SMALL)):
+            dist.broadcast(one, ranks_of(self._tensor)[0], group=self._tensor)
+        for tensor, found in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
+            tensor.copy_(found.view_as(tensor))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for others' part of hops; see `StageState.waited_s`."""
+        return self._pipeline.waited_s if self._pipeline.streams is None else self.wire_log.seconds()
+
+    def memory(self, optimizer: Any) -> dict[str, int]:
+        """Measured bytes of each state on this rank, without transient buffers, gradients and what error feedback keeps.
+
+        Args:
+            optimizer: The engine's `HZeroStage1`.
+        """
+        weights = sum(flat.nbytes for flat in optimizer.bit16_groups_flat)
+        return {"weights": weights, "optimizer": optimizer_bytes(optimizer)}
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the weights that forward reads have lost something on their way."""
+        return bool(lossy_crossings(self.config.codecs.optimizer, self.partition.grid))
+
+    def forget(self) -> None:
+        """Drops what error feedback keeps, after a load: it belongs to the old weights, and a checkpoint of stages has none."""
+        self.gradients.forget()
+        if self._keeps and is_rank_0():
+            logger.warning("hzero: residuals of error feedback start at zero: checkpoints of pipeline stages have none")
+
+
+# ---- messages between stages ------------------------------------------------------------------------------------------
+
+#: What goes in codecs. DeepSpeed sends masks as float16, whose numbers must stay zero or one; training in float16 is refused.
+CODED = (torch.float32, torch.bfloat16)
+#: Messages that this rank has sent and nobody has received yet, before it waits for the oldest.
+_AHEAD = 4
+
+
+class StageMessages:
+    """Sends and receives tensors of a neighbouring stage, in the order of DeepSpeed's schedule.
+
+    Tensors of float32 and bfloat16 go in the codec of the tier between the two ranks; others, such as masks, as in stock. A
+    send does not wait for its receiver, as stock's does; so it cannot add a wait to the schedule. Entered for a step.
+
+    Args:
+        communicator: Of the ranks of one pipeline, numbered by their stages.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._sent: deque[Chain[None]] = deque()
+
+    def __enter__(self) -> None:
+        """A step begins."""
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Waits until all that this rank has sent has been received; what a failed step has sent is forgotten."""
+        while self._sent and kind is None:
+            self._sent.popleft().wait()
+        self._sent.clear()
+
+    def send(self, tensor: torch.Tensor, dest_stage: int) -> Any:
+        """Sends a tensor of any shape and type to a stage. It may be changed afterwards."""
+        if tensor.dtype not in CODED:
+            return p2p.send(tensor, dest_stage)
+        chain = self._communicator.send(tensor, dest_stage, async_op=True)
+        chain.wait_read()
+        self._sent.append(chain)
+        if len(self._sent) > _AHEAD:
+            self._sent.popleft().wait()
+        return None
+
+    def recv(self, tensor: torch.Tensor, src_stage: int) -> Any:
+        """Receives a tensor from a stage into ``tensor``, of the shape and type that were sent."""
+        if tensor.dtype not in CODED:
+            return p2p.recv(tensor, src_stage)
+        return tensor.copy_(self._communicator.recv(tensor, src_stage))
+
+
+# ---- the optimizer ----------------------------------------------------------------------------------------------------
+
+#: A hop in flight, and what is done with its result.
+_Submitted = tuple[Chain[torch.Tensor], Callable[[torch.Tensor], Any]]
+
+
+class HZeroStage1(DeepSpeedZeroOptimizer):
+    """Stock ZeRO-1 but for its two collectives: each rank gets the sum of its own partition, and sends its new weights.
+
+    Stock reduces whole gradients on all ranks, of which each then reads its partition. Here a bucket holds the same columns of
+    all partitions, ``[data-parallel ranks, columns]``, whose reduce-scatter leaves each rank what it reads: half of the bytes,
+    and one lossy way instead of two. Sums are float32 in the order of ranks, tier by tier.
+
+    Attributes:
+        hzero: Communicators and wire log; the engine sets it.
+    """
+
+    hzero: PipelineState
+    ready_for_gradients: bool
+
+    def setup_buckets(self) -> None:
+        """Stock without its buffer: buckets are filled when gradients are complete."""
+        if not self.ready_for_gradients:
+            self.micro_step_id += 1
+            self.ready_for_gradients = True
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Averages the gradients of all micro-batches; `averaged_gradients` then holds this rank's partition, float32."""
+        _two_at_a_time(self._reductions())
+        for index, size in enumerate(self.partition_size):
+            start = self.hzero.gradients.plan.rank * int(size)
+            flat = self.averaged_gradients[index].flat_partition
+            self.hzero.keep_alike("gradients", [flat[a - start : b - start] for a, b in self._copied(index, start)])
+        self._release_ipg_buffers()
+        self._clear_param_grad_only()
+
+    def _reductions(self) -> Iterator[_Submitted]:
+        communicator, keys = self.hzero.gradients, itertools.count()
+        for index, size in enumerate(self.partition_size):
+            self.averaged_gradients[index] = self._build_compact_grad_partition_buffer(index)
+            own = self.averaged_gradients[index].flat_partition
+            for first, last in self._columns(index, self.reduce_bucket_size):
+                bucket = own.new_zeros(communicator.plan.grid.world_size, last - first)
+                for rank, row in enumerate(bucket):
+                    self._fill(index, row, rank * int(size) + first)
+                keep = functools.partial(_copy, own[first:last])
+                yield communicator.reduce_scatter(bucket, "mean", key=next(keys), async_op=True), keep
+
+    def _columns(self, index: int, elements: int) -> Iterator[tuple[int, int]]:
+        """Parts of a group's partitions, of about so many elements over all of them."""
+        size = int(self.partition_size[index])
+        step = max(1, elements // self.hzero.gradients.plan.grid.world_size)
+        return ((first, min(first + step, size)) for first in range(0, size, step))
+
+    def _parts(self, index: int, start: int, size: int) -> Iterator[tuple[Any, int, int, int]]:
+        """Parameters in elements ``start`` to ``start + size`` of a flat group: each with its offset, and its part's two ends."""
+        params, offsets = self.round_robin_bit16_groups[index], self.round_robin_bit16_offsets[index]
+        for param, offset in zip(params, offsets, strict=True):
+            first, last = max(start, offset), min(start + size, offset + param.numel())
+            if first < last:
+                yield param, offset, first, last
+
+    def _fill(self, index: int, row: torch.Tensor, start: int) -> None:
+        """Copies gradients from an element of the flat group on; a parameter without gradient leaves zeros."""
+        for param, offset, first, last in self._parts(index, start, row.numel()):
+            gradient = self.get_gradient_for_reduction(param)
+            if gradient is not None:
+                row[first - start : last - start] = gradient.reshape(-1)[first - offset : last - offset]
+
+    def _copied(self, index: int, start: int) -> Iterator[tuple[int, int]]:
+        """Elements of the flat group, in the partition that starts there, of parameters that all tensor ranks have whole."""
+        for param, _, first, last in self._parts(index, start, int(self.partition_size[index])):
+            if not is_model_parallel_parameter(param):
+                yield first, last
+
+    def step(self, closure: Any = None) -> None:
+        """Stock, but for what sends the new weights; a step that is skipped leaves no residuals of error feedback."""
+        self.hzero.verify()
+        with_names(DeepSpeedZeroOptimizer.step, all_gather_dp_groups=self._gather)(self, closure)
+        for feedback in self.hzero.gradients.feedbacks:
+            feedback.discard() if self.overflow else feedback.commit()
+        if self.hzero.logged_hops.wanted():
+            self.hzero.settle()
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Stock, but for what sends the new weights."""
+        rank = self.hzero.optimizer.plan.rank
+        masters = zip(self.parallel_partitioned_bit16_groups, self.single_partition_of_fp32_groups, strict=True)
+        for partitions, master in masters:
+            partitions[rank].data.copy_(master.data)
+        self._gather()
+
+    def _gather(self, **_: Any) -> None:
+        """Sends all partitions to all ranks; the owner too takes what the others decode, so that all have the same bits."""
+        _two_at_a_time(self._gathers())
+        copies = (param for group in self.bit16_groups for param in group if not is_model_parallel_parameter(param))
+        self.hzero.keep_alike("optimizer", [param.data for param in copies])
+
+    def _gathers(self) -> Iterator[_Submitted]:
+        rank = self.hzero.optimizer.plan.rank
+        for index, partitions in enumerate(self.parallel_partitioned_bit16_groups):
+            for first, last in self._columns(index, self.allgather_bucket_size):
+
+                def spread(whole: torch.Tensor, into: list[torch.Tensor] = partitions, first: int = first) -> None:
+                    for partition, part in zip(into, whole.view(len(into), -1), strict=True):
+                        partition.data[first : first + part.numel()] = part
+
+                yield self.hzero.optimizer.all_gather(partitions[rank][first:last], async_op=True), spread
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Inside, weights are what the masters round to, sent without codecs. Collective over the data-parallel ranks."""
+        with torch.no_grad():
+            decoded = [flat.clone() for flat in self.bit16_groups_flat]
+            masters = zip(self.parallel_partitioned_bit16_groups, self.single_partition_of_fp32_groups, strict=True)
+            for index, (partitions, master) in enumerate(masters):
+                dist.all_gather(partitions, master.to(partitions[0].dtype), group=self.real_dp_process_group[index])
+        try:
+            yield
+        finally:
+            for flat, before in zip(self.bit16_groups_flat, decoded, strict=True):
+                flat.copy_(before)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Stock; then drops what error feedback keeps, which belongs to the old weights."""
+        super().load_state_dict(*args, **kwargs)
+        self.hzero.forget()
+
+    def _restore_from_bit16_weights(self) -> None:
+        super()._restore_from_bit16_weights()
+        self.hzero.gradients.forget()
+
+
+def _copy(into: torch.Tensor, part: torch.Tensor) -> None:
+    into.copy_(part.view(-1))
+
+
+def _two_at_a_time(submitted: Iterable[_Submitted]) -> None:
+    """Lets the next bucket be filled while one is under way, and no more: each takes memory."""
+    under_way: deque[_Submitted] = deque()
+    for one in submitted:
+        under_way.append(one)
+        if len(under_way) == 2:
+            chain, then = under_way.popleft()
+            then(chain.wait())
+    for chain, then in under_way:
+        then(chain.wait())
+
+
+# ---- the engine -------------------------------------------------------------------------------------------------------
+
+
+class HZeroPipelineEngine(PipelineEngine):
+    """DeepSpeed's engine of a ``PipelineModule``, whose messages go by tier and codec; without the block it is stock.
+
+    DeepSpeed's schedule is a list of instructions for each stage, and `_INSTRUCTION_MAP` says which method runs one. With
+    the block those that send and receive run with `StageMessages` instead of DeepSpeed's ``p2p``. Gradients and updated
+    weights are those of `HZeroStage1`. Shapes, tied weights and losses are sent as in stock.
+
+    Gradients of micro-batches are added up in float32, whatever the type of the weights. Stock has an optimizer of its own
+    for that with bfloat16 (``BF16_Optimizer``); here it is ZeRO-1's.
+    """
+
+    def __init__(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        object.__setattr__(self, "_given", model)  # for checks; torch's modules take no other before they are made
+        super().__init__(*args, model=model, **kwargs)
+        if self._block is None:
+            return
+        limit_waits()
+        own = PipelineState(self.module, self.grid, self._block)
+        self.optimizer.hzero = own
+        self._messages = StageMessages(own.pipeline)
+        self._INSTRUCTION_MAP = {
+            **PipelineEngine._INSTRUCTION_MAP,
+            schedule.ReduceTiedGrads: HZeroPipelineEngine._exec_reduce_tied_grads,
+            **{one: with_names(PipelineEngine._INSTRUCTION_MAP[one], p2p=self._messages) for one in MESSAGES},
+        }
+
+    @functools.cached_property
+    def _block(self) -> HZeroConfig | None:
+        return read_block(self._config._param_dict)
+
+    def _do_sanity_check(self) -> None:
+        super()._do_sanity_check()
+        if self._block is not None:
+            check_module(self._given, self._block)
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Types of the weights and of sums of gradients: with the block float32."""
+        weights, sums = super().get_data_types()
+        return weights, sums if self._block is None else torch.float32
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        found = super()._do_optimizer_sanity_check(basic_optimizer)
+        return ZERO_OPTIMIZATION if found == BFLOAT16 and self._block is not None else found
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        if self._block is None:
+            return super()._configure_zero_optimizer(optimizer)
+        if self.has_moe_layers:
+            raise ConfigError(f"{KEY}: found experts with pipeline stages; possible: layers that every rank has")
+        stock = PipelineEngine._configure_zero_optimizer
+        return with_names(stock, DeepSpeedZeroOptimizer=HZeroStage1)(self, optimizer)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Stock, of the gradients that ZeRO-1 keeps: in bfloat16 those are not ``weight.grad``. With the block alone."""
+        for weight, group in self.module.get_tied_weights_and_groups():
+            gradient = self.optimizer.get_gradient_for_reduction(weight)
+            if gradient is not None:
+                comm.all_reduce(gradient, group=group)
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Stock; with the block an error of its collectives names the ranks that did not come."""
+        if self._block is None:
+            return super().train_batch(data_iter)
+        with blaming(), self._messages:
+            return super().train_batch(data_iter)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As `train_batch`."""
+        if self._block is None:
+            return super().eval_batch(*args, **kwargs)
+        with blaming(), self._messages:
+            return super().eval_batch(*args, **kwargs)
+
+
+#: Instructions that send or receive a tensor of the model.
+MESSAGES = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
+
+
+def check_module(module: Any, config: HZeroConfig) -> None:
+    """Refuses lossy codecs that would drive copies of a weight apart, before an engine is built. Collective.
+
+    Those of a weight that several stages keep: each would round it, or its sums, in other blocks. Their gradients are summed
+    over the stages before the data-parallel ranks sum, so nothing would bring the copies together again. Those of weights that
+    all ranks of a tensor group have whole are brought together (`PipelineState.keep_alike`); so what is split has to be known.
+
+    Args:
+        module: The ``PipelineModule``.
+        config: The block.
+
+    Raises:
+        ConfigError: Names the codec and a parameter; the same on all ranks.
+    """
+    mpu = module.mpu()
+    grid = Partition.of(mpu.get_data_parallel_group(), config.topology).grid
+    roles: tuple[Literal["gradients", "optimizer"], ...] = ("gradients", "optimizer")
+    lossy = [(role, tier) for role in roles for tier in lossy_crossings(config.codecs[role], grid)]
+    if not lossy:
+        return
+    role, tier = lossy[0]
+    found = f"{KEY}.codecs.{role}.{tier}: found {config.codecs[role][tier].codec!r} with"
+    possible = f"possible: {', '.join(LOSSLESS)}, or"
+    stages: dict[str, set[int]] = {}
+    for number, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(module.stage_owner(number))
+    shared = next((key for key, owners in stages.items() if len(owners) > 1), None)
+    if shared is not None:
+        raise ConfigError(
+            f"{found} weights that are tied over stages ({shared}), whose copies it would drive apart; {possible} weights that "
+            "are not tied"
+        )
+    if mpu.get_slice_parallel_world_size() == 1:
+        return
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, _unlike(module, mpu.get_slice_parallel_group()))
+    if (name := next(filter(None, every), None)) is not None:
+        raise ConfigError(
+            f"{found} parameter {name}, which differs between the ranks of a tensor group and does not say that it is split; "
+            f"{possible} tensor_model_parallel = True on parameters that are split, as Megatron-LM sets it, and equal parts"
+        )
+
+
+def _unlike(module: torch.nn.Module, group: Any) -> str | None:
+    """The first parameter that a tensor group neither has in equal parts, as it says, nor as copies of the same bits."""
+    own = {
+        name: (tuple(param.shape), None if is_model_parallel_parameter(param) else _digest(param))
+        for name, param in module.named_parameters()
+    }
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    names = dict.fromkeys(name for each in every for name in each)
+    return next((name for name in names if len({each.get(name) for each in every}) > 1), None)
+
+
+def _digest(param: torch.Tensor) -> str:
+    words = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha1(words.numpy().data, usedforsecurity=False).hexdigest()
