@@ -111,9 +111,7 @@ def _device(given: int | None, local: int | None, visible: int | None) -> int:
     if visible == 1:
         return 0  # as under --gpus-per-task=1: DeepSpeed binds device(LOCAL_RANK)
     if visible and (local is None or local >= visible):
-        raise ConfigError(
-            f"LOCAL_RANK: found {local}, but this rank sees {visible} devices; expected 0 to {visible - 1}"
-        )
+        raise ConfigError(f"LOCAL_RANK: found {local}; expected 0 to {visible - 1}, the visible devices")
     return local or 0
 
 

@@ -73,9 +73,8 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
             sharded wider than gradients.
     """
     if not isinstance(block, Mapping):
-        raise ConfigError(
-            f"{path}: found {reprlib.repr(block)}, expected a block with keys {', '.join(Block.model_fields)}"
-        )
+        keys = ", ".join(Block.model_fields)
+        raise ConfigError(f"{path}: found {reprlib.repr(block)}, expected a block with keys {keys}")
     preset = block.get("preset", DEFAULT_PRESET)
     if preset not in tuple(PRESETS):
         raise one_of(f"{path}.preset", preset, PRESETS, "preset")

@@ -213,10 +213,8 @@ class Parser(argparse.ArgumentParser):
         first = unknown.split()[0]
         options = [name for action in self._actions for name in action.option_strings]
         near = nearest(first, options, 0.75) if first.startswith("-") else None
-        message = f"unknown argument {first!r}" + (f"; did you mean {near!r}?" if near else ".")
-        if not near and first.startswith("-") and any(action.dest == "overrides" for action in self._actions):
-            message = f"unknown option {first!r}; keys are given as KEY=VALUE, as in train.steps=10."
-        raise ConfigError(f"{self.prog}: {message} `{self.prog} --help` lists what is possible")
+        hint = f"; did you mean {near!r}?" if near else "."
+        raise ConfigError(f"{self.prog}: unknown argument {first!r}{hint} `{self.prog} --help` lists what is possible")
 
 
 def positive(kind: Callable[[str], float], most: float) -> Callable[[str], float]:
@@ -252,9 +250,7 @@ def seconds_of(duration: str | float) -> float:
         with contextlib.suppress(ValueError, TypeError):
             seconds = float(duration)
     if not 0 < seconds < math.inf or isinstance(duration, bool):
-        raise ValueError(
-            f"found {reprlib.repr(duration)}, expected seconds, or a duration such as 2h, 1h30m or 1:30:00"
-        )
+        raise ValueError(f"found {reprlib.repr(duration)}, expected seconds, or a duration such as 1h30m or 1:30:00")
     return seconds
 
 
@@ -303,9 +299,8 @@ def explained(error: ValidationError, model: type[BaseModel], where: str = "") -
         return ConfigError(f"{key}: missing")
     if first["type"] in ("model_type", "model_attributes_type"):
         fields = _fields(model, list(first["loc"]))
-        return ConfigError(
-            _one_line(key, f"found {reprlib.repr(found)}, expected a block with keys {', '.join(fields)}")
-        )
+        expected = f"expected a block with keys {', '.join(fields)}"
+        return ConfigError(_one_line(key, f"found {reprlib.repr(found)}, {expected}"))
     if first["type"] == "literal_error":
         listed = context["expected"].replace(" or ", ",").split(",")  # pydantic's "'a', 'b' or 'c'"
         return one_of(key, found, [choice.strip().strip("'") for choice in listed])

@@ -80,10 +80,8 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
             raise ConfigError(f"data.cache_dir: cannot write {str(cache)!r}: {cause.strerror}") from None
         raise ConfigError(f"data.path: cannot read {source!r}: {' '.join(str(cause).split())[:300]}") from None
     if "text" not in texts.column_names:
-        raise ConfigError(
-            f"data.path: found {', '.join(texts.column_names)} in {source!r}; expected a key 'text' (conversations need "
-            "TRL's SFTTrainer, see docs/recipes/trl.md)"
-        )
+        found = ", ".join(texts.column_names)  # conversations need TRL's SFTTrainer, see docs/recipes/trl.md
+        raise ConfigError(f"data.path: found {found} in {source!r}; expected a key 'text'")
     if "string" not in (found := str(getattr(texts.features["text"], "dtype", "lists or objects"))):
         raise ConfigError(f"data.path: found {found} at the key 'text' of {source!r}; expected strings")
     tokenizer = _tokenizer(checkpoint_folder(model), texts, vocab, cache, say)
@@ -98,11 +96,9 @@ def prepare(experiment: Experiment, say: Callable[[str], None]) -> Corpus:
     batch = experiment["train"]["micro_batch"] * experiment.world_size // experiment.tensor
     kept = min(int(len(blocks) * data["eval_share"]), experiment["train"]["eval_batches"] * batch)
     if len(blocks) - kept < batch or not kept:
-        raise ConfigError(
-            f"data.path: {source!r} is too short: found {len(blocks):,} blocks of {length} tokens, {kept:,} of them for "
-            f"evaluation; expected at least {batch:,} for one batch of all ranks and 1 for evaluation (train.micro_batch, "
-            "model.seq_length and data.eval_share set these)"
-        )
+        found = f"found {len(blocks):,} blocks of {length} tokens, {kept:,} of them for evaluation"
+        expected = f"expected {batch:,} for one batch of all ranks and 1 for evaluation"
+        raise ConfigError(f"data.path: {source!r} is too short: {found}; {expected}")
     parts = blocks.train_test_split(test_size=kept, shuffle=False)
     return Corpus(parts["train"], parts["test"], tokenizer, source)
 
@@ -121,9 +117,7 @@ def _files(path: str | None, limit: int | None) -> list[Path]:
     sizes = accumulate(p.stat().st_size for p in found)
     found = [p for p, size in zip(found, sizes) if not limit or size <= limit] or found[:1]
     if not found:
-        raise ConfigError(
-            f"data.path: found no regular file at {str(root)!r}; expected text, or .jsonl with a key 'text'"
-        )
+        raise ConfigError(f"data.path: found no regular file at {str(root)!r}; expected text, or .jsonl")
     return found
 
 
@@ -168,8 +162,6 @@ def _tokenizer(folder: Path | None, texts: Any, vocab: int, cache: Path, say: Ca
         why = " ".join(str(error).split())
         raise ConfigError(f"model.path: cannot read the tokenizer in {str(folder)!r}: {why}") from None
     if len(found) > vocab:
-        raise ConfigError(
-            f"model.path: found {len(found):,} tokens in the tokenizer of {str(folder)!r}; expected at most {vocab:,}, the "
-            "architecture's vocab_size"
-        )
+        tokens = f"{len(found):,} tokens in the tokenizer of {str(folder)!r}"
+        raise ConfigError(f"model.path: found {tokens}; expected at most the model's {vocab:,}")
     return found

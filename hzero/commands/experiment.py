@@ -296,9 +296,8 @@ class Experiment:
         self.block = self._block(declared)
         self.tensor = self.deepspeed.tensor_parallel.autotp_size
         if self.world_size % self.tensor:
-            raise ConfigError(
-                f"deepspeed.tensor_parallel.autotp_size: found {self.tensor}; expected a divisor of the {self.world_size} ranks"
-            )
+            key, ranks = "deepspeed.tensor_parallel.autotp_size", self.world_size
+            raise ConfigError(f"{key}: found {self.tensor}; expected a divisor of the {ranks} ranks")
         parsed = parse_config(self.block, "zero") if self.block else None
         self.plan = ShardPlan.from_config(parsed, self.data_parallel, 0) if parsed is not None else None
 
@@ -424,10 +423,7 @@ def _ranks_to_start(declared: TopologyConfig | TopologySource) -> int:
     else:
         ranks = (declared.nodes or 0) * declared.gpus_per_node * declared.gcds_per_gpu
     if not ranks:
-        raise ConfigError(
-            "launcher.world_size: found null, and neither topology.nodes nor GPUs of this machine give the number of ranks; "
-            "expected one of them"
-        )
+        raise ConfigError("launcher.world_size: found null without topology.nodes and GPUs; expected one of them")
     return ranks
 
 
@@ -437,9 +433,8 @@ def _refuse_owned(group: str, written: dict[str, Any], owned: dict[str, Any]) ->
         if isinstance(owned[key], dict) and isinstance(written[key], dict):
             _refuse_owned(f"{group}.{key}", written[key], owned[key])
         else:
-            raise ConfigError(
-                f"{group}.{key}: found {written[key]!r}; expected the groups run, topology, train, checkpoint and zero"
-            )
+            owners = "the groups run, topology, train, checkpoint and zero"
+            raise ConfigError(f"{group}.{key}: found {written[key]!r}; expected {owners}")
 
 
 def _unknown(key: str, value: Any, name: Any, possible: Iterable[str], expected: str) -> ConfigError:
@@ -535,10 +530,7 @@ def transformers_config(model: dict[str, Any]) -> Any:
             raise _unknown(f"model.config.{key}", value, key, known.to_dict(), f"an argument of {type(known).__name__}")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or model["seq_length"]
     if model["seq_length"] > longest:
-        raise ConfigError(
-            f"model.seq_length: found {model['seq_length']}; expected at most {longest}, the architecture's "
-            "max_position_embeddings"
-        )
+        raise ConfigError(f"model.seq_length: found {model['seq_length']}; expected at most {longest} for this model")
     return config
 
 

@@ -166,11 +166,8 @@ def measure(parsed: argparse.Namespace, launcher: str = "") -> None:
     dist.all_reduce(least, dist.ReduceOp.MIN)
     memory, needed = int(least), 4 * parsed.max_bytes  # messages are sent and received, encoded and decoded
     if needed > memory:
-        raise of_all_ranks(
-            ConfigError(
-                f"--max-bytes: found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank; a rank has {memory:,}"
-            )
-        )
+        found = f"found {parsed.max_bytes:,}, which needs {needed:,} bytes per rank"
+        raise of_all_ranks(ConfigError(f"--max-bytes: {found}; a rank has {memory:,}"))
     grid = resolve_grid(parsed.topology, world_size, "--topology")
     backend = "mpi" if parsed.transport == "mpi" else dist.get_backend()
     name, codecs = torch.cuda.get_device_name(device) if use_gpu else "cpu", choice(device.type).name

@@ -96,10 +96,8 @@ def _train(config: dict[str, Any]) -> int:
         run_launched(functools.partial(_launched, config))
     experiment = Experiment(config)
     if experiment.plan is not None and experiment.plan.transport == "mpi":
-        raise ConfigError(
-            f"zero.transport: found mpi; expected ranks of mpiexec or srun, as in mpiexec -n {experiment.world_size} "
-            "hzero train zero.transport=mpi, or torch"
-        )
+        command = f"mpiexec -n {experiment.world_size} hzero train zero.transport=mpi"
+        raise ConfigError(f"zero.transport: found mpi; expected ranks of mpiexec or srun, as in {command}, or torch")
     text, folder, resume = _begin(experiment)
     work, threads = functools.partial(_started, experiment, text, folder, resume), experiment["launcher"]["threads"]
     status = run_ranks(work, experiment.world_size, logs=folder / "logs", threads=threads, imports=IMPORTS)
@@ -206,9 +204,8 @@ def _folder(experiment: Experiment) -> tuple[Path, str | None]:
     path = expanded(str(resume)).absolute()
     checkpoint = str(path) if (path / "trainer_state.json").is_file() else hzero.newest_checkpoint(path)
     if checkpoint is None:
-        raise ConfigError(
-            f"resume: found no complete checkpoint in {str(path)!r}; expected false, auto, a run's folder or a checkpoint"
-        )
+        expected = "false, auto, a run's folder or a checkpoint"
+        raise ConfigError(f"resume: found no complete checkpoint in {str(path)!r}; expected {expected}")
     return folder, checkpoint
 
 
@@ -226,10 +223,8 @@ def _check_checkpoint(experiment: Experiment, text: corpus.Corpus, path: Path) -
         if shape and saved.get(key, value) != value:
             raise ConfigError(f"model: found {key} {value!r}; expected {saved[key]!r}, as in {str(path)!r}")
     if read_json(path / "tokenizer.json")["model"] != json.loads(text.tokenizer.backend_tokenizer.to_str())["model"]:
-        raise ConfigError(
-            f"data.path: {text.source} gives another tokenizer than that of {str(path)!r}; expected the text of that run, "
-            "or model=hf with model.path, whose tokenizer is used"
-        )
+        expected = "the text of that run, or a model.path with a tokenizer"
+        raise ConfigError(f"data.path: {text.source} gives another tokenizer than {str(path)!r}; expected {expected}")
 
 
 def _say(line: str) -> None:

@@ -51,9 +51,7 @@ def with_bus(devices: Sequence[Device], bus: str) -> Device:
     same = [device for device in alike if device.bus == wanted] or alike
     if len(same) != 1:
         buses, found = ", ".join(device.bus or "unknown" for device in devices), f"{len(same) or 'no'} devices"
-        raise ConfigError(
-            f"topology: torch states PCI bus id {bus}, which {found} of the node have; there are: {buses}"
-        )
+        raise ConfigError(f"topology: torch states PCI bus id {bus}, which {found} have; there are: {buses}")
     return same[0]
 
 

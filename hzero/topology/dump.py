@@ -107,10 +107,7 @@ def _links(
         elif link.tag == "xgmi" or not of_class.startswith(_CPU):
             target = bus_id(link.get("target", ""), f"{path}: target of a link of gpu {number}")
             if target not in devices:
-                raise ConfigError(
-                    f"{path}: a link of gpu {number} leads to {target}, which is no gpu of this file; a dump has the GPUs of its "
-                    "job only, so take one of a job on all of the node's"
-                )
+                raise ConfigError(f"{path}: a link leads to {target}, no gpu of this file; dump a job on all GPUs")
             yield _between(number, devices[target].number, link.tag, count, rates)
     for a, b in itertools.combinations(switched, 2):
         yield _between(a, b, "nvswitch", min(switched[a], switched[b]), rates)

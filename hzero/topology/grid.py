@@ -235,11 +235,9 @@ class Grid:
         used = {tier: sorted({getattr(place, tier) for place in places}) for tier in TIERS}
         sizes = {tier: len(indices) for tier, indices in used.items()}
         if not len(ranks) == len(places) == math.prod(sizes.values()):
-            raise ConfigError(
-                f"topology: the group of ranks {some(list(map(str, ranks)), 16)} fills no part of {self} evenly: it has "
-                f"{', '.join(f'{size} on {tier}' for tier, size in sizes.items() if size > 1)}, and {len(ranks)} ranks in all; "
-                "possible are groups that have the same ranks of every package, node and so on that they touch"
-            )
+            group = some(list(map(str, ranks)), 16)
+            has = ", ".join(f"{size} on {tier}" for tier, size in sizes.items() if size > 1)
+            raise ConfigError(f"topology: the group of ranks {group} fills no part of {self} evenly: it has {has}")
         own = Grid(
             sizes["node"] * sizes["group"] * sizes["cluster"],
             sizes["gpu"] * sizes["hive"],

@@ -65,9 +65,8 @@ def read_matrix(text: str, name: str) -> Machine:
         if not columns and words and _GPU.fullmatch(words[0]):
             columns = words[: words.index("CPU")] if "CPU" in words else words
             if len(set(columns)) < len(columns) or len(columns) > 2 * MAX_DEVICES:
-                raise ConfigError(
-                    f"{name}: found {len(columns)} columns, expected at most {2 * MAX_DEVICES}, each once"
-                )
+                most = 2 * MAX_DEVICES
+                raise ConfigError(f"{name}: found {len(columns)} columns, expected at most {most}, each once")
         elif words and words[0] in columns and words[0] not in rows:
             rows[words[0]] = words[1:]
         elif found := _ALIAS.fullmatch(line[:200]):
