@@ -26,12 +26,13 @@ COMMANDS = {
     "topology": ("hzero.commands.topology:run_topology", "show the packages, links and NICs of a node"),
     "links": ("hzero.commands.links:run_links", "measure bandwidth and latency of every tier"),
 }
-#: Packages that only the extras bring.
-EXTRAS = ("rich", "matplotlib", "hydra", "omegaconf", "transformers", "tokenizers", "accelerate", "datasets")
-#: Commands that the extra `tools` is enough for. The others compose the trainer's configuration, which takes `train`.
-_TOOLS = ("doctor", "topology", "links")
-#: Modules that a command imports at the end of its work. They are looked up before it starts.
-_AT_THE_END = {"train": ("transformers", "accelerate", "datasets", "matplotlib")}
+#: The extra that each command needs, and its packages. They are looked up before the work, at the end of which some are used.
+NEEDS = {
+    "train": ("train", ("hydra", "transformers", "accelerate", "datasets", "matplotlib")),
+    "plan": ("train", ("hydra", "transformers", "rich")),
+    "doctor": ("tools", ("rich",)),
+    "topology": ("tools", ("rich",)),
+}
 _EXAMPLES = """examples:
   hzero train                                             the main job: 8 ranks on this machine
   hzero train zero=mild train.steps=50 run.name=mild      another preset
@@ -75,10 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command not in COMMANDS:
             raise one_of("", parsed.command, COMMANDS, "command")
+        extra, packages = NEEDS.get(parsed.command, ("", ()))
+        if missing := next((name for name in packages if importlib.util.find_spec(name) is None), None):
+            fix = f'pip install "hzero[{extra}]"'
+            raise ConfigError(f"{parsed.command} needs {missing}, which is not installed; {fix}")
         command = pkgutil.resolve_name(COMMANDS[parsed.command][0])
-        for name in _AT_THE_END.get(parsed.command, ()) if not {"-h", "--help"} & set(parsed.rest) else ():
-            if importlib.util.find_spec(name) is None:
-                raise ModuleNotFoundError(name=name)
         status = int(command(parsed.rest))
         if why := lost_output():
             print(f"hzero: warning: output is lost: {why.lower()}", file=sys.stderr)
@@ -89,8 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not error.elsewhere:
             report(error)
         return 2
-    except ModuleNotFoundError as error:
-        return _missing(parsed.command, error)
     except OSError as error:
         if error.filename is None:
             raise
@@ -104,18 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The process ends, which takes a second. A batch system's signal that comes now must not change the status.
         if arguments is None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _missing(command: str, error: ModuleNotFoundError) -> int:
-    """Names the extra that a command needs, and returns the exit status."""
-    name = (error.name or "").partition(".")[0]
-    if name not in EXTRAS:
-        raise error
-    extra = "tools" if command in _TOOLS else "train"
-    print(
-        f'hzero: error: {command} needs {name}, which is not installed; pip install "hzero[{extra}]"', file=sys.stderr
-    )
-    return 2
 
 
 if __name__ == "__main__":

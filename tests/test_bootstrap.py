@@ -110,8 +110,11 @@ def test_alone() -> None:
         ({"RANK": "3"}, "RANK, WORLD_SIZE: found one of them; expected both"),
         ({"RANK": "four", "WORLD_SIZE": "4"}, "RANK: found 'four', expected a number"),
         ({"PMI_RANK": "4", "PMI_SIZE": "4"}, "PMI_RANK: found 4, but PMI_SIZE is 4"),
-        (torchrun(7), "LOCAL_RANK: found 7, but this rank sees 4 devices; expected 0 to 3"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "LOCAL_RANK: found None, but this rank sees 4 devices"),
+        (torchrun(7), "LOCAL_RANK: found 7; expected 0 to 3, the visible devices"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            "LOCAL_RANK: found None; expected 0 to 3, the visible devices",
+        ),
         (mpich(8), "MASTER_ADDR: missing; set it to the host of rank 0"),
         (srun(1, SLURM_STEP_NODELIST="a[1-"), "MASTER_ADDR: missing; set it to the host of rank 0"),
     ],

@@ -96,13 +96,12 @@ def _show_links(machine: Machine, order: Sequence[int], out: Console) -> None:
         for row in order:
             table.add_row(str(row), *("-" if row == other else _count(machine.link(row, other)) for other in order))
         out.print(table)
+        out.print()
     alike = Counter((_count(link), link.kind, link.gb_s) for link in machine.links)
-    for (count, kind, gb_s), pairs in sorted(alike.items(), key=lambda item: (-(item[0][2] or 0), item[0][:2])):
-        rate = f", {gb_s:g} GB/s each way together" if gb_s is not None else ""
-        out.print(f"{count:>5}  {kind}{rate}: {_plural(pairs, 'pair')}")
-    if others := len(order) * (len(order) - 1) // 2 - len(machine.links):
-        out.print(f"    .  no direct link, or none that this process can read: {_plural(others, 'pair')}")
-    out.print()
+    rows = [(*links, pairs) for links, pairs in sorted(alike.items(), key=lambda item: -(item[0][2] or 0))]
+    routed = len(order) * (len(order) - 1) // 2 - len(machine.links)
+    rows += [(".", "no direct link, or none that this process can read", None, routed)] if routed else []
+    show_table(out, ("links", "kind", "GB/s each way together", "pairs"), rows)
 
 
 def _count(link: Link | None) -> str:

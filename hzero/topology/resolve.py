@@ -49,7 +49,8 @@ def resolve_grid(topology: Topology, world_size: int, where: str = "hzero.topolo
     if topology.nodes is None:
         inside = topology.gpus_per_node * topology.gcds_per_gpu
         if world_size % inside:
-            raise ConfigError(f"{where}: a node has {inside} ranks; expected a multiple, found {world_size} ranks")
+            node = f"gpus_per_node={topology.gpus_per_node} x gcds_per_gpu={topology.gcds_per_gpu} is {inside} ranks a node"
+            raise ConfigError(f"{where}: {node}, but the world has {world_size}; expected a multiple")
         values = validated(TopologyConfig, {**values, "nodes": world_size // inside}, where).model_dump()
     grid = Grid(**{**values, "nodes_per_group": None}).grouped(topology.nodes_per_group)
     if grid.world_size != world_size:

@@ -105,17 +105,7 @@ def without_extras() -> None:
         "accelerate",
         "xxhash",
     }
-
-    class Missing:
-        """As if the packages were not installed."""
-
-        names = extras
-
-        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-            if name.partition(".")[0] in self.names:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    sys.meta_path.insert(0, Missing())
+    sys.modules.update(dict.fromkeys(extras))  # type: ignore[arg-type]  # as if they were not installed
     stage = _stage_of(_config("inside"))
 
     from hzero import cli

@@ -42,7 +42,7 @@ def test_tables_of_frontier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     begin = words.index(["links", *map(str, range(8))]) + 2
     rows = ["".join(row[1:]) for row in words[begin : begin + 8]]
     assert rows == ["-41...2.", "4-.1.1..", "1.-42...", ".14-...1", "..2.-41.", ".1..4-.1", "2...1.-4", "...1.14-"]
-    assert "    4  xgmi, 200 GB/s each way together: 4 pairs" in lines
+    assert ["4", "xgmi", "200", "4"] in words
     assert ["hsn2", "cxi", "25"] in words
     monkeypatch.setenv("HZERO_SYSFS", str(trees.frontier(tmp_path)))
     assert _shown(machine_of("auto"), monkeypatch)[0].endswith(": 8 devices, 4 packages, 4 NICs")

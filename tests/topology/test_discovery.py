@@ -105,7 +105,7 @@ def test_the_runtime_decides_and_nothing_is_guessed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"index 2 \(LOCAL_RANK\) among the 2 visible .*='4,5'\) of 8"):
         own_device(node, {"ROCR_VISIBLE_DEVICES": "4,5", "LOCAL_RANK": "2"})
-    with pytest.raises(ConfigError, match=r"0000:aa:00.0, which no devices of the node have; there are: 0000:c1"):
+    with pytest.raises(ConfigError, match=r"0000:aa:00.0, which no devices have; there are: 0000:c1"):
         with_bus(GCDS, "0000:aa:00.0")
     # torch states no function: it finds a device whose function is not 0, but not one of several.
     assert with_bus([Device(0, "0000:01:00.1")], "0000:01:00.0").number == 0

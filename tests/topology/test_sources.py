@@ -217,7 +217,7 @@ def test_a_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "old", "new", "message"),
     [
-        (PAIR, 'target="0000:c6:00.0"', 'target="0000:aa:00.0"', "link of gpu 4 leads to 0000:aa:00.0, which is no gpu"),
+        (PAIR, 'target="0000:c6:00.0"', 'target="0000:aa:00.0"', "a link leads to 0000:aa:00.0, no gpu of this file"),
         (PAIR, 'count="4"', 'count="2"', "the ends of link 4-5"),
         (PAIR, 'count="4"', 'count="-4"', "xgmi: found count='-4', expected 1 to 64"),
         (PAIR, 'dev="5"', 'dev="4"', "device 4 is linked to itself"),
