@@ -1,0 +1,112 @@
+"""The engine without DeepSpeed, as another front end drives it: parameters are keys, sizes and tensors. Ranks are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hzero.codecs.formats import chunk_numel
+from hzero.comm import Collectives, WireLog
+from hzero.comm.wires import STAGE
+from hzero.engine.gradients import Gradients
+from hzero.engine.guard import Guard
+from hzero.engine.parameter import Parameter, Route
+from hzero.engine.weights import Weights
+from hzero.parsing import parse_config
+from hzero.plan.shards import ShardPlan
+from hzero.topology import Grid
+from tests.comm.simulated import Wires, boxes, on_all, transport
+
+GRID = Grid(2, 1, 2)
+WORLD = GRID.world_size
+#: Sizes that the world does not divide, the last with empty shards.
+NUMELS = (17 * 5, 30, 1)
+
+
+class Rank:
+    """The engine of one rank, whose primary shards are NaN beyond the parameters' ends."""
+
+    def __init__(self, rank: int, block: dict[str, Any], groups: dict[Any, Any]) -> None:
+        self.rank, lanes = rank, {}
+        plan = ShardPlan.from_config(parse_config(block), GRID, rank)
+        for tier in GRID.crossed:
+            ranks = list(plan.tier_group(tier))
+            shared = groups.setdefault((tier, tuple(ranks)), boxes(len(ranks)))
+            lanes[STAGE, tier] = Wires(ranks.index(rank), len(ranks), shared), ranks
+        self.collectives = Collectives(plan, transport(rank, lanes), WireLog())
+        self.shards = [torch.full((chunk_numel(numel, WORLD),), float("nan")) for numel in NUMELS]
+        self.set(0)
+        route = Route(plan, 0)
+        self.params = [
+            Parameter(key, f"p{key}", numel, torch.float32, route, lambda key=key: self.shards[key])
+            for key, numel in enumerate(NUMELS)
+        ]
+        self.weights = Weights(self.collectives, self.params, 40)
+        self.gradients = Gradients(self.collectives, 40)
+
+    def set(self, version: int) -> None:
+        """What an optimizer step does."""
+        for key, shard in enumerate(self.shards):
+            own = whole(key, version)[self.rank * len(shard) : (self.rank + 1) * len(shard)]
+            shard[: len(own)] = own
+
+    def read(self) -> list[torch.Tensor]:
+        """What forward reads."""
+        found: dict[int, torch.Tensor] = {}
+        for params, wait in self.weights.unshard(self.params):
+            found |= {param.key: flat[: param.numel].clone() for param, flat in zip(params, wait())}
+        return [found[key] for key in sorted(found)]
+
+
+def whole(key: int, version: int) -> torch.Tensor:
+    """A parameter after a step."""
+    return torch.arange(NUMELS[key]) + 100.0 * key + 1000.0 * version
+
+
+@pytest.mark.parametrize("preset", ["zero3", "lossless", "zero2", "hybrid"])
+def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
+    groups: dict[Any, Any] = {}
+    block = {"preset": preset, "codecs": {"weights": "none", "gradients": "none"}}
+    ranks = [Rank(rank, block, groups) for rank in range(WORLD)]
+    assert bool(torch.stack([rank.shards[-1].isnan().all() for rank in ranks[1:]]).all())
+
+    def step(one: Rank) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+        first, delivered = one.read(), dict[int, torch.Tensor]()
+
+        def deliver(params: list[Parameter], shards: list[torch.Tensor]) -> None:
+            for param, shard in zip(params, shards):
+                delivered[param.key] = delivered.get(param.key, 0) + shard
+
+        for micro in range(2):
+            gradients = [whole(key, micro) * (one.rank + 1) for key in range(len(NUMELS))]
+            one.gradients.accumulate(one.params, gradients, torch.float32, 1.0, last=micro == 1, deliver=deliver)
+        one.gradients.settle()
+        if one.gradients.waiting:
+            one.gradients.boundary(torch.float32, 1.0, deliver)
+        one.gradients.commit()
+        one.gradients.clear()
+        one.set(1)
+        one.weights.mark_stale(one.params)
+        return [*first, *one.read()], [delivered[key] for key in sorted(delivered)], one.weights.resident_bytes()
+
+    results = on_all(ranks, step)
+    want = [whole(key, version) for version in (0, 1) for key in range(len(NUMELS))]
+    for key in range(len(NUMELS)):
+        mean = (whole(key, 0) + whole(key, 1)) * (1 + 2 + 3 + 4) / WORLD
+        torch.testing.assert_close(torch.cat([delivered[key] for _, delivered, _ in results]), mean)
+    for read, _, resident in results:
+        assert all(torch.equal(got, expected) for got, expected in zip(read, want, strict=True))
+        assert bool(resident) == ranks[0].weights.plan.resident
+
+
+def test_padding_behind_the_last_element_is_no_weight() -> None:
+    """A front end may leave it as it was allocated, which may look like values that are not finite."""
+    groups: dict[Any, Any] = {}
+    for rank in range(WORLD):
+        one = Rank(rank, {"preset": "zero3"}, groups)
+        guard = Guard(one.weights, 1, torch.device("cpu"))
+        owned = [guard._weights.primary_shard(param) for param in one.params]
+        assert [len(shard) for shard in owned] == [[22, 22, 22, 19][rank], [8, 8, 8, 6][rank], [1, 0, 0, 0][rank]]
+        assert all(bool(shard.isfinite().all()) for shard in owned)
