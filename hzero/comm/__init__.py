@@ -14,7 +14,7 @@ from hzero.comm.lanes import Chain, Lanes, lasting, shared_lanes
 from hzero.comm.process_groups import limit_waits
 from hzero.comm.runtime import Collectives
 from hzero.comm.settings import CommunicatorConfig
-from hzero.comm.streams import DeviceStreams, host_steps
+from hzero.comm.streams import DeviceStreams
 from hzero.comm.transport import Transport, most_failures
 from hzero.comm.watchdog import shared_watchdog
 from hzero.comm.wirelog import WireEntry, WireLog
@@ -37,7 +37,6 @@ __all__ = [
     "blaming",
     "ddp_hook",
     "for_dimension",
-    "host_steps",
     "in_buckets",
     "in_use",
     "lasting",

@@ -16,7 +16,7 @@ from hzero.codecs.codec import FLOATS
 from hzero.codecs.formats import chunk_numel
 from hzero.comm.bucket import Bucket
 from hzero.comm.feedback import ErrorFeedback
-from hzero.comm.lanes import Chain, lanes_of
+from hzero.comm.lanes import Chain, shared_lanes
 from hzero.comm.mpi_wires import world_ranks
 from hzero.comm.process_groups import group_timeout
 from hzero.comm.runtime import Collectives, Lost
@@ -133,7 +133,7 @@ class Communicator:
         )
         backend = dist.get_backend_config(group)
         self._device = "cuda" if "nccl" in backend else "cpu"
-        lanes = lanes_of(self._device, settings.transport)
+        lanes = shared_lanes(torch.cuda if self._device == "cuda" else None, settings.transport)
         self.role, self.adopted, self.streams = role, False, lanes.streams
         timeout = timeout or group_timeout(group)
         failures = most_failures(lanes.failures, settings.transport, group, ranks, timeout)

@@ -160,6 +160,7 @@ class Lanes:
     Attributes:
         streams: As above.
         order: As above.
+        kind: What carries the hops, in words.
         failures: Chains that have failed.
     """
 
@@ -170,6 +171,7 @@ class Lanes:
         order: CollectiveOrder = "lanes",
     ) -> None:
         self.streams, self.order, self.failures, self._around = streams, order, 0, around
+        self.kind = "cpu"
         self._jobs: dict[Lane | None, queue.SimpleQueue[Any]] = {}
         self._running: dict[Chain[Any], None] = {}
         self._patient: dict[Chain[Any], Any] = {}  # chains with hops that have no place yet, and their owners
@@ -258,16 +260,6 @@ class Lanes:
             self._place(None)
         if self.streams is not None and self.order == "strict":
             self.streams.join()
-
-    def give_up(self) -> None:
-        """After an error: hops without a place get none, since peers may not start them any more."""
-        with self._changed:
-            for chain in self._patient:
-                if chain._given and self.streams is None:
-                    self._lane(chain.lanes[chain._given - 1]).put(partial(self._end, chain))
-                else:
-                    self._end(chain)
-            self._patient.clear()
 
     def _give_place(self, chain: Chain[Any]) -> None:
         index, chain._given = chain._given, chain._given + 1
@@ -438,56 +430,40 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def lanes_of(device: str, transport: TransportName) -> Lanes:
-    """The lanes of this process for hops of a transport on ``cpu`` or ``cuda``.
-
-    Raises:
-        ConfigError: As `shared_lanes`; or the lanes are there, and of the other one.
-    """
-    if device == "cpu" or transport == "torch":
-        found = shared_lanes(None if device == "cpu" else torch.cuda)
-        made_by = getattr(found.streams, "device", None)
-        of_gpu = made_by is torch.cuda or getattr(made_by, "_name", "") == "cuda"  # or DeepSpeed's accelerator
-        if of_gpu != (device != "cpu"):
-            raise ConfigError(
-                f"communicator: found a group of {device} beside hops of {'cuda' if of_gpu else 'cpu'} in one process; "
-                "expected groups of one kind"
-            )
-        return found
-    return shared_lanes(None, partial(host_steps, torch.device("cuda", torch.cuda.current_device())))
-
-
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 _of_world: tuple[Any, Lanes] | None = None
 
 
-def shared_lanes(
-    device: Any,
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    order: CollectiveOrder | None = None,
-) -> Lanes:
-    """The lanes of this process: its engines share communicators, so their hops need one order.
+def shared_lanes(device: Any = None, transport: TransportName = "torch", order: CollectiveOrder | None = None) -> Lanes:
+    """The lanes of this process, for as long as torch.distributed's world lives: its engines share communicators.
 
     Args:
-        device: Makes the streams of new lanes, the first of a world of torch.distributed; None for threads.
-        around: As for `Lanes`.
-        order: As for `Lanes`; None takes the order of lanes that are there. New ones are strict on ROCm: RCCL can deadlock
-            with several communicators in flight on gfx90a (ROCm/rccl#2191).
+        device: An asynchronous device, whose memory hops carry: ``torch.cuda``, or an accelerator of DeepSpeed. None: CPUs.
+        transport: What carries them.
+        order: As for `Lanes`; None takes that of lanes that are there. New ones are strict on ROCm: RCCL can deadlock with
+            several communicators in flight (ROCm/rccl#2191).
 
     Raises:
-        ConfigError: The lanes are there and have another order, or on a GPU threads instead of streams or the other way round.
+        ConfigError: The lanes are there, and for other hops or in another order.
     """
-    global _of_world  # as the tier groups: for as long as the world lives
+    global _of_world
     _end_with_process()
+    name = "cpu" if device is None else getattr(device, "_name", "cuda")
+    kind = name if name == "cpu" else f"{name} over {transport}"
     if _of_world is None or _of_world[0] is not dist.group.WORLD:
-        usual: CollectiveOrder = "strict" if device is not None and torch.version.hip else "lanes"
-        streams = None if device is None else DeviceStreams(device, order or usual)
-        _of_world = dist.group.WORLD, Lanes(streams, around, order or usual)
-    found, plain = _of_world[1], contextlib.nullcontext
-    if (found.streams is not None and around is not plain) or (device is not None and found._around is not plain):
+        new_order = order or ("strict" if device is not None and torch.version.hip else "lanes")
+        if device is None or transport == "mpi":
+            around = contextlib.nullcontext if device is None else partial(host_steps, device.current_device())
+            lanes = Lanes(None, around, new_order)
+        else:
+            lanes = Lanes(DeviceStreams(device, new_order), order=new_order)
+        lanes.kind = kind
+        _of_world = dist.group.WORLD, lanes
+    found = _of_world[1]
+    if found.kind != kind:
         raise ConfigError(
-            "transport: found 'torch' and 'mpi' in one process on a GPU; expected the same one for all hops"
+            f"transport: found hops of {kind} beside hops of {found.kind} in one process; expected one kind"
         )
     if order not in (None, found.order):
         raise ConfigError(f"order: found {order!r}, expected {found.order!r}, which hops of this process already have")
@@ -526,8 +502,6 @@ def _end_hops(after_error: bool) -> bool:
     """Waits for the hops under way: for as long as hops may take, since peers may be late, or shortly after an error."""
     if _of_world is None:
         return True
-    if after_error:
-        _of_world[1].give_up()
-    else:
+    if not after_error:  # peers may not start any more what has no place yet
         _of_world[1].place()
     return _of_world[1].end(_AFTER_ERROR_S if after_error else float("inf"))

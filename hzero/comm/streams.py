@@ -83,13 +83,13 @@ class _InOrder:
 
 
 @contextlib.contextmanager
-def host_steps(device: torch.device) -> Iterator[None]:
+def host_steps(device: int) -> Iterator[None]:
     """Around a part of a chain on a GPU whose hops the host starts and ends, as those over MPI, which knows no streams.
 
     Inputs may come from any stream and results go to any, so the host waits before the part for the device and after it for
     the part. It has not run on a GPU, and costs the overlap of encoding with compute.
     """
     torch.cuda.set_device(device)  # of this thread, which may be a lane's
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     yield
     torch.cuda.current_stream().synchronize()

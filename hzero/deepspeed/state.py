@@ -8,7 +8,6 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -26,7 +25,6 @@ from hzero.comm import (
     Lanes,
     Transport,
     WireLog,
-    host_steps,
     in_use,
     limit_waits,
     most_failures,
@@ -315,22 +313,10 @@ class StageState:
 
 
 def stage_lanes(transport: TransportName, order: CollectiveOrder | None = None) -> Lanes:
-    """The lanes of this process for hops of a transport on DeepSpeed's accelerator, in an order (see `Lanes`).
-
-    Raises:
-        ConfigError: As `shared_lanes`; or the lanes are there, and have no streams.
-    """
+    """The lanes of this process for hops of a transport on DeepSpeed's accelerator; as `shared_lanes`."""
     accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():  # runs everything in order, as CPUs do
-        return shared_lanes(None, order=order)
-    if transport == "torch":
-        found = shared_lanes(accelerator, order=order)
-        if found.streams is None:
-            raise ConfigError(
-                "hzero: found a Communicator of CPUs made before this engine of a GPU; make it without one"
-            )
-        return found
-    return shared_lanes(None, partial(host_steps, torch.device(accelerator.current_device_name())), order)
+    # A synchronised device runs everything in order, as CPUs do.
+    return shared_lanes(None if accelerator.is_synchronized_device() else accelerator, transport, order)
 
 
 def undeclared(config: HZeroConfig) -> str:

@@ -39,7 +39,7 @@ def check_blocks_that_codec_exp_cannot_hold_are_an_error() -> None:
         for name, operation in operations.items():
             fails = not fits and (name != "send" or rank == 1)
             if TRANSPORT != "mpi":
-                with mock.patch.object(communicator, "lanes_of", return_value=Lanes(_enqueued())):
+                with mock.patch.object(communicator, "shared_lanes", return_value=Lanes(_enqueued())):
                     group = _communicator(SOME[0], codecs="exp")
                 operation(group, tensor)
                 with says if fails else contextlib.nullcontext():

@@ -22,7 +22,7 @@ import torch
 
 from hzero.comm import lanes as module
 from hzero.comm.errors import HopError
-from hzero.comm.lanes import Chain, Lanes, lanes_of, shared_lanes
+from hzero.comm.lanes import Chain, Lanes, shared_lanes
 from hzero.comm.wires import STAGE
 from hzero.config import CollectiveOrder
 from hzero.parsing import parse_config
@@ -300,22 +300,25 @@ def test_a_chain_after_one_that_failed_fails_alike() -> None:
     lanes.drain()
 
 
+_GPU, _ACCELERATOR = torch.cuda, SimpleNamespace(_name="cuda", current_device=lambda: 0)
+
+
 @pytest.mark.parametrize(
-    ("first", "device", "refused"),
+    ("first", "second", "found"),
     [
-        (None, "cpu", False),
-        (None, "cuda", True),
-        (torch.cuda, "cpu", True),
-        (torch.cuda, "cuda", False),
-        (SimpleNamespace(_name="cuda"), "cpu", True),
-        (SimpleNamespace(_name="cuda"), "cuda", False),
+        ((None,), (None,), ""),
+        ((None,), (_GPU,), "cuda over torch beside hops of cpu"),
+        ((_GPU,), (None,), "cpu beside hops of cuda over torch"),
+        ((_GPU,), (_ACCELERATOR,), ""),
+        ((_ACCELERATOR, "mpi"), (_GPU,), "cuda over torch beside hops of cuda over mpi"),
+        ((_ACCELERATOR, "torch", "strict"), (_GPU,), ""),
+        ((None, "torch", "strict"), (None, "mpi", "lanes"), "order: found 'lanes', expected 'strict'"),
     ],
 )
-def test_one_process_has_hops_of_processors_or_of_a_gpu(
-    first: Any, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_one_process_has_hops_of_one_kind_and_order(
+    first: Any, second: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_of_world", None)
-    shared_lanes(first)
-    said = f"found a group of {device} beside hops of {'cpu' if first is None else 'cuda'}"
-    with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():
-        lanes_of(device, "torch")
+    lanes = shared_lanes(*first)
+    with pytest.raises(ConfigError, match=found) if found else contextlib.nullcontext():
+        assert shared_lanes(*second) is lanes
