@@ -75,11 +75,16 @@ class DeviceKernels:
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         """Starts a kernel on the device's current stream."""
-        with torch.cuda.device(device):
-            index = torch.cuda.current_device()
-            stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index)
+        current = torch.cuda.current_device()
+        index = current if device.index is None else device.index
+        stream = self._stream(index, torch.cuda.current_stream(index).cuda_stream)
+        with contextlib.nullcontext() if index == current else torch.cuda.device(index):
             function = self._function(index, family, kernel)
             function((int(bucket["workgroups"]),), (THREADS,), (bucket,), stream=stream)
+
+    @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
+    def _stream(self, index: int, pointer: int) -> Any:
+        return self._cupy.cuda.ExternalStream(pointer, index)
 
     @staticmethod
     @functools.cache
@@ -93,7 +98,7 @@ class DeviceKernels:
         """The installation's code object; its name holds the hash of these sources."""
         return NATIVE / f"{family}.{architecture}.{self._id}.hsaco"
 
-    @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
+    @functools.cache  # noqa: B019
     def _function(self, index: int, family: str, kernel: str) -> Any:
         return self._modules(index)[family].get_function(kernel)
 

@@ -61,7 +61,8 @@ class HostLibrary:
 
     def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
         """Runs a kernel to its end. Other Python threads go on meanwhile."""
-        getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
+        address = bucket.__array_interface__["data"][0]
+        getattr(self._library, kernel)(ctypes.c_void_p(address), torch.get_num_threads())
 
 
 def _check_whole(path: Path) -> None:
