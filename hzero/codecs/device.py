@@ -73,14 +73,14 @@ class DeviceKernels:
         how = "built with the installation" if built else "compiled on this machine"
         return f"kernels for {architecture}, {how}, cupy {self._cupy.__version__}"
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Starts a kernel on the device's current stream."""
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
         stream = self._stream(index, torch.cuda.current_stream(index).cuda_stream)
         with contextlib.nullcontext() if index == current else torch.cuda.device(index):
             function = self._function(index, family, kernel)
-            function((int(bucket["workgroups"]),), (THREADS,), (bucket,), stream=stream)
+            function((workgroups,), (THREADS,), (bucket,), stream=stream)
 
     @functools.cache  # noqa: B019 - one instance per process, which lives as long as the process
     def _stream(self, index: int, pointer: int) -> Any:

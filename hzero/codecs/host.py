@@ -59,10 +59,9 @@ class HostLibrary:
         if not self._library.hz_use_instruction_set(name.encode()):
             raise ValueError(f"instruction_set: this processor or library has no {name!r}")
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         """Runs a kernel to its end. Other Python threads go on meanwhile."""
-        address = bucket.__array_interface__["data"][0]
-        getattr(self._library, kernel)(ctypes.c_void_p(address), torch.get_num_threads())
+        getattr(self._library, kernel)(ctypes.c_void_p(bucket.ctypes.data), torch.get_num_threads())
 
 
 def _check_whole(path: Path) -> None:

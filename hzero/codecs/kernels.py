@@ -53,6 +53,8 @@ BUCKET = np.dtype(
     ],
     align=True,
 )
+#: The same bytes without their names, which numpy would list whenever an address is asked for.
+_BYTES = np.dtype((np.void, BUCKET.itemsize))
 
 
 class Launcher(Protocol):
@@ -68,8 +70,8 @@ class Launcher(Protocol):
     alignment: int
     wave: int
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
-        """Starts ``kernel`` of ``family`` on one `BUCKET`, which it copies."""
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
+        """Starts ``kernel`` of ``family`` on the bytes of one `BUCKET`, which it copies."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class Launch:
     def __init__(self, launcher: Launcher, family: str, kernel: str, shape: Shape, *fields: str) -> None:
         self._launcher, self._kernel, self._fields = launcher, kernel, fields
         self._family = "exponents" if shape.fmt.codec == "exp" else family
-        self._parts: list[tuple[np.ndarray, np.ndarray, list[int]]] = []
+        self._parts: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
         whole = [index for index, chunk in enumerate(shape.chunks) if chunk]
         for first in range(0, len(whole), TENSORS):
             some = whole[first : first + TENSORS]
@@ -205,8 +207,9 @@ class Launch:
             for field in fields:
                 offset = start + _TENSOR.fields[field][1]  # type: ignore[index]
                 places += [offset + _TENSOR.itemsize * index for index in range(len(some))]
-            words = _bucket(shape, some).reshape(1).view(np.uint64)
-            self._parts.append((words, np.array(places) // 8, some))
+            bucket = _bucket(shape, some)
+            words = bucket.reshape(1).view(np.uint64)
+            self._parts.append((words, np.array(places) // 8, some, int(bucket["workgroups"])))
 
     def __call__(
         self,
@@ -230,7 +233,7 @@ class Launch:
             out_payload: A second payload, to write.
             seed: Of stochastic rounding.
         """
-        for template, places, some in self._parts:
+        for template, places, some, workgroups in self._parts:
             words = template.copy()
             values = [payload.data_ptr(), out_payload.data_ptr() if out_payload is not None else 0]
             for field in self._fields:
@@ -240,13 +243,14 @@ class Launch:
                     of = tensors if field == "data" else residuals if field == "residual" else left
                     values += [of[index].data_ptr() if of[index].numel() else 0 for index in some]
             words[places] = values
-            bucket = words.view(BUCKET).reshape(())
-            if seed is not None:
-                bucket["key"] = noise_key(seed)
-            if left:
-                bucket["kept_bytes"] = left[0].element_size()
-                bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
-            self._launcher.launch(self._family, self._kernel, bucket, payload.device)
+            if seed is not None or left:
+                bucket = words.view(BUCKET)[0]
+                bucket["key"] = noise_key(seed) if seed is not None else 0
+                if left:
+                    bucket["kept_bytes"] = left[0].element_size()
+                    bucket["tensor"]["factor"][: len(some)] = [factors[index] for index in some]
+            bucket = words.view(_BYTES).reshape(())
+            self._launcher.launch(self._family, self._kernel, bucket, workgroups, payload.device)
 
 
 class KernelBackend:

@@ -75,7 +75,7 @@ class EmulatedKernels:
         self.wave = wave
         compiler()  # or the test is skipped here
 
-    def launch(self, family: str, kernel: str, bucket: np.ndarray, device: torch.device) -> None:
+    def launch(self, family: str, kernel: str, bucket: np.ndarray, workgroups: int, device: torch.device) -> None:
         flags = ("-DHZ_EMULATE", f"-DHZ_WAVE={self.wave}", "-Wall", "-Wno-unknown-pragmas", "-Werror")
         library = ctypes.CDLL(str(build(f'#include "{family}.hip"\n', *flags)))
         getattr(library, kernel)(ctypes.c_void_p(bucket.ctypes.data))

@@ -188,8 +188,8 @@ class _Cupy:
         def start(grid: Any, block: Any, arguments: Any, stream: Any) -> None:
             self.launched.append((kernel, grid, block, stream.ptr))
             (bucket,) = arguments
-            assert isinstance(bucket, np.ndarray) and bucket.size == 1 and bucket.dtype == BUCKET
-            self._emulated.launch("encode", kernel, bucket, torch.device("cpu"))
+            assert isinstance(bucket, np.ndarray) and bucket.size == 1 and bucket.nbytes == BUCKET.itemsize
+            self._emulated.launch("encode", kernel, bucket, grid[0], torch.device("cpu"))
 
         return start
 
