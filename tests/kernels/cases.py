@@ -32,8 +32,7 @@ class Calls:
         return Encoder(fmt, rows, source[0].dtype, adds, stochastic, self.backend)(source, seed=seed, **feedback)
 
     def encode_feedback(self, source: Any, residuals: Any, factors: Any, *how: Any) -> list[torch.Tensor]:
-        kept = next((one.dtype for one in residuals if one.numel()), torch.float32)
-        left = [tensor.new_empty(tensor.numel(), dtype=kept) for tensor in source]
+        left = [tensor.new_empty(tensor.numel(), dtype=residuals[0].dtype) for tensor in source]
         return [self.encode(source, *how, added=residuals, factors=factors, left=left), *left]
 
     def encode_difference(self, source: Any, base: Any, *how: Any) -> torch.Tensor:
