@@ -92,58 +92,51 @@ def parse_config(block: Any, path: str = "hzero") -> HZeroConfig:
     # Checked first: the leaves inherit it, so the error would name the first leaf.
     validated(CodecConfig, {"codec": "none", "block_size": size}, path)
     parsed = validated(Block, values, path)
-    shard = parsed.shard
-    if SCOPES.index(shard.weights) > SCOPES.index(shard.gradients):
-        raise ConfigError(
-            f"{path}.shard.weights: {shard.weights!r} is wider than {path}.shard.gradients {shard.gradients!r}; degrees "
-            f"nest, weights <= gradients <= world, so weights may be "
-            f"{', '.join(SCOPES[: SCOPES.index(shard.gradients) + 1])}"
-        )
-    if parsed.resident == "decoded" and shard.weights != "device":
-        raise ConfigError(
-            f"{path}.resident: found 'decoded' with weights over the {shard.weights}, whose payloads are gathered at every use; "
-            f"possible with {path}.shard.weights 'device'"
-        )
-    if parsed.refresh_differences and shard.weights == "world":
-        raise ConfigError(
-            f"{path}.refresh_differences: no copy is kept of weights over the world, so a difference has no base; possible with "
-            f"{path}.shard.weights {', '.join(SCOPES[:-1])}"
-        )
-    if any(not pattern.strip() for pattern in parsed.codecs.exceptions):
-        raise ConfigError(f"{path}.codecs.except: found an empty pattern; expected one such as *norm*")
-    summed = {f"gradients.{tier}": parsed.codecs.gradients[tier] for tier in parsed.codecs.gradients.written}
-    summed |= {f"except.{pattern}": codec for pattern, codec in parsed.codecs.exceptions.items()}
-    for key, codec in summed.items():
-        if why := codec.traits.not_summed:
-            raise ConfigError(f"{path}.codecs.{key}: found {codec.codec!r}, {why}; possible: {', '.join(SUMMED)}")
-    for tier in parsed.codecs.weights.written:
-        codec = parsed.codecs.weights[tier]
-        if not codec.traits.fixed:
-            raise ConfigError(
-                f"{path}.codecs.weights.{tier}: found {codec.codec!r}, whose messages have no fixed size, as resident weights "
-                f"have; possible: {', '.join(name for name, traits in TRAITS.items() if traits.fixed)}"
-            )
-    every = tiers_outside(shard.weights)
-    refreshed = [tier for tier in every if tier in parsed.codecs.weights.written] or every
-    found = [parsed.codecs.weights[tier] for tier in refreshed]
-    wrong = (
-        ""
-        if any(not one.traits.plain for one in found)
-        else "none, where a difference has no fewer bytes and is rounded"
-    )
-    if narrow := next((one.codec for one in found if one.traits.narrow), None):
-        wrong = f"{narrow}, which holds bfloat16 numbers, and differences are float32"
-    if parsed.refresh_differences and wrong:
-        raise ConfigError(
-            f"{path}.refresh_differences: weights are refreshed on {', '.join(refreshed)} with codec {wrong}; possible with "
-            f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights"
-        )
+    _check_together(parsed, path)
     return HZeroConfig(
         **dict(parsed),
         preset_shard="weights" not in written,
         preset_gradients="gradients" not in written,
         preset_dimensions=tuple(one for one in DIMENSIONS if one not in block.get("codecs", {})),
     )
+
+
+def _check_together(block: Block, path: str) -> None:
+    """Refuses values that exclude each other."""
+
+    def refuse(key: str, found: str, possible: str) -> ConfigError:
+        return ConfigError(f"{path}.{key}: {found}; possible: {possible}")
+
+    scope, widest, weights = block.shard.weights, block.shard.gradients, block.codecs.weights
+    if SCOPES.index(scope) > SCOPES.index(widest):
+        nested = ", ".join(SCOPES[: SCOPES.index(widest) + 1])
+        raise refuse("shard.weights", f"{scope!r} is wider than {path}.shard.gradients {widest!r}", nested)
+    if block.resident == "decoded" and scope != "device":
+        raise refuse("resident", f"found 'decoded' with weights over the {scope}", "with weights over the device")
+    if block.refresh_differences and scope == "world":
+        why = "found true with weights over the world, of which no copy is kept"
+        raise refuse("refresh_differences", why, f"with {path}.shard.weights {', '.join(SCOPES[:-1])}")
+    if any(not pattern.strip() for pattern in block.codecs.exceptions):
+        raise refuse("codecs.except", "found an empty pattern", "one such as *norm*")
+    summed = {f"gradients.{tier}": block.codecs.gradients[tier] for tier in block.codecs.gradients.written}
+    summed |= {f"except.{pattern}": codec for pattern, codec in block.codecs.exceptions.items()}
+    for key, codec in summed.items():
+        if why := codec.traits.not_summed:
+            raise refuse(f"codecs.{key}", f"found {codec.codec!r}, {why}", ", ".join(SUMMED))
+    for tier in weights.written:
+        if not weights[tier].traits.fixed:
+            found = f"found {weights[tier].codec!r}, whose messages have no fixed size, as resident weights have"
+            fixed = ", ".join(name for name, traits in TRAITS.items() if traits.fixed)
+            raise refuse(f"codecs.weights.{tier}", found, fixed)
+    every = tiers_outside(scope)
+    refreshed = [tier for tier in every if tier in weights.written] or every
+    codecs = [weights[tier] for tier in refreshed]
+    wrong = "none, where a difference has no fewer bytes" if all(one.traits.plain for one in codecs) else ""
+    if narrow := next((one.codec for one in codecs if one.traits.narrow), None):
+        wrong = f"{narrow}, which holds bfloat16 numbers, and differences are float32"
+    if block.refresh_differences and wrong:
+        found = f"weights are refreshed on {', '.join(refreshed)} with codec {wrong}"
+        raise refuse("refresh_differences", found, f"{', '.join(_OF_DIFFERENCES)} in {path}.codecs.weights")
 
 
 def _codecs(start: Preset, written: Any, size: Any) -> Any:
