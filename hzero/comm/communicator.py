@@ -21,9 +21,9 @@ from hzero.comm.mpi_wires import world_ranks
 from hzero.comm.process_groups import group_timeout
 from hzero.comm.runtime import Collectives, Lost
 from hzero.comm.settings import USES, CommunicatorConfig, Use, check_uses, parse_communicator
-from hzero.comm.transport import Transport, most_failures, wires_of
+from hzero.comm.transport import Transport, Wires, most_failures, wires_of
 from hzero.comm.wirelog import WireLog
-from hzero.comm.wires import Lane, Wires
+from hzero.comm.wires import Lane
 from hzero.config import CodecsConfig
 from hzero.plan.program import (
     Program,

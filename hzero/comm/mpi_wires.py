@@ -7,6 +7,7 @@ calls that could wait without end is made where a rank could not give up.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,18 +19,20 @@ import torch
 import torch.distributed as dist
 
 from hzero.comm.errors import DisagreementError, MissingPeerError
-from hzero.comm.wires import Lane, NoAnswer, Pause, in_time
+from hzero.comm.wires import Lane, NoAnswer, in_time
 from hzero.mpi import abort_at_exit, gpu_aware, import_mpi
 from hzero.validation import ConfigError, some
 
 #: Starts one message, and the bytes that have to arrive; None where it is sent.
 _Post: TypeAlias = tuple[Callable[[], Any], int | None]
 #: Messages of one collective under way at a time, sent and received, and bytes of one at most. A lane has one collective
-#: under way, and a rank at most 12 lanes of a stage and 6 of each parallel dimension, so it stays below 500 messages: Cray
+#: under way, and a rank at most 6 lanes of a stage and 6 of each parallel dimension, so it stays below 500 messages: Cray
 #: MPICH faults with about 1,000 of a GPU's.
 MESSAGES, MESSAGE_BYTES = 16, 16 << 20
 #: Longest time between two looks that counts as waiting, in seconds: a process that was stopped has not looked for its peers.
 _UNSEEN_S = 1.0
+#: Looks at which the core is only offered to others; then the first and the longest sleep, in seconds.
+_YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
 #: The tag of all messages, and the tags for making communicators: MPI guarantees 32,767.
 _TAG, _TAGS = 0x485A, 32749
 
@@ -76,9 +79,13 @@ class MpiWork:
         Raises:
             RuntimeError: MPI says so, or they have not ended within the timeout; the communicator is not used again.
         """
-        pause = Pause()
+        looks = 0
         while not self.is_completed():
-            pause()
+            looks += 1
+            if looks <= _YIELDS:  # a short message arrives within microseconds, and a sleep takes fifty at least
+                os.sched_yield()
+            else:  # a rank that looks all the time takes its core from those that it waits for
+                time.sleep(min(_FIRST_S * (looks - _YIELDS), _LONGEST_S))
         if self._error is not None:
             raise self._error
 
@@ -140,7 +147,7 @@ class MpiWork:
 
 
 class MpiWires:
-    """A communicator of MPI as `hzero.comm.wires.Wires`.
+    """A communicator of MPI with the methods of `hzero.comm.wires.TorchWires`.
 
     All-to-alls are pairwise exchanges of this class, and so are all-gathers but those of short messages between many ranks,
     which MPI does in fewer rounds. Message i of every rank goes to the rank i places behind it, so at any time a rank has as many
@@ -165,14 +172,14 @@ class MpiWires:
         self._own, self._size = comm.Get_rank(), comm.Get_size()
 
     def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
-        """As `Wires.all_gather`."""
+        """As `TorchWires.all_gather`."""
         if message.nbytes <= MESSAGE_BYTES and 2 * (self._size - 1) > MESSAGES:
             post = partial(self.comm.Iallgather, self._buffer(message), self._buffer(output))
             return MpiWork(self, [(post, None)], (output, message))
         return self._swap(output, lambda _: message, (output, message))
 
     def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> MpiWork:
-        """As `Wires.all_to_all`."""
+        """As `TorchWires.all_to_all`."""
         return self._swap(output, message.view(self._size, -1).__getitem__, (output, message))
 
     def _swap(self, output: torch.Tensor, part: Callable[[int], torch.Tensor], kept: Sequence[torch.Tensor]) -> MpiWork:
@@ -183,11 +190,11 @@ class MpiWires:
         return MpiWork(self, itertools.chain.from_iterable(posts), kept)
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> MpiWork:
-        """As `Wires.exchange`."""
+        """As `TorchWires.exchange`."""
         return MpiWork(self, self._pair(output, source, message, target), (output, message))
 
     def broadcast(self, message: torch.Tensor, root: int) -> MpiWork:
-        """As `Wires.broadcast`."""
+        """As `TorchWires.broadcast`."""
         posts = [(partial(self.comm.Ibcast, self._buffer(piece), root), None) for piece in _pieces(message)]
         return MpiWork(self, posts, (message,))
 
@@ -196,7 +203,7 @@ class MpiWires:
         raise NotImplementedError("MPI sums nothing here")
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> MpiWork:
-        """As `Wires.message`."""
+        """As `TorchWires.message`."""
         return MpiWork(self, self._one_way(message, peer, sends=sends), (message,))
 
     def _pair(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> Iterator[_Post]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class DeviceStreams:
         with self._on("collectives"):
             self.wait(before)
             start(async_op=False)
-            return _InOrder(self, self.event())
+            return SimpleNamespace(wait=partial(self.wait, self.event()))
 
     def event(self) -> Any:
         """An event recorded on the current stream."""
@@ -70,16 +72,6 @@ class DeviceStreams:
     def used(self, tensor: torch.Tensor) -> None:
         """Keeps a tensor's memory until the current stream has passed this point."""
         tensor.record_stream(self.device.current_stream())
-
-
-class _InOrder:
-    """A collective that the stream of collectives waits for."""
-
-    def __init__(self, streams: DeviceStreams, end: Any) -> None:
-        self._streams, self._end = streams, end
-
-    def wait(self) -> None:
-        self._streams.wait(self._end)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,18 @@ from torch.profiler import record_function
 
 from hzero.comm.checksum import CHECKSUM_BYTES, Comparison, signed, verified
 from hzero.comm.errors import DisagreementError, HopError, MissingPeerError
-from hzero.comm.mpi_wires import shared_communicators
+from hzero.comm.mpi_wires import MpiWires, shared_communicators
 from hzero.comm.process_groups import shared_groups, world_timeout
 from hzero.comm.streams import DeviceStreams
 from hzero.comm.watchdog import shared_watchdog
-from hzero.comm.wires import STAGE, Lane, LaneHops, TorchWires, Wires, Work
+from hzero.comm.wires import STAGE, Lane, LaneHops, TorchWires, Work
 from hzero.config import TIERS, Algorithm, TransportName
 from hzero.plan.program import Kind
 from hzero.plan.shards import ShardPlan
 from hzero.validation import some
+
+#: What carries the messages of one group of ranks.
+Wires: TypeAlias = TorchWires | MpiWires
 
 
 def _nothing() -> None:
@@ -261,7 +264,7 @@ class Transport:
         for this rank, ``[b]``. ``broadcast`` fills ``[b]`` with that of one rank, ``send`` and ``receive`` with that of a peer.
 
         With checksums each part is followed by 16 bytes. Sums are made here then, in float32, since a library that sums on its
-        way has no message to check. They are also made here on gloo and MPI (`Wires.own_sums`).
+        way has no message to check. They are also made here on gloo and MPI (`TorchWires.own_sums`).
 
         Of an all-gather ``library`` is the library's algorithm: a ring in NCCL and RCCL for most sizes, whose latency grows
         with k. ``doubling`` is that of Bruck et al. (IEEE TPDS 8(11), 1997), recursive doubling for any k: every round doubles

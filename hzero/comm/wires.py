@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ NoAnswer = TimeoutError
 #: A communicator: the group of one tier, of the stage or for one use of a `Communicator`. Messages from rank to rank have one
 #: more part, their direction.
 Lane: TypeAlias = tuple[str, Tier] | tuple[str, Tier, str]
-#: Looks at which the processor is only offered to others; then the first and the longest sleep, in seconds.
-_YIELDS, _FIRST_S, _LONGEST_S = 10, 2e-5, 1e-3
 #: Functions of torch.distributed: torch 2.13 has other names, and warns of these.
 _ALL_GATHER, _REDUCE_SCATTER = (
     new if hasattr(dist, new) else old
@@ -80,25 +77,6 @@ class LaneHops:
         return waited_s if waits else 0.0
 
 
-class Pause:
-    """The pauses of one wait.
-
-    At first it yields the processor: a short message arrives within microseconds, and a sleep takes fifty at least. Then it
-    sleeps, longer and longer: where ranks share cores, one that looks all the time takes them from those it waits for.
-    """
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    def __call__(self) -> None:
-        """Lets some time pass."""
-        self._looks += 1
-        if self._looks <= _YIELDS:
-            os.sched_yield()
-        else:
-            time.sleep(min(_FIRST_S * (self._looks - _YIELDS), _LONGEST_S))
-
-
 def in_time(call: Callable[[], T], within_s: float) -> T:
     """The result of a call of a library that may never return, made in a thread of its own.
 
@@ -124,37 +102,10 @@ class Work(Protocol):
         """Waits for them. Raises RuntimeError where one failed or the group's timeout passed."""
 
 
-class Wires(Protocol):
-    """Carries messages between the ranks of one group; k is their number, and i the place of a rank among them.
+class TorchWires:
+    """A process group of torch.distributed, on which nobody else sends; k is the number of its ranks, i the place of one.
 
     Buffers are contiguous and belong to the work until it has ended.
-    """
-
-    @property
-    def own_sums(self) -> bool:
-        """Whether `reduce_scatter` is there; sums are made from an all-to-all otherwise."""
-
-    def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """uint8 ``[b]`` of every rank to ``[k * b]``."""
-
-    def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """Part i of uint8 ``[k * b]`` goes to rank i; part i of the output comes from it."""
-
-    def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
-        """The whole message goes to one rank, and as many bytes come from one; all ranks exchange at the same time."""
-
-    def broadcast(self, message: torch.Tensor, root: int) -> Work:
-        """uint8 ``[b]`` of one rank into all others'."""
-
-    def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Work:
-        """Sums of floating ``[k * n]`` to ``[n]``."""
-
-    def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Work:
-        """A message to one rank or from it. Those of one direction between two ranks arrive in order."""
-
-
-class TorchWires:
-    """A process group of torch.distributed, on which nobody else sends.
 
     Args:
         group: The group.
@@ -175,34 +126,37 @@ class TorchWires:
 
     @property
     def own_sums(self) -> bool:
-        """As `Wires.own_sums`: gloo's own sends twice the bytes of an all-to-all, and never says that it has ended."""
+        """Whether `reduce_scatter` is used, not an all-to-all: gloo's sends twice the bytes and never says that it has ended."""
         return dist.get_backend(self._group) != "gloo" or getattr(dist, _REDUCE_SCATTER) is not _STOCK
 
     def all_gather(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """As `Wires.all_gather`."""
+        """uint8 ``[b]`` of every rank to ``[k * b]``."""
         return self._start(getattr(dist, _ALL_GATHER), output, message)
 
     def all_to_all(self, output: torch.Tensor, message: torch.Tensor) -> Work:
-        """As `Wires.all_to_all`."""
+        """Part i of uint8 ``[k * b]`` goes to rank i; part i of the output comes from it."""
         return self._start(dist.all_to_all_single, output, message)
 
     def exchange(self, output: torch.Tensor, message: torch.Tensor, source: int, target: int) -> Work:
-        """As `Wires.exchange`: parts without bytes are not sent on NCCL and RCCL; on gloo they are empty messages."""
+        """The whole message goes to one rank, and as many bytes come from one; all ranks exchange at the same time.
+
+        Parts without bytes are not sent on NCCL and RCCL; on gloo they are empty messages.
+        """
         ranks = dist.get_world_size(self._group)
         sends, receives = [0] * ranks, [0] * ranks
         sends[target] = receives[source] = message.numel()
         return self._start(dist.all_to_all_single, output, message, receives, sends)
 
     def broadcast(self, message: torch.Tensor, root: int) -> Work:
-        """As `Wires.broadcast`."""
+        """uint8 ``[b]`` of one rank into all others'."""
         return self._start(dist.broadcast, message, self._rank(root))
 
     def reduce_scatter(self, output: torch.Tensor, elements: torch.Tensor) -> Work:
-        """As `Wires.reduce_scatter`."""
+        """Sums of floating ``[k * n]`` to ``[n]``."""
         return self._start(getattr(dist, _REDUCE_SCATTER), output, elements)
 
     def message(self, message: torch.Tensor, peer: int, *, sends: bool) -> Any:
-        """As `Wires.message`."""
+        """A message to one rank or from it. Those of one direction between two ranks arrive in order."""
         work: Any = (dist.isend if sends else dist.irecv)(message, self._rank(peer), group=self._group)
         return _Limited(work, self._timeout) if message.is_cpu else work
 

@@ -243,12 +243,17 @@ def check_collectives_of_a_step_have_one_order() -> None:
     """Under the order ``strict``, in every preset. Under ``lanes`` those of several tiers overlap."""
     for preset in PRESETS:
         with recording() as trace:
-            _steps(preset, order="strict").destroy()
+            engine = _steps(preset, order="strict")
+            streams = hzero.state(engine)._lanes.streams._streams.values()
+            assert len(streams) <= 6 and all(stream.priority < 0 for stream in streams), preset
+            engine.destroy()
         pairs, most = trace.unordered()
         if dist.get_rank() == 0:
             assert not pairs and most == 1, f"{preset}: {most} collectives, {len(pairs)} pairs\n" + "\n".join(pairs[:3])
     with recording() as trace:
-        _steps("topo", order="lanes").destroy()
+        engine = _steps("topo", order="lanes")
+        assert len(hzero.state(engine)._lanes.streams._streams) == 6
+        engine.destroy()
     pairs, most = trace.unordered()
     if dist.get_rank() == 0:
         assert pairs and most > 1

@@ -236,8 +236,8 @@ class Event:
 class Stream:
     """A queue of a device: what it does next comes after all that it has done."""
 
-    def __init__(self, **_: Any) -> None:
-        self.id = next(World.here.numbers)
+    def __init__(self, priority: int = 0, **_: Any) -> None:
+        self.id, self.priority = next(World.here.numbers), priority
 
     def wait_event(self, event: Event) -> None:
         if World.here.trace is not None:
