@@ -156,7 +156,7 @@ def _stage_states(plan: ShardPlan, job: Job) -> list[StateMemory]:
             "transient reduce", reduce, f"{messages} buckets of {bucket:,} elements on their way, the largest gradient"
         ),
         _step(plan.grid, job),
-        _communicators(1 + 2 * len(plan.grid.crossed)),
+        _communicators(1 + len(plan.grid.crossed)),
     ]
 
 
@@ -245,7 +245,7 @@ def _step(grid: Grid, job: Job) -> StateMemory:
 
 
 def _communicators(count: int) -> StateMemory:
-    """An estimate of the buffers of NCCL's or RCCL's communicators: of each role and tier, and of DeepSpeed's world.
+    """An estimate of the buffers of NCCL's or RCCL's communicators: of each tier, and of DeepSpeed's world.
 
     A ring has two neighbours, whatever its size, and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out,
     since no source gives them: the smaller buffers of the protocols LL and LL128, trees, and the connections of an all-to-all.

@@ -63,6 +63,7 @@ class Profile(Frozen):
         group_nodes: Nodes of a switch group; null: one group. A job's nodes fill one group after the other.
         taper: Bandwidth of a group's nodes together over that of its links to other groups.
         tree_nodes: Nodes from which an all-reduce is a tree.
+        order: The stage's order of collectives by default: ``strict`` with RCCL, one at a time on a device.
         error: Error on measured collectives that were not used for calibration, as a share; null: there are none.
         sources: By name.
         constants: The figures.
@@ -77,6 +78,7 @@ class Profile(Frozen):
     group_nodes: Positive | None = None
     taper: Annotated[FiniteFloat, Field(ge=1)] = 1.0
     tree_nodes: Positive = 16
+    order: Literal["strict", "lanes"] = "lanes"
     error: Annotated[FiniteFloat, Field(gt=0, lt=1)] | None = None
     sources: dict[str, Source]
     constants: dict[str, Constant]

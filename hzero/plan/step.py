@@ -117,6 +117,7 @@ class _Builder:
         self._programs: dict[tuple[str, int], Program] = {(chain.phase, chain.micro): chain.program for chain in chains}
         # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
+        self._strict = self._stage is not None and machine.profile.order == "strict"
         # Crossings of a reduction before those that wait for the last micro-step.
         self._inside = len(self._stage.micro_hops()) if self._stage else 1
         # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.
@@ -125,7 +126,7 @@ class _Builder:
         self._kept = [keeps and (numel < job.reuse or not numel) for numel in behind]
         self._tasks: list[Task] = []
         # Equal buckets share their phases, by which `simulate` recognises what has run together before.
-        self._hops: dict[tuple[int, str], list[list[Phase]]] = {}
+        self._hops: dict[tuple[int, str], list[tuple[str, str, int, list[Phase]]]] = {}
         self._computes: dict[tuple[str, str], list[Phase]] = {}
         # The largest of many nodes' times; about sqrt(2 ln n) deviations above their mean.
         self._late = 1 + machine.profile.value("jitter_share") * math.sqrt(2 * math.log(machine.grid.nodes))
@@ -133,7 +134,8 @@ class _Builder:
     def tasks(self) -> list[Task]:
         """All tasks, lane by lane in order of submission."""
         job, count = self._job, len(self._buckets)
-        refreshed = self._refresh()
+        messages = self._messages()
+        refreshed: list[Task] = []  # of each message its end; a bucket's use starts those up to a few ahead
         reductions: list[Task] = []
         pending: list[Task] = []  # of each bucket's reduction what backward waits for, in order
         computed: list[Task] = []
@@ -147,7 +149,12 @@ class _Builder:
         for place, (phase, micro, index) in enumerate(order):
             for other, step, ahead in order[len(gathered) : place + 1 + job.ahead]:
                 kept = other == "backward" and self._kept[ahead]
-                needs = [*computed[-1:], *refreshed[ahead : ahead + 1]]
+                needs = computed[-1:]
+                if messages:
+                    own = next(number for number, (last, _) in enumerate(messages) if ahead <= last)
+                    for _, message in messages[len(refreshed) : own + 1 + IN_FLIGHT]:
+                        refreshed += self._chain("refresh", 0, message, [])[-1:]
+                    needs = [*needs, refreshed[own]]
                 made = [] if kept else self._chain(other, step, self._buckets[ahead], needs) or needs
                 gathered.append(made[-1:] if (other, step) in self._programs else [])
             needs = gathered[place]
@@ -165,22 +172,18 @@ class _Builder:
             self._add(Task(COMPUTE, "gathered", [Phase(0.0)], ends))
         return self._tasks
 
-    def _refresh(self) -> list[Task]:
-        """The refresh of every bucket; several share a message where the block asks for long ones."""
+    def _messages(self) -> list[tuple[int, Bucket]]:
+        """Messages of the refresh, each with the number of its last bucket. Several buckets may share a long one."""
         if self._stage is None or ("refresh", 0) not in self._programs:
             return []
         limit = self._stage.refresh_numel(self._job.prefetch, self._job.itemsize)
-        groups: list[list[Bucket]] = [[]]
-        for bucket in self._buckets:
-            if groups[-1] and sum(one.numel for one in groups[-1]) + bucket.numel > limit:
-                groups.append([])
-            groups[-1].append(bucket)
-        ends: list[Task] = []
-        for group in groups:
-            numels = tuple(numel for bucket in group for numel in bucket.numels)
-            together = Bucket("+".join(bucket.name for bucket in group), numels, 0.0)
-            ends += self._chain("refresh", 0, together, [])[-1:] * len(group)
-        return ends
+        messages: list[tuple[int, Bucket]] = []
+        for index, bucket in enumerate(self._buckets):
+            if messages and messages[-1][1].numel + bucket.numel <= limit:
+                _, last = messages.pop()
+                bucket = Bucket(f"{last.name}+{bucket.name}", last.numels + bucket.numels, 0.0)
+            messages.append((index, bucket))
+        return messages
 
     def _add(self, task: Task) -> Task:
         self._tasks.append(task)
@@ -201,37 +204,45 @@ class _Builder:
         return self._machine.optimizer(sum(bucket.numel for bucket in self._buckets) // ranks)
 
     def _chain(self, phase: str, micro: int, bucket: Bucket, needs: Sequence[Task]) -> list[Task]:
-        """A task for each collective that a bucket starts at some time, one after the other."""
+        """The tasks of what a bucket starts at some time, one after the other."""
         program = self._programs.get((phase, micro), Program(()))
         key = (id(program), bucket.name)
         if key not in self._hops:
             self._hops[key] = self._timed(program, bucket)
         made: list[Task] = []
-        for number, (crossing, phases) in enumerate(zip(program.crossings, self._hops[key])):
-            tier = crossing.tiers[-1] if crossing.tiers else "gcd"
-            lane = f"{crossing.role} {tier}" if self._stage is not None else "+".join(crossing.tiers)
+        for lane, tier, number, phases in self._hops[key]:
             boundary = phase == "reduce" and number >= self._inside
             task = Task(lane, f"{phase} {bucket.name}", phases, made[-1:] or needs, tier, boundary)
             made.append(self._add(task))
         return made
 
-    def _timed(self, program: Program, bucket: Bucket) -> list[list[Phase]]:
-        """The phases of every collective of a program: with the kernels behind it, the first also with those before."""
-        machine, stage = self._machine, self._stage
+    def _timed(self, program: Program, bucket: Bucket) -> list[tuple[str, str, int, list[Phase]]]:
+        """Lane, outermost tier, number of the collective, and phases of what runs on a lane at once.
+
+        Kernels are on the lane of the collective before them, or of the first.
+        """
+        machine, stage, number = self._machine, self._stage, 0
         chunks = [chunk_numel(numel, self._world) for numel in bucket.numels]
-        hops: list[list[Phase]] = [[]]
-        for step, taken, left in program.moved(chunks, self._job.itemsize):
-            if not isinstance(step, Cross):
-                hops[-1].append(machine.kernel(taken + left))
-                continue
-            if step is not program.crossings[0]:
-                hops.append([])
-            hops[-1].append(
-                machine.transfer(step, step.array_bytes(chunks, self._job.itemsize), step.algorithms.of(taken))
-            )
-            if stage is not None and stage.checksum:
-                hops[-1].append(machine.transfer(step, CHECKSUM_BYTES * step.ranks))
-        return hops
+        found: list[tuple[str, str, int, list[Phase]]] = []
+        for step, taken, left in program.moved(chunks, self._job.itemsize) if program.crossings else ():
+            phases = [machine.kernel(taken + left)]
+            if isinstance(step, Cross):
+                number = program.crossings.index(step)
+                phases = [
+                    machine.transfer(step, step.array_bytes(chunks, self._job.itemsize), step.algorithms.of(taken))
+                ]
+                if stage is not None and stage.checksum:
+                    phases.append(machine.transfer(step, CHECKSUM_BYTES * step.ranks))
+            tiers = program.crossings[number].tiers
+            tier = tiers[-1] if tiers else "gcd"
+            lane = tier if stage is not None else "+".join(tiers)
+            if isinstance(step, Cross) and self._strict:
+                lane = "wire"
+            if found and found[-1][:3] == (lane, tier, number):
+                found[-1][3].extend(phases)
+            else:
+                found.append((lane, tier, number, phases))
+        return found
 
 
 # ---- events -------------------------------------------------------------------------------------------------------------
