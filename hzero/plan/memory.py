@@ -12,6 +12,10 @@ from hzero.plan.program import IN_FLIGHT, Program, StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
 
+#: An estimate of communicators: one of each tier, and DeepSpeed's of the world. A ring has two neighbours, whatever its size,
+#: and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out, since no source gives them: the smaller buffers of
+#: the protocols LL and LL128, trees, and the connections of an all-to-all. Logs show more: 67 MB for 4 channels
+#: (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864).
 #: Channels of an NCCL or RCCL communicator, as ``slurm/frontier.env`` asks for; by default they depend on the
 #: machine. ``NCCL_BUFFSIZE`` is 4 MiB by default, for each channel and neighbour.
 CHANNELS, CHANNEL_BYTES = 16, 4 << 20
@@ -66,18 +70,12 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> Footprint:
         grid: The machine.
         job: What is trained.
     """
-    freed = 0
-    if isinstance(scheme, ShardPlan):
-        states = _stage_states(scheme, job)
-        freed = 0 if scheme.micro_hops() else scheme.accumulator_bytes
-    elif scheme.engine == "deepspeed" and scheme.stage == 3:
-        states = _zero3_states(scheme, grid, job)
-    else:
+    if isinstance(scheme, Scheme) and (scheme.engine != "deepspeed" or scheme.stage < 3):
         states = [StateMemory("model states", _other_bytes(scheme, grid, job), "with buckets")]
+    else:
+        states = _stage3_states(scheme, grid, job)
+    freed = scheme.accumulator_bytes if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
     return _summed([*states, *activations(job)], job, freed)
-
-
-# ---- the stage ----------------------------------------------------------------------------------------------------------
 
 
 def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulation: int) -> list[StateMemory]:
@@ -113,77 +111,83 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
     ]
 
 
-def _stage_states(plan: ShardPlan, job: Job) -> list[StateMemory]:
+def _stage3_states(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> list[StateMemory]:
+    """States of the stage, or of ZeRO-3 and its variants."""
+    plan = scheme if isinstance(scheme, ShardPlan) else None
     numels, itemsize = job.model.numels, job.itemsize
     total, largest = sum(numels), max(numels)
-    programs = StagePrograms.of(plan)
+    shard = sum(chunk_numel(numel, grid.world_size) for numel in numels)
+    # Gathered: a layer or a parameter, and what is gathered ahead. A request of the stage brings all of the layer in which it
+    # ends. Forward ends with the parameters that backward uses next: behind each lie half as many as until its next use.
+    unit = max(job.layer, *job.model.before, *job.model.after)
+    ahead = job.prefetch
+    if plan is not None:
+        unit = min(unit, plan.unit_numel)
+        ahead += unit if job.prefetch else 0
+    fetched = min(max(unit, largest) + job.prefetch, total)
+    live = min(max(unit, largest) + max(job.reuse // 2, ahead), total)
+    bucket = min(max(job.reduce, largest), total)
+    gradient = job.gradient_itemsize or itemsize
+    # A float32 master and Adam's two moments make 12 bytes.
+    states = {
+        "primary weights": (shard * itemsize, f"{itemsize} bytes over the world"),
+        "gradient shard": (shard * gradient, f"{gradient} bytes over the world"),
+        "optimizer": (shard * 12, "12 bytes over the world"),
+    }
+    if job.offload:
+        states["gradient shard"] = states["optimizer"] = (0, "on the host")
+    if plan is not None:
+        states |= {one.name: (one.bytes, one.what) for one in held_states(plan, numels, itemsize, job.accumulation)}
+    # DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``) is made whole at the start.
+    states["gradient buffer"] = (job.reduce * itemsize, f"reduce_bucket_size, {job.reduce:,} elements")
+    if not job.contiguous:
+        states["gradient buffer"] = (0, "none: contiguous_gradients is false")
+    states["transient parameters"] = (live * itemsize, f"{live:,} whole, in use or used again soon")
+    states["transient gather"] = (fetched * itemsize, f"{fetched:,} elements on their way")
+    made = bucket * (not job.contiguous) + largest
+    if plan is not None:
+        states |= _messages(plan, job, fetched, bucket, made)
+    else:
+        what = f"a bucket of {bucket:,} elements on its way, the largest gradient"
+        states["transient reduce"] = ((bucket + made) * itemsize, what)
+    # Float32 gradients of a sub-group, and two temporaries of torch's Adam.
+    stepped = 0 if job.offload else min(shard, job.sub_group)
+    states["transient step"] = (12 * stepped, "float32 gradients and two temporaries of Adam")
+    count = 1 + (len(grid.crossed) if plan is not None else 0)
+    what = f"estimate: rings of {count}, {CHANNELS} channels of 2 x 4 MiB each"
+    states["communicators"] = (count * 2 * CHANNELS * CHANNEL_BYTES, what)
+    if isinstance(scheme, Scheme) and scheme.hpz:
+        # In the weights' type with ZeRO++ too, which quantises what is sent (DeepSpeed 0.19, _partition_param_sec).
+        copy = total * itemsize // grid.scope_size(scheme.hpz)
+        states["secondary weights"] = (copy, f"{itemsize} bytes over the {scheme.hpz}")
+    return [StateMemory(name, size, what) for name, (size, what) in states.items()]
+
+
+def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -> dict[str, tuple[int, str]]:
+    """The stage's transient states, by the buffers of its programs; ``made``: elements of gradients outside the messages."""
+    numels, itemsize, programs, count = job.model.numels, job.itemsize, StagePrograms.of(plan), IN_FLIGHT + 1
 
     def peak(program: Program, numel: int) -> int:
         """Of the messages of a bucket of ``numel`` elements."""
         return program.peak_bytes([chunk_numel(numel, plan.grid.world_size)], itemsize)
 
-    unit = min(_largest_layer(job), plan.unit_numel)
-    fetched = _fetched(job, unit)
-    # A request ahead brings all of the layer in which it ends.
-    live = _live(job, unit, job.prefetch + unit if job.prefetch else 0)
-    gather = StateMemory(
-        "transient gather", peak(programs.fetch, fetched), f"payload of {fetched:,} elements on their way"
-    )
+    states = {"transient gather": (peak(programs.fetch, fetched), f"payload of {fetched:,} elements on their way")}
     if plan.decoded:
-        live, gather = (StateMemory(state.name, 0, "none: the weights are whole") for state in (live, gather))
-    messages, refresh = IN_FLIGHT + 1, StateMemory("transient refresh", 0, "none")
+        states = dict.fromkeys(("transient parameters", "transient gather"), (0, "none: the weights are whole"))
+    states["transient refresh"] = (0, "none")
     if plan.resident:
-        refreshed = min(max(plan.refresh_numel(job.prefetch, itemsize), largest), total)
+        refreshed = min(max(plan.refresh_numel(job.prefetch, itemsize), max(numels)), sum(numels))
         decoded = refreshed * itemsize // plan.grid.scope_size(plan.weights_scope)
         decoded *= plan.decoded or plan.differences > 0
-        size = messages * peak(programs.whole if plan.differences else programs.refresh, refreshed) + decoded
-        what = f"{messages} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
-        refresh = StateMemory("transient refresh", size, what)
-    bucket = min(max(job.reduce, largest), total)
-    reduce = messages * max(peak(programs.micro, bucket), peak(programs.boundary, bucket))
-    reduce += (bucket * (not job.contiguous) + largest) * itemsize
+        size = count * peak(programs.whole if plan.differences else programs.refresh, refreshed) + decoded
+        what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
+        states["transient refresh"] = (size, what)
+    reduced = count * max(peak(programs.micro, bucket), peak(programs.boundary, bucket)) + made * itemsize
     if job.accumulation > 1 and plan.accumulates and plan.accumulator_bytes < 4:
         # Float32 sums, and what rounding makes of one.
-        reduce += (4 * bucket + 16 * largest) // plan.grid.scope_size(plan.gradients_scope)
-    return [
-        *_sharded(plan.grid, job),
-        *held_states(plan, numels, itemsize, job.accumulation),
-        _gradient_buffer(job),
-        live,
-        gather,
-        refresh,
-        StateMemory(
-            "transient reduce", reduce, f"{messages} buckets of {bucket:,} elements on their way, the largest gradient"
-        ),
-        _step(plan.grid, job),
-        _communicators(1 + len(plan.grid.crossed)),
-    ]
-
-
-# ---- other engines ------------------------------------------------------------------------------------------------------
-
-
-def _zero3_states(scheme: Scheme, grid: Grid, job: Job) -> list[StateMemory]:
-    numels, itemsize, layer = job.model.numels, job.itemsize, _largest_layer(job)
-    fetched, bucket = _fetched(job, layer), min(max(job.reduce, max(numels)), sum(numels))
-    states = [
-        *_sharded(grid, job),
-        _gradient_buffer(job),
-        _live(job, layer, job.prefetch),
-        StateMemory("transient gather", fetched * itemsize, f"{fetched:,} elements on their way"),
-        StateMemory(
-            "transient reduce",
-            (bucket * (1 if job.contiguous else 2) + max(numels)) * itemsize,
-            f"a bucket of {bucket:,} elements on its way, the largest gradient",
-        ),
-        _step(grid, job),
-        _communicators(1),
-    ]
-    if scheme.hpz:
-        # In the weights' type with ZeRO++ too, which quantises what is sent (DeepSpeed 0.19, _partition_param_sec).
-        copy = sum(numels) * itemsize // grid.scope_size(scheme.hpz)
-        states.append(StateMemory("secondary weights", copy, f"{itemsize} bytes over the {scheme.hpz}"))
-    return states
+        reduced += (4 * bucket + 16 * max(numels)) // plan.grid.scope_size(plan.gradients_scope)
+    what = f"{count} buckets of {bucket:,} elements on their way, the largest gradient"
+    return {**states, "transient reduce": (reduced, what)}
 
 
 def _other_bytes(scheme: Scheme, grid: Grid, job: Job) -> int:
@@ -197,62 +201,6 @@ def _other_bytes(scheme: Scheme, grid: Grid, job: Job) -> int:
         return total * 16 // grid.scope_size(scheme.shard) + bucket
     gradients = total * itemsize if scheme.stage == 1 else total * itemsize // grid.world_size
     return total * itemsize + gradients + total * 16 // grid.world_size + bucket
-
-
-# ---- DeepSpeed's part, and the model's ----------------------------------------------------------------------------------
-
-
-def _shard(grid: Grid, job: Job) -> int:
-    """Elements of a rank's shards over the world."""
-    return sum(chunk_numel(numel, grid.world_size) for numel in job.model.numels)
-
-
-def _sharded(grid: Grid, job: Job) -> list[StateMemory]:
-    """What is sharded over the world under every scheme of stage 3. A float32 master and Adam's two moments make 12 bytes."""
-    sizes = {"primary weights": job.itemsize, "gradient shard": job.gradient_itemsize or job.itemsize, "optimizer": 12}
-    states = [StateMemory(n, _shard(grid, job) * size, f"{size} bytes over the world") for n, size in sizes.items()]
-    if job.offload:
-        states[1:] = [StateMemory(state.name, 0, "on the host") for state in states[1:]]
-    return states
-
-
-def _gradient_buffer(job: Job) -> StateMemory:
-    """DeepSpeed's buffer of a bucket's gradients (stage3.py, ``bucket.buffer``), made whole at the start."""
-    if not job.contiguous:
-        return StateMemory("gradient buffer", 0, "none: contiguous_gradients is false")
-    return StateMemory("gradient buffer", job.reduce * job.itemsize, f"reduce_bucket_size, {job.reduce:,} elements")
-
-
-def _largest_layer(job: Job) -> int:
-    return max(job.layer, *job.model.before, *job.model.after)
-
-
-def _fetched(job: Job, unit: int) -> int:
-    """Elements on their way: those of a layer of at most ``unit`` elements or of a parameter, and those gathered ahead."""
-    return min(max(unit, max(job.model.numels)) + job.prefetch, sum(job.model.numels))
-
-
-def _live(job: Job, unit: int, ahead: int) -> StateMemory:
-    """Whole parameters. Forward ends with those that backward uses next: behind each lie half as many as until its next use."""
-    live = min(max(unit, max(job.model.numels)) + max(job.reuse // 2, ahead), sum(job.model.numels))
-    return StateMemory("transient parameters", live * job.itemsize, f"{live:,} whole, in use or used again soon")
-
-
-def _step(grid: Grid, job: Job) -> StateMemory:
-    """Float32 gradients of a sub-group, and two temporaries of torch's Adam."""
-    group = 0 if job.offload else min(_shard(grid, job), job.sub_group)
-    return StateMemory("transient step", 12 * group, "float32 gradients and two temporaries of Adam")
-
-
-def _communicators(count: int) -> StateMemory:
-    """An estimate of the buffers of NCCL's or RCCL's communicators: of each tier, and of DeepSpeed's world.
-
-    A ring has two neighbours, whatever its size, and a buffer for each on every channel (NVIDIA/nccl#986, #1450). Left out,
-    since no source gives them: the smaller buffers of the protocols LL and LL128, trees, and the connections of an all-to-all.
-    Logs show more: 67 MB for 4 channels (ROCm/rccl#419), 1.6 GB for a communicator on NVIDIA GPUs (NVIDIA/nccl#864).
-    """
-    what = f"estimate: rings of {count}, {CHANNELS} channels of 2 x 4 MiB each"
-    return StateMemory("communicators", count * 2 * CHANNELS * CHANNEL_BYTES, what)
 
 
 def activations(job: Job) -> list[StateMemory]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
+from hzero.config import CollectiveOrder
 from hzero.files import read_text
 from hzero.topology import Grid
 from hzero.validation import ConfigError, Frozen, one_of, validated
@@ -78,7 +79,7 @@ class Profile(Frozen):
     group_nodes: Positive | None = None
     taper: Annotated[FiniteFloat, Field(ge=1)] = 1.0
     tree_nodes: Positive = 16
-    order: Literal["strict", "lanes"] = "lanes"
+    order: CollectiveOrder = "lanes"
     error: Annotated[FiniteFloat, Field(gt=0, lt=1)] | None = None
     sources: dict[str, Source]
     constants: dict[str, Constant]

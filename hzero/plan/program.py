@@ -47,12 +47,12 @@ class Order:
     @classmethod
     def of_hops(cls, plan: ShardPlan, *, outermost_first: bool = False) -> Order:
         """Rows in the order in which a plan's hops take and leave them: innermost tier first, or outermost."""
-        turn = slice(None, None, -1) if outermost_first else slice(None)
-        tiers, sizes = TIERS[turn], plan.hop_sizes[turn]
-        if plan.grid.regular:
-            return cls(sizes, plan.hop_strides[turn])
+        tiers, grid = TIERS[::-1] if outermost_first else TIERS, plan.grid
+        sizes = tuple(map(grid.size, tiers))
+        if grid.regular:
+            return cls(sizes, tuple(map(grid.stride, tiers)))
         places = itertools.product(*map(range, sizes))
-        table = tuple(plan.grid.rank(**dict(zip(tiers, place))) for place in places)
+        table = tuple(grid.rank(**dict(zip(tiers, place))) for place in places)
         return cls((len(table),), (1,), table)
 
     @property

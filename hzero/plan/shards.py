@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from hzero.config import (
     TIERS,
     CodecConfig,
     CodecsConfig,
+    CollectiveOrder,
     HZeroConfig,
     NodeAllGather,
     Role,
@@ -96,12 +96,10 @@ class ShardPlan:
         (['node', 'gpu'], 4, ['gcd'])
         >>> [hop.tier for hop in plan.micro_hops()], plan.gradient_rows, [hop.tier for hop in plan.boundary_hops()]
         (['gcd', 'gpu'], 2, ['node'])
-        >>> plan.row_order()
-        [0, 4, 2, 6, 1, 5, 3, 7]
 
-    Rank 5 receives shards 1 (node hop), then 3 and 7 (gpu hop), and keeps the four shards 1, 5, 3, 7: the second half of
-    `row_order`. Its package's other device, rank 4, keeps 0, 4, 2, 6; their gcd hop gives both the whole weights. Of
-    gradients it keeps the sums of shards 1 and 5 over its node, until the node hop leaves shard 5, summed over the world.
+    Rank 5 receives shards 1 (node hop), then 3 and 7 (gpu hop), and keeps the four shards 1, 5, 3, 7. Its package's other
+    device, rank 4, keeps 0, 4, 2, 6; their gcd hop gives both the whole weights. Of gradients it keeps the sums of shards 1
+    and 5 over its node, until the node hop leaves shard 5, summed over the world.
 
     Attributes:
         grid: The machine.
@@ -119,6 +117,7 @@ class ShardPlan:
         exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
         transport: What carries the messages.
         unit_numel: Max elements of a layer that forward and backward gather as a whole; 0: of none.
+        order: Of collectives on a device, see `hzero.config.HZeroConfig`; None: what the device's library needs.
         adaptations: How the preset was adapted to the machine, and what is coarser than it looks, for warnings.
         notes: Settings that have no effect here.
     """
@@ -140,6 +139,7 @@ class ShardPlan:
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
     transport: TransportName = "torch"
     unit_numel: int = 0
+    order: CollectiveOrder | None = None
 
     @classmethod
     def from_config(cls, config: HZeroConfig, grid: Grid, rank: int) -> ShardPlan:
@@ -224,6 +224,7 @@ class ShardPlan:
             tuple(config.codecs.exceptions.items()),
             config.transport,
             config.unit_numel if config.unit == "layer" else 0,
+            config.order,
         )
 
     def exception_of(self, name: str) -> int | None:
@@ -338,21 +339,6 @@ class ShardPlan:
         """Shards of every parameter that this rank's accumulators hold."""
         return self.grid.world_size // self.grid.scope_size(self.gradients_scope)
 
-    @property
-    def hop_sizes(self) -> tuple[int, ...]:
-        """Sizes of the axes of hop order: those of all tiers, gcd first."""
-        return tuple(self.grid.size(tier) for tier in TIERS)
-
-    @property
-    def hop_strides(self) -> tuple[int, ...]:
-        """Distance in shards between neighbours on each axis of hop order. Requires regularly numbered ranks."""
-        return tuple(self.grid.stride(tier) for tier in TIERS)
-
     def tier_group(self, tier: Tier) -> Sequence[int]:
         """Ranks of this rank's group of a tier."""
         return self.grid.tier_group(self.rank, tier)
-
-    def row_order(self) -> list[int]:
-        """Shard of every row of hop order. Its cost grows with the world."""
-        places = itertools.product(*map(range, self.hop_sizes))
-        return [self.grid.rank(**dict(zip(TIERS, place))) for place in places]

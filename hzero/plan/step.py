@@ -117,7 +117,7 @@ class _Builder:
         self._programs: dict[tuple[str, int], Program] = {(chain.phase, chain.micro): chain.program for chain in chains}
         # DDP waits for no bucket before backward has ended (Reducer::finalize_backward, arXiv 2006.15704, section 4.2).
         self._in_flight = len(buckets) if self._engine == "ddp" else IN_FLIGHT
-        self._strict = self._stage is not None and machine.profile.order == "strict"
+        self._strict = self._stage is not None and (self._stage.order or machine.profile.order) == "strict"
         # Crossings of a reduction before those that wait for the last micro-step.
         self._inside = len(self._stage.micro_hops()) if self._stage else 1
         # Buckets that backward finds still gathered, the last always. Those behind one are used twice before it.

@@ -227,16 +227,29 @@ def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "254 nodes form no groups" in text and "64 nodes form" not in text and f"drawn in {out}" in text
 
 
-@pytest.mark.parametrize(("model", "accumulation"), [("gpt_neox_10b", 8), ("gpt_neox_20b", 1)])
+@pytest.mark.parametrize(
+    ("model", "accumulation", "order", "least"),
+    [("gpt_neox_10b", 8, "lanes", 1.0), ("gpt_neox_20b", 1, "lanes", 1.0), ("gpt_neox_20b", 1, "strict", 0.95)],
+)
 def test_topo_keeps_its_rate_on_many_nodes(
-    model: str, accumulation: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    model: str, accumulation: int, order: str, least: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    keys = [f"model={model}", "topology=frontier", "train.micro_batch=1", f"accumulation={accumulation}"]
+    """One order of all collectives costs a few percent where a step has one micro-batch."""
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(f"extends: frontier-2026\nname: {order}\norder: {order}")
+    keys = [
+        f"model={model}",
+        "topology=frontier",
+        "train.micro_batch=1",
+        f"accumulation={accumulation}",
+        f"profile={profile}",
+    ]
     curves = _json(capsys, "--sweep", "nodes=16,128,9408", *keys, "--out", str(tmp_path / "scaling.png"))["curves"]
     topo = [point["tflops"] for point in curves["hzero topo"]]
     assert all(point["fits"] for point in curves["hzero topo"]) and min(topo) >= 0.93 * topo[0]
     for other in ("HSDP, node", "FSDP2", "ZeRO-3"):
-        assert all(own >= point["tflops"] for own, point in zip(topo, curves[other]) if point["fits"]), other
+        there = [(own, point["tflops"]) for own, point in zip(topo, curves[other]) if point["fits"]]
+        assert all(own >= least * rate for own, rate in there), other
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import time
 import tracemalloc
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from hzero.config import BASE_TIERS, SCOPES, TIERS, tiers_inside
 from hzero.parsing import parse_config
+from hzero.plan.program import Order
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
@@ -62,7 +65,9 @@ def test_groups_of_a_tier_partition_the_world(grid: Grid) -> None:
 @given(GRIDS)
 def test_row_order_puts_every_rank_at_its_own_row(grid: Grid) -> None:
     """After reducing along all tiers, innermost first, the row that is left to a rank is the shard of its rank."""
-    order = plan_of(grid).row_order()
+    found = Order.of_hops(plan_of(grid))
+    rows = itertools.product(*map(range, found.sizes))
+    order = found.table or [sum(map(operator.mul, row, found.strides)) for row in rows]
     assert sorted(order) == list(range(grid.world_size))
     for rank in range(grid.world_size):
         place, row = grid.coordinates(rank), 0
