@@ -1,7 +1,7 @@
 """Codec: turns shards into a payload and back, with the settings of one tier.
 
 `Codec.encoder`, `decoder` and `summer` prepare calls on one bucket layout; whoever calls often keeps them. `Codec.encode` and
-the other methods prepare, or reuse, such a call and make its outputs. Formats: docs/payload_format.md.
+`Codec.decode` prepare, or reuse, such a call and make its outputs. Formats: docs/payload_format.md.
 """
 
 from __future__ import annotations
@@ -200,48 +200,18 @@ class Codec:
         chunks: Sequence[int],
         *,
         sizes: Sequence[int] | None = None,
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
         seed: int = 0,
+        **layout: Any,
     ) -> torch.Tensor:
         """Encodes a bucket into one message; see `encoder` and `Encoder`.
 
-        ``sizes`` of None takes as few rows as hold the sources and fill ``outer`` pieces, at least one per piece.
+        ``sizes`` of None takes as few rows as hold the sources and fill the ``outer`` pieces, at least one per piece.
         """
         if sizes is None:
-            pieces = max(outer, 1)
-            sizes = _one_axis(strides, -(-_row_count(source, chunks) // pieces) * pieces)
-        how: Any = {"sizes": sizes, "strides": strides, "outer": outer}
-        return self.encoder(chunks, source[0].dtype, source[0].device, **how)(source, seed=seed)
-
-    def encode_feedback(
-        self,
-        source: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor],
-        factors: Sequence[float],
-        chunks: Sequence[int],
-        *,
-        sizes: Sequence[int],
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
-        seed: int = 0,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Encodes ``source + factor * residual`` and returns the message and the losses; see `Encoder`."""
-        left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
-        how: Any = {"sizes": sizes, "strides": strides, "outer": outer, "adds": "residuals"}
-        encoder = self.encoder(chunks, source[0].dtype, source[0].device, **how)
-        return encoder(source, seed=seed, added=residuals, factors=factors, left=left), left
-
-    def encode_difference(
-        self, source: Sequence[torch.Tensor], base: Sequence[torch.Tensor], chunks: Sequence[int], *, seed: int = 0
-    ) -> torch.Tensor:
-        """Encodes ``source - base`` in one pass, rows in order.
-
-        The message is that of `encode` on the float32 differences; with codec ``none`` on those rounded to the sources' dtype.
-        """
-        rows = (_row_count(source, chunks),)
-        encoder = self.encoder(chunks, source[0].dtype, source[0].device, sizes=rows, adds="base")
-        return encoder(source, seed=seed, added=base)
+            pieces = max(layout.get("outer", 1), 1)
+            rows = max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
+            sizes = (-(-rows // pieces) * pieces,)
+        return self.encoder(chunks, source[0].dtype, source[0].device, sizes=sizes, **layout)(source, seed=seed)
 
     def decode(
         self,
@@ -250,59 +220,14 @@ class Codec:
         *,
         dtype: torch.dtype,
         sizes: Sequence[int] | None = None,
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
+        **layout: Any,
     ) -> list[torch.Tensor]:
         """Decodes one message; see `decoder` and `Decoder`. ``sizes`` of None takes as many rows as the payload holds."""
         if sizes is None:
             row = self.message_bytes(chunks, 1, dtype.itemsize)
-            sizes = _one_axis(strides, max(payload.numel() // row, 1) if row else outer)
-        return self.decoder(chunks, dtype, payload.device, sizes=sizes, strides=strides, outer=outer)(payload)
-
-    def decode_onto(
-        self,
-        payload: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        *,
-        sizes: Sequence[int],
-        strides: Sequence[int] | None = None,
-        outer: int = 1,
-    ) -> None:
-        """Adds what a message decodes to, in float32, and rounds each sum once to the type of the tensors."""
-        how: Any = {"sizes": sizes, "strides": strides, "outer": outer, "add": True}
-        self.decoder(chunks, tensors[0].dtype, payload.device, **how)(payload, tensors)
-
-    def decode_sum(
-        self,
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        *,
-        inner: int,
-        dtype: torch.dtype,
-        into: Sequence[torch.Tensor] | None = None,
-    ) -> list[torch.Tensor]:
-        """Decodes the messages of several peers and sums them, or adds them to ``into``, which it returns; see `Summer`."""
-        how: Any = {"inner": inner, "dtype": dtype, "device": payload.device}
-        return list(self.summer(peers, chunks, add=into is not None, **how)(payload, into))
-
-    def decode_sum_encode(
-        self,
-        payload: torch.Tensor,
-        peers: int,
-        chunks: Sequence[int],
-        *,
-        inner: int,
-        dtype: torch.dtype,
-        to: Codec,
-        outer: int,
-        seed: int = 0,
-    ) -> torch.Tensor:
-        """`decode_sum`, then ``to.encode`` of the sums with rows in order: the same bits, in one operation."""
-        how: Any = {"inner": inner, "dtype": dtype, "device": payload.device}
-        message: torch.Tensor = self.summer(peers, chunks, to=to, outer=outer, **how)(payload, seed=seed)
-        return message
+            sizes = (max(payload.numel() // row, 1) if row else layout.get("outer", 1),)
+        tensors: list[torch.Tensor] = self.decoder(chunks, dtype, payload.device, sizes=sizes, **layout)(payload)
+        return tensors
 
 
 # ---- prepared calls -------------------------------------------------------------------------------------------------
@@ -609,14 +534,3 @@ def _written(like: torch.Tensor, out: torch.Tensor | None, size: int) -> torch.T
         return like.new_empty(size, dtype=torch.uint8)
     _check_payload(out, size)
     return out
-
-
-def _row_count(source: Sequence[torch.Tensor], chunks: Sequence[int]) -> int:
-    """As few rows as hold the sources, at least one."""
-    return max([1, *(-(-tensor.numel() // chunk) for tensor, chunk in zip(source, chunks) if chunk > 0)])
-
-
-def _one_axis(strides: Sequence[int] | None, rows: int) -> tuple[int]:
-    if strides is not None:
-        raise ValueError(f"sizes: found None, expected as many as strides {list(strides)}")
-    return (rows,)

@@ -251,15 +251,16 @@ class Collectives:
     def add_decoded(
         self, program: Program, bucket: Bucket, message: torch.Tensor, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Adds the whole tensors that a gathered message holds to contiguous ones of ``bucket.dtype`` (`Codec.decode_onto`)."""
+        """Adds the whole tensors that a gathered message holds to contiguous ones of ``bucket.dtype`` (`Codec.decoder`)."""
         order, codec = Order.of_hops(self.plan), Codec.from_config(program.codec)
-        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": program.pieces}
+        how: dict[str, Any] = {"sizes": order.sizes, "strides": order.strides, "outer": program.pieces, "add": True}
+        decode = codec.decoder(bucket.chunks, bucket.dtype, message.device, **how)
         if order.table is None:
-            codec.decode_onto(message, tensors, bucket.chunks, **how)
+            decode(message, tensors)
             return
         rows, _ = self.table(order, message.device)
         added = [tensor.view(len(rows), -1)[rows] for tensor in tensors]
-        codec.decode_onto(message, added, bucket.chunks, **how)
+        decode(message, added)
         for tensor, found in zip(tensors, added):
             tensor.view(len(rows), -1)[rows] = found
 

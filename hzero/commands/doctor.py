@@ -377,7 +377,7 @@ def _tried(kind: str, settings: dict[str, Any]) -> list[Any]:
     source = [torch.randn(4 * chunk, generator=generator).to(kind, dtype) for chunk in chunks]
     payload = codec.encode(source, chunks, sizes=[2, 2], strides=[1, 2], outer=2)
     decoded = codec.decode(payload, chunks, dtype=dtype, sizes=[2, 2], strides=[1, 2], outer=2)
-    return [payload, *decoded, *codec.decode_sum(payload, 2, chunks, inner=2, dtype=dtype)]
+    return [payload, *decoded, *codec.summer(2, chunks, inner=2, dtype=dtype, device=payload.device)(payload)]
 
 
 def examine_mpi(findings: list[Finding]) -> str | None:

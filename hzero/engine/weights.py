@@ -222,7 +222,8 @@ class Weights:
         shards = self._shards(params, bucket)
         copies = [self._copy(param)[row, : shard.numel()] for param, shard in zip(params, shards)]
         codec = Codec.from_config(params[0].route.plan.refresh_hops()[0].codec)
-        return codec.encode_difference(shards, copies, bucket.chunks, seed=seed)
+        encoder = codec.encoder(bucket.chunks, shards[0].dtype, shards[0].device, sizes=(1,), adds="base")
+        return encoder(shards, seed=seed, added=copies)
 
     def _add_difference(self, params: Sequence[Parameter], bucket: Bucket, message: torch.Tensor) -> None:
         """Adds what has come to the resident copies, in their own type: one rounding, the same on all ranks."""
@@ -234,7 +235,8 @@ class Weights:
             self.collectives.add_decoded(program, bucket, message, sums)
         else:
             codec, rows = Codec.from_config(program.codec), self.plan.resident_rows
-            codec.decode_onto(message, sums, bucket.chunks, sizes=(rows,), outer=program.pieces)
+            how: Any = {"sizes": (rows,), "outer": program.pieces, "add": True}
+            codec.decoder(bucket.chunks, bucket.dtype, message.device, **how)(message, sums)
         for copy, total in zip(copies, sums):
             if total.data_ptr() != copy.data_ptr():
                 copy.copy_(total)

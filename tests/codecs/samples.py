@@ -22,6 +22,31 @@ def round_trip(codec: Codec, x: Tensor, dtype: torch.dtype | None = None, seed: 
     return codec.decode(codec.encode([x], [x.numel()], seed=seed), [x.numel()], dtype=dtype or x.dtype)[0]
 
 
+def encode_feedback(
+    codec: Codec, source: Sequence[Tensor], residuals: Any, factors: Any, chunks: Any, *, seed: int = 0, **layout: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """The message, and what it lost."""
+    left = [tensor.new_empty(tensor.numel(), dtype=torch.float32) for tensor in source]
+    encoder = codec.encoder(chunks, source[0].dtype, source[0].device, **layout, adds="residuals")
+    return encoder(source, seed=seed, added=residuals, factors=factors, left=left), left
+
+
+def encode_difference(codec: Codec, source: Sequence[Tensor], base: Any, chunks: Any, *, rows: int) -> Tensor:
+    return codec.encoder(chunks, source[0].dtype, source[0].device, sizes=[rows], adds="base")(source, added=base)
+
+
+def decode_onto(codec: Codec, payload: Tensor, tensors: Sequence[Tensor], chunks: Any, **layout: Any) -> None:
+    codec.decoder(chunks, tensors[0].dtype, payload.device, **layout, add=True)(payload, tensors)
+
+
+def decode_sum(codec: Codec, payload: Tensor, peers: int, chunks: Any, *, into: Any = None, **how: Any) -> list[Tensor]:
+    return codec.summer(peers, chunks, device=payload.device, add=into is not None, **how)(payload, into)
+
+
+def decode_sum_encode(codec: Codec, payload: Tensor, peers: int, chunks: Any, *, seed: int = 0, **how: Any) -> Tensor:
+    return codec.summer(peers, chunks, device=payload.device, **how)(payload, seed=seed)
+
+
 def normal(count: int, generator: Generator, info: torch.finfo | None = None) -> Tensor:
     return torch.randn(count, generator=generator)
 

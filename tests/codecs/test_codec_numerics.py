@@ -10,7 +10,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hzero.codecs.codec import Codec
-from tests.codecs.samples import FLOATS, make, numbers, round_trip
+from tests.codecs.samples import (
+    FLOATS,
+    decode_onto,
+    decode_sum,
+    decode_sum_encode,
+    encode_difference,
+    make,
+    numbers,
+    round_trip,
+)
 
 LOSSY = ("bf16", "int8", "int4")
 BLOCKED = ("int8", "int4")
@@ -183,13 +192,13 @@ def test_sums_of_rotated_payloads_stay_rotated_between_hops() -> None:
     x = numbers("normal", 900, seed=4).view(3, 300)
     rough, fine = make("int4", rotation=64), make("int8", rotation=64, scale="fp32")
     payload = torch.cat([rough.encode([row], [300]) for row in x])
-    message = rough.decode_sum_encode(payload, 3, [300], inner=1, dtype=torch.float32, to=fine, outer=1)
+    message = decode_sum_encode(rough, payload, 3, [300], inner=1, dtype=torch.float32, to=fine, outer=1)
     (total,) = fine.decode(message, [300], dtype=torch.float32)
-    (want,) = rough.decode_sum(payload, 3, [300], inner=1, dtype=torch.float32)
+    (want,) = decode_sum(rough, payload, 3, [300], inner=1, dtype=torch.float32)
     assert float((total - want).abs().max()) <= 0.2 * float((x.sum(0) - want).abs().max())
     # The result is that of the sums in the rotated numbers: a rotation back and forth would round them.
     flat = make("int4"), make("int8", scale="fp32")
-    again = flat[0].decode_sum_encode(payload, 3, [300], inner=1, dtype=torch.float32, to=flat[1], outer=1)
+    again = decode_sum_encode(flat[0], payload, 3, [300], inner=1, dtype=torch.float32, to=flat[1], outer=1)
     assert torch.equal(message, again)
 
 
@@ -197,9 +206,9 @@ def test_a_difference_is_rounded_once_where_it_is_added() -> None:
     base = numbers("normal", 200, torch.bfloat16, 5)
     new = (base.float() * 1.001 + 0.01).bfloat16()
     for own in (make("int4"), make("int8", rotation=128), make("bf16"), make("none")):
-        message = own.encode_difference([new], [base], [100])
+        message = encode_difference(own, [new], [base], [100], rows=2)
         copy = base.clone()
-        own.decode_onto(message, [copy], [100], sizes=[2])
+        decode_onto(own, message, [copy], [100], sizes=[2])
         exact = new.float() - base.float()
         meant = exact.bfloat16() if own.name == "none" else exact
         assert torch.equal(message, own.encode([meant], [100]))
