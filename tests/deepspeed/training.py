@@ -29,6 +29,8 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 #: The machine of these ranks: nodes, packages of a node, devices of a package. 4 ranks have a boundary between nodes and packages
 #: of two devices, which most checks need; 8 have a tier between them too; 6 is not a power of two.
 LAYOUT = {2: (2, 1, 1), 4: (2, 1, 2), 6: (3, 1, 2), 8: (2, 2, 2)}.get(WORLD, (1, 1, 1))
+#: The block's key `order` in these checks, which is one for all engines of a process.
+ORDER = os.environ.get("HZERO_CHECKS_ORDER", "")
 TOPOLOGY = dict(zip(("nodes", "gpus_per_node", "gcds_per_gpu"), LAYOUT))
 
 
@@ -238,7 +240,8 @@ def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
 
 def block_of(preset: str, **changes: Any) -> dict[str, Any]:
     """The block of a preset on the machine of these ranks. Audits have tests of their own, and would take time in all others."""
-    return {"preset": preset, "topology": TOPOLOGY, "guard": {"every": 0}, **changes}
+    order = {"order": ORDER} if ORDER else {}
+    return {"preset": preset, "topology": TOPOLOGY, "guard": {"every": 0}, **order, **changes}
 
 
 def shared_folder() -> Path:
