@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hzero.config import TIERS, Tier
 from hzero.topology.machine import DIES, AmbiguousTopologyError, Machine, product
 from hzero.validation import some
 
-#: Levels of links of a node, innermost first, and the tier of its NICs. The stage merges hive into gpu.
-LEVELS = ("gcd", "hive", "gpu", "node")
+#: Tiers inside a node, and that of its NICs.
+_OF_NODE = TIERS[: TIERS.index("node") + 1]
 
 #: Links between the two dies of an MI250X: no other pair of gfx90a has as many (OLCF user guide; RCCL's models).
 _MI250X_LINKS = 4
@@ -21,17 +22,17 @@ _GFX90A = {"gfx90a", "MI250X", "MI250", "MI210"}
 
 
 @dataclass(frozen=True)
-class Level:
-    """One level of links.
+class NodeTier:
+    """A tier of one node.
 
     Attributes:
-        name: One of `LEVELS`.
-        size: Members of its largest group; 1 where the machine lacks the level.
+        name: Its name.
+        size: Members of its largest group; 1 where the machine lacks the tier.
         groups: Numbers of the devices that differ in this tier's coordinate alone.
         gb_s: GB/s each way of the slowest direct link in the groups; for ``node`` a device's share of the NICs. May be None.
     """
 
-    name: str
+    name: Tier
     size: int
     groups: tuple[tuple[int, ...], ...]
     gb_s: float | None = None
@@ -54,26 +55,26 @@ class Position:
     node_package: int
 
 
-def tiers_of(machine: Machine) -> tuple[Level, ...]:
-    """All `LEVELS` of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError` as `packages_of` does."""
+def tiers_of(machine: Machine) -> tuple[NodeTier, ...]:
+    """The tiers of one node, innermost first; ``node`` has size 1. Raises `AmbiguousTopologyError` as `packages_of` does."""
     places = positions(machine)
     axes = {"gcd": "gcd", "hive": "package", "gpu": "hive"}
     if len({place.hive for place in places.values()}) < 2:
         axes = {"gcd": "gcd", "gpu": "package"}
     tiers = []
-    for name in LEVELS:
+    for name in _OF_NODE:
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, place in sorted(places.items()):
             others = [getattr(place, axis) for axis in ("hive", "package", "gcd") if axis != axes.get(name)]
             groups.setdefault(tuple(others), []).append(number)
         members = _sorted(groups.values())
         rate = machine.tier_gb_s.get(name, _bandwidth(machine, name, members))
-        tiers.append(Level(name, max(map(len, members), default=1), members, rate))
+        tiers.append(NodeTier(name, max(map(len, members), default=1), members, rate))
     return tuple(tiers)
 
 
 def _bandwidth(machine: Machine, name: str, groups: Iterable[tuple[int, ...]]) -> float | None:
-    """GB/s of a level; None where one of its rates is not known."""
+    """GB/s of a tier; None where one of its rates is not known."""
     home = {number: index for index, group in enumerate(groups) for number in group}
     of_node = name == "node"
     links = [link for link in machine.links if home[link.a] == home[link.b]]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, Nic, bus_id
-from hzero.topology.tiers import LEVELS, packages_of, tiers_of
+from hzero.topology.tiers import packages_of, tiers_of
 from hzero.validation import ConfigError
 from tests.topology.trees import FRONTIER_LINKS
 
@@ -33,7 +33,7 @@ def sizes(node: Machine) -> dict[str, int]:
 def test_tiers_of_a_frontier_node() -> None:
     nics = tuple(Nic(f"hsn{index}", kind="cxi", gb_s=25.0) for index in range(4))
     tiers = tiers_of(machine(8, FRONTIER, nics=nics))
-    assert [tier.name for tier in tiers] == list(LEVELS)
+    assert [tier.name for tier in tiers] == ["gcd", "hive", "gpu", "node"]
     by_name = {tier.name: tier for tier in tiers}
     assert by_name["gcd"].groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert by_name["gpu"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
