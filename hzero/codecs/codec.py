@@ -341,7 +341,7 @@ class Decoder:
         _check_rows(rows)
         _check_dtype(dtype, "dtype", bytes_too=fmt.traits.plain and not add)
         self._numels = [rows.total * chunk for chunk in rows.chunks]
-        self._fmt, self._rows, self._dtype, self._add = fmt, rows, dtype, add
+        self._fmt, self._chunks, self._total, self._dtype = fmt, rows.chunks, rows.total, dtype
         self.bytes = fmt.message_bytes(rows.chunks, rows.total, dtype.itemsize)
         self._run = backend.decoder(rows, fmt, dtype, add)
 
@@ -359,7 +359,7 @@ class Decoder:
             TypeError: As in `Encoder`.
             ValueError: The payload or a tensor has another size.
         """
-        _check_payload(payload, self.bytes, self._fmt, self._rows.chunks, self._rows.total)
+        _check_payload(payload, self.bytes, self._fmt, self._chunks, self._total)
         if out is None:
             out = [payload.new_empty(numel, dtype=self._dtype) for numel in self._numels]
         else:

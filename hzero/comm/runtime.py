@@ -585,6 +585,7 @@ class _Hop:
         self._lane, self._codec = bucket.lane(step.tiers[0]), Codec.from_config(step.codec)
         size = step.message_bytes(bucket.chunks, bucket.dtype.itemsize)
         self._counts, self._kept = self._counted(size), not last
+        self._fallible = self._codec.traits.fallible and step.kind != "send"  # of which the receiver tells
         # A hop that the host starts and ends is timed by its clock, wherever its memory is.
         self._timed_on = device if own.lanes.streams is not None else torch.device("cpu")
         self._collective = own.transport.prepare(
@@ -634,7 +635,7 @@ class _Hop:
         del message, output
         yield pending
         arrived = own.received(pending) if given else pending.wait()
-        if self._codec.traits.fallible and self._step.kind != "send":  # of which the receiver tells
+        if self._fallible:
             lost.append((self._codec.lost(arrived, self._bucket.chunks, outer=self._step.pieces), self._bucket.label))
         return arrived, into if size else room
 

@@ -1,0 +1,108 @@
+"""Programs that run again: what they allocate, and which rules of plans and formats they ask."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hzero.comm import Bucket, Collectives, ErrorFeedback, WireLog
+from hzero.comm.runtime import Call
+from hzero.comm.wires import STAGE
+from hzero.parsing import parse_config
+from hzero.plan.program import Program, StagePrograms
+from hzero.plan.shards import ShardPlan
+from hzero.topology import Grid
+from tests.comm.simulated import transport
+
+#: Awkward on purpose: chunks of no multiple of 16 bytes, and one without elements.
+CHUNKS = (33, 1, 0, 129, 7)
+
+
+class _Alone:
+    """Wires on which a rank receives zeros."""
+
+    own_sums = True
+
+    def __getattr__(self, kind: str) -> Callable[..., Any]:
+        return lambda output, *_: SimpleNamespace(wait=output.zero_)
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the memories that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        fresh = [result for result in func._schema.returns if result.alias_info is None and "Tensor" in str(result.type)]
+        self.made += [str(func)] if fresh else []
+        return out
+
+
+def _collectives(preset: str, **block: Any) -> Collectives:
+    plan = ShardPlan.from_config(parse_config({"preset": preset, **block}), Grid(2, 2, 2), 3)
+    groups = {(STAGE, tier): (_Alone(), list(plan.tier_group(tier))) for tier in plan.grid.crossed}
+    made = transport(3, groups)
+    made._sums = True
+    return Collectives(plan, made, WireLog(), ErrorFeedback() if block else None)
+
+
+def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any) -> Any:
+    hops = collectives.bind(program, bucket).hops(lambda: value, lambda left: left, 5, 6, Call())
+    while True:
+        try:
+            pending = next(hops)
+        except StopIteration as stop:
+            return stop.value
+        if pending is not None:
+            pending.end()
+
+
+@pytest.mark.parametrize("block", [{}, {"error_feedback": ["gcd", "node"]}], ids=["plain", "feedback"])
+@pytest.mark.parametrize("preset", ["lossless", "topo", "mild", "zero3"])
+def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: str, block: dict[str, Any]) -> None:
+    collectives = _collectives(preset, **block)
+    plan, programs = collectives.plan, StagePrograms.of(collectives.plan)
+    shards = [torch.ones(chunk, dtype=torch.bfloat16) for chunk in CHUNKS]
+    whole = [torch.ones(8 * chunk, dtype=torch.bfloat16) for chunk in CHUNKS]
+    sums = [torch.ones(plan.gradient_rows * chunk) for chunk in CHUNKS]
+    held = shards
+    if plan.resident:
+        size = plan.resident_codec.format.message_bytes(CHUNKS, plan.resident_rows, 2)
+        held = torch.zeros(size, dtype=torch.uint8)
+    runs = {
+        "refresh": (programs.refresh if plan.resident else None, shards),
+        "fetch": (programs.fetch, held),
+        "micro": (programs.micro, whole),
+        "boundary": (programs.boundary, sums),
+    }
+    for name, (program, value) in runs.items():
+        if program is None or not program.steps:
+            continue
+        bucket = Bucket(tuple(range(5)), CHUNKS, torch.bfloat16, "weights" if name in ("refresh", "fetch") else "gradients")
+        first, asked = _run(collectives, program, bucket, value), set()
+
+        def noted(frame: Any, event: str, _: Any, asked: set[str] = asked) -> None:
+            module = frame.f_globals.get("__name__", "")
+            if event == "call" and module.startswith(("hzero.plan", "hzero.codecs.formats", "hzero.topology", "hzero.config")):
+                asked.add(f"{module}.{frame.f_code.co_name}")
+
+        sys.setprofile(noted)
+        try:
+            with _Allocations() as allocations:
+                second = _run(collectives, program, bucket, value)
+        finally:
+            sys.setprofile(None)
+        left = 1 if isinstance(second, torch.Tensor) else len(second)
+        assert len(allocations.made) <= left, (name, allocations.made)
+        assert not asked, (name, asked)
+        for before, after in zip(first, second):
+            assert torch.equal(before, after) or block
