@@ -49,16 +49,23 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 def encoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds, stochastic: bool) -> Callable[..., None]:
     """A call ``(payload, source, seed, added, factors, left)`` that encodes a bucket, see `hzero.codecs.codec.Encoder`."""
+    if not fmt.block_size and not adds:
+        return _Elements(rows, fmt, dtype).encode
     return functools.partial(_encode_bucket, rows, fmt, adds, stochastic)
 
 
 def decoder(rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
     """A call ``(payload, tensors)`` that decodes a message, see `hzero.codecs.codec.Decoder`."""
+    if not fmt.block_size and not add:
+        return _Elements(rows, fmt, dtype).decode
     return functools.partial(_decode_bucket, rows, fmt, dtype, add)
 
 
 def summer(messages: Messages, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
     """A call ``(payload, sums)`` that sums messages in float32, see `hzero.codecs.codec.Summer`."""
+    if not fmt.block_size:
+        rows = Rows.of(messages.chunks, (messages.peers, messages.inner), outer=messages.peers)
+        return functools.partial(_Elements(rows, fmt, dtype).sum, messages.peers, add)
     return functools.partial(_sum_messages, messages, fmt, dtype, add)
 
 
@@ -109,7 +116,7 @@ def _encode(
     if not payload.numel():
         return
     if not fmt.block_size:
-        _encode_elements(source, payload, layout, fmt, rows)
+        _Elements(rows, fmt, dtype).encode(payload, source)
         return
     kind = torch.bfloat16 if fmt.traits.narrow else torch.float32
     staged = source[0].new_empty(rows.total, layout.row_blocks * fmt.block_size, dtype=kind)
@@ -204,11 +211,8 @@ def _sum_messages(
             rows = flat.view(inner, chunk)
             (rows.add_ if add else rows.copy_)(total[:, :chunk])
         return
-    if fmt.block_size:
-        parts = _decode_staged(payload, layout, fmt, peers, inner)
-        records = [column.view(peers, inner, -1) for column in _columns(parts, layout, fmt)]
-    else:
-        records = _records(payload, layout, peers, inner, dtype if fmt.traits.plain else torch.bfloat16)
+    parts = _decode_staged(payload, layout, fmt, peers, inner)
+    records = [column.view(peers, inner, -1) for column in _columns(parts, layout, fmt)]
     for flat, record, chunk in zip(sums, records, chunks):
         rows = flat.view(inner, chunk)
         for peer in range(peers):
@@ -253,35 +257,107 @@ def _sum_elements(peers: int, dtype: torch.dtype, payload: torch.Tensor, message
 # ---- elements: codecs none and bf16 ---------------------------------------------------------------------------------
 
 
-def _encode_elements(
-    source: Sequence[torch.Tensor], payload: torch.Tensor, layout: Layout, fmt: RecordFormat, rows: Rows
-) -> None:
-    total, outer = rows.total, rows.outer
-    dtype = source[0].dtype if fmt.traits.plain else torch.bfloat16
-    elements = payload.view(dtype)
-    widths = [size // dtype.itemsize for size in layout.record_bytes]
-    sizes, strides, splits = _axes(rows.sizes, rows.strides, outer)
-    if outer == 1 and sizes == (total,) and (total == 1 or list(layout.chunks) == widths):
-        # The message is the concatenated sources, each padded with zeros.
-        pieces = _padded(source, [total * width for width in widths])
-        if dtype == source[0].dtype:
-            torch.cat(pieces, out=elements)
-        else:
-            elements.copy_(torch.cat(pieces))
-    else:
-        records = _records(payload, layout, outer, rows.inner, dtype)
-        for record, flat, chunk in zip(records, _whole(source, layout.chunks, total), layout.chunks):
-            if record.shape[-1] > chunk:
-                record[..., chunk:].zero_()
-                record = record[..., :chunk]
-            shards = _shards(flat, chunk, sizes, strides)
-            if splits:
-                record.view(*sizes, chunk).copy_(shards)
+class _Elements:
+    """Records of elements: where those of a bucket lie in a message and in the tensors, found once.
+
+    Args:
+        rows: The rows of the message.
+        fmt: Its format.
+        dtype: Type of the tensors.
+    """
+
+    def __init__(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype) -> None:
+        self._type = dtype if fmt.traits.plain else torch.bfloat16
+        self._casts = self._type != dtype
+        self._some = [index for index, chunk in enumerate(rows.chunks) if chunk]
+        self._chunks, self._total = rows.chunks, rows.total
+        layout = layout_of(rows.chunks, fmt, dtype.itemsize)
+        widths = [size // self._type.itemsize for size in layout.record_bytes]
+        self._widths, width = widths, sum(widths)
+        sizes, strides, self._splits = _axes(rows.sizes, rows.strides, rows.outer)
+        self._laid_together = rows.outer == 1 and sizes == (rows.total,) and list(rows.chunks) == widths
+        self._records: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []  # in the message: size, stride, offset
+        self._gaps: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []  # behind records
+        self._shards: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # in tensors: size, stride
+        start = 0
+        for chunk, own in zip(rows.chunks, widths):
+            over_rows, reached = list[int](), 1
+            for size in reversed(sizes):
+                inside = reached * own if reached < rows.inner else reached * width
+                over_rows.insert(0, inside)
+                reached *= size
+            if not self._splits:
+                over_rows = [rows.inner * width, own]
+            shape = sizes if self._splits else (rows.outer, rows.inner)
+            self._records.append(((*shape, chunk), (*over_rows, 1), start))
+            self._gaps.append(((*shape, own - chunk), (*over_rows, 1), start + chunk))
+            self._shards.append(((*sizes, chunk), (*(stride * chunk for stride in strides), 1)))
+            start += rows.inner * own
+
+    def _in_message(self, message: torch.Tensor) -> list[torch.Tensor]:
+        first = message.storage_offset()
+        return [message.as_strided(*self._records[i][:2], first + self._records[i][2]) for i in self._some]
+
+    def _in_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = [tensors[i].as_strided(*self._shards[i], tensors[i].storage_offset()) for i in self._some]
+        if not self._splits:
+            found = [shards.reshape(self._records[i][0]) for i, shards in zip(self._some, found)]
+        return found
+
+    @torch.no_grad()
+    def encode(self, payload: torch.Tensor, source: Sequence[torch.Tensor], *_: Any) -> None:
+        """Writes a message."""
+        if not self._some:
+            return
+        message = payload.view(self._type)
+        short = any(source[i].numel() < self._total * self._chunks[i] for i in self._some)
+        if self._laid_together and not short and not self._casts:
+            torch.cat([tensor.view(-1) for tensor in source], out=message)
+            return
+        if short:
+            source = list(_whole(source, self._chunks, self._total))
+        torch._foreach_copy_(self._in_message(message), self._in_tensors(source))
+        first = message.storage_offset()
+        for index in self._some:
+            if self._widths[index] > self._chunks[index]:
+                size, stride, offset = self._gaps[index]
+                message.as_strided(size, stride, first + offset).zero_()
+        if self._casts:
+            # Which NaN a conversion makes depends on the processor.
+            message.nan_to_num_(math.nan, math.inf, -math.inf)
+
+    @torch.no_grad()
+    def decode(self, payload: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Reads a message."""
+        if not self._some:
+            return
+        records = self._in_message(_aligned(payload).view(self._type))
+        if self._splits:
+            torch._foreach_copy_(self._in_tensors(tensors), records)
+            return
+        for index, record in zip(self._some, records):
+            size, stride = self._shards[index]
+            target = tensors[index].as_strided(size, stride, tensors[index].storage_offset())
+            target.copy_(record.reshape(size))
+
+    @torch.no_grad()
+    def sum(self, peers: int, add: bool, payload: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
+        """Sums the messages of peers, the first axis of the rows, in float32 and in their order."""
+        if not self._some:
+            return
+        message, inner = _aligned(payload).view(self._type).view(peers, -1), self._total // peers
+        padded = [(place, i) for place, i in enumerate(self._some) if self._widths[i] > self._chunks[i]]
+        sizes, flat = [inner * self._widths[i] for i in self._some], [sums[i].view(-1) for i in self._some]
+        for place, index in padded:
+            flat[place] = flat[place].view(inner, self._chunks[index])
+        for peer, part in enumerate(message):
+            parts = list(part.split(sizes))
+            for place, index in padded:
+                parts[place] = parts[place].view(inner, self._widths[index])[:, : self._chunks[index]]
+            if peer or add:
+                torch._foreach_add_(flat, parts)
             else:
-                record.copy_(shards.reshape(record.shape))
-    if dtype != source[0].dtype:
-        # Which NaN a conversion makes depends on the processor.
-        elements.nan_to_num_(math.nan, math.inf, -math.inf)
+                torch._foreach_copy_(flat, parts)
 
 
 # ---- blocks: codecs int8 and int4 -----------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        fresh = [result for result in func._schema.returns if result.alias_info is None and "Tensor" in str(result.type)]
+        fresh = [
+            result for result in func._schema.returns if result.alias_info is None and "Tensor" in str(result.type)
+        ]
         self.made += [str(func)] if fresh else []
         return out
 
@@ -87,12 +89,16 @@ def test_a_second_run_allocates_its_result_alone_and_looks_nothing_up(preset: st
     for name, (program, value) in runs.items():
         if program is None or not program.steps:
             continue
-        bucket = Bucket(tuple(range(5)), CHUNKS, torch.bfloat16, "weights" if name in ("refresh", "fetch") else "gradients")
+        bucket = Bucket(
+            tuple(range(5)), CHUNKS, torch.bfloat16, "weights" if name in ("refresh", "fetch") else "gradients"
+        )
         first, asked = _run(collectives, program, bucket, value), set()
 
         def noted(frame: Any, event: str, _: Any, asked: set[str] = asked) -> None:
             module = frame.f_globals.get("__name__", "")
-            if event == "call" and module.startswith(("hzero.plan", "hzero.codecs.formats", "hzero.topology", "hzero.config")):
+            if event == "call" and module.startswith(
+                ("hzero.plan", "hzero.codecs.formats", "hzero.topology", "hzero.config")
+            ):
                 asked.add(f"{module}.{frame.f_code.co_name}")
 
         sys.setprofile(noted)
