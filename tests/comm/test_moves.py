@@ -37,7 +37,7 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
         return Collectives(plan, transport(rank, lanes), WireLog())
 
     every = [collectives(rank) for rank in range(world)]
-    bucket = Bucket((0,), (chunk,), torch.float32, "moves")
+    bucket = Bucket((0,), (chunk,), torch.float32, "moves", "moves")
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
