@@ -360,7 +360,7 @@ def check_arguments_that_cannot_be_used_are_refused() -> None:
         (lambda: reduce_from(fine, dist.group.WORLD), "group: found ProcessGroup, expected a Communicator"),
         (
             lambda: Communicator({"topology": {"gpus_per_node": 5, "gcds_per_gpu": 1}}),
-            f"communicator.topology: gpus_per_node=5 x gcds_per_gpu=1 is 5 ranks a node, but the world has {WORLD}; expected a multiple",
+            f"communicator.topology: gpus_per_node=5 x gcds_per_gpu=1 is 5 ranks a node, but the world has {WORLD}",
         ),
     ]
     for call, message in refused:
