@@ -16,19 +16,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import owned_numel
 from hzero.comm import Bucket, Chain, Collectives, DeviceStreams, in_buckets
+from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
 from hzero.engine.parameter import Parameter, bucket_of
 from hzero.plan.program import IN_FLIGHT
 
+#: Sets of parameters whose gathers are kept ready; experts that are chosen by chance make many.
+_GATHERS = 1024
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
+
+
+class _Gather(NamedTuple):
+    """One message of an unshard, ready to run."""
+
+    params: list[Parameter]
+    bucket: Bucket
+    bound: Bound
+
+    @classmethod
+    def of(cls, params: list[Parameter], collectives: Collectives) -> _Gather:
+        bucket = bucket_of(params, params[0].dtype, "weights")
+        return cls(params, bucket, collectives.bind(params[0].route.programs.fetch, bucket))
 
 
 class Weights:
@@ -61,6 +77,7 @@ class Weights:
         self._due: dict[int, list[Parameter]] | None = (
             None  # the buckets of stale parameters, by key; None: not cut yet
         )
+        self._gathers: dict[tuple[int, ...], list[_Gather]] = {}  # by the keys of what is unsharded together
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self.note_change()
 
@@ -98,8 +115,9 @@ class Weights:
         self.note_change()
 
     def mark_edited(self, param: Parameter) -> None:
-        """Its primary shard has been written outside of a step."""
+        """Its primary shard has been written outside of a step, and may have another size."""
         self._mark(param)
+        self._gathers.clear()
         param.age = None
         self.note_change()
 
@@ -129,6 +147,7 @@ class Weights:
         """From now on weights travel without such codecs."""
         for route in {param.route for param in self.parameters.values()}:
             route.follow(route.plan.without_fallible())
+        self._gathers.clear()
         self.mark_stale()
 
     # ---- refresh -------------------------------------------------------------------------------------------------
@@ -269,18 +288,22 @@ class Weights:
         self.refresh(params)
         if self.plan.decoded:
             return [(list(params), partial(_wait_whole, params))]
-        alike: dict[tuple[str, int], list[Parameter]] = {}
-        for param in params:
-            alike.setdefault((str(param.dtype), param.route.number), []).append(param)
-        return [(same, self._gather(same, self.collectives).wait) for _, same in sorted(alike.items())]
+        keys = tuple(param.key for param in params)
+        if keys not in self._gathers:  # else a layer is gathered again
+            if len(self._gathers) >= _GATHERS:
+                self._gathers.clear()
+            alike: dict[tuple[str, int], list[Parameter]] = {}
+            for param in params:
+                alike.setdefault((str(param.dtype), param.route.number), []).append(param)
+            self._gathers[keys] = [_Gather.of(same, self.collectives) for _, same in sorted(alike.items())]
+        return [(gather.params, self._run(gather).wait) for gather in self._gathers[keys]]
 
-    def _gather(self, params: list[Parameter], collectives: Collectives) -> Chain[list[torch.Tensor]]:
-        bucket = bucket_of(params, params[0].dtype, "weights")
-        read: Callable[[], Any] = partial(self._shards, params, bucket)
+    def _run(self, gather: _Gather) -> Chain[list[torch.Tensor]]:
+        params = gather.params
+        read: Callable[[], Any] = partial(self._shards, params, gather.bucket)
         if self.plan.resident:
             read = partial(self._payloads, params)
-        program = params[0].route.programs.fetch
-        return collectives.run(program, bucket, read, _unchanged, seed=self.version, after=_chains(params))
+        return gather.bound.run(read, _unchanged, seed=self.version, after=_chains(params))
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
@@ -345,7 +368,7 @@ class Weights:
 
     def gathered(self, param: Parameter, collectives: Collectives) -> torch.Tensor:
         """A parameter as forward reads it, ``[world * chunk]``, over these collectives; it must be `gatherable`."""
-        return param.whole if param.whole is not None else self._gather([param], collectives).wait()[0]
+        return param.whole if param.whole is not None else self._run(_Gather.of([param], collectives)).wait()[0]
 
 
 def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:

@@ -134,17 +134,17 @@ def check_weights_are_bit_identical_after_every_gather() -> None:
         }
         engine = engine_of(ds_config(block))
         seen: list[torch.Tensor] = []
-        collectives = engine.optimizer.hzero.weights.resident.collectives
-        run = collectives.run
+        resident = engine.optimizer.hzero.weights.resident
 
-        def spy(program, bucket, read, then, run=run, seen=seen, **how):
-            def seeing(whole):
-                seen.extend(t.clone() for t in whole if bucket.role == "weights" and isinstance(whole, list))
-                return then(whole)
+        def spy(params, unshard=resident.unshard, seen=seen):
+            def seeing(wait):
+                whole = wait()
+                seen.extend(tensor.clone() for tensor in whole)
+                return whole
 
-            return run(program, bucket, read, seeing, **how)
+            return [(same, functools.partial(seeing, wait)) for same, wait in unshard(params)]
 
-        collectives.run = spy
+        resident.unshard = spy
         train(engine, 2)
         assert len(seen) >= 2 * 7
         assert same_on_all_ranks(seen), (leaf, shard)
