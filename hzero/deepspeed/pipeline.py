@@ -7,11 +7,9 @@ import functools
 import hashlib
 import itertools
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,14 +23,13 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from hzero.block import KEY
-from hzero.codecs import backends
 from hzero.codecs.formats import LOSSLESS
-from hzero.comm import Chain, Communicator, CommunicatorConfig, WireLog, blaming, for_dimension, limit_waits
+from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension, limit_waits
 from hzero.comm.process_groups import world_timeout
 from hzero.config import HZeroConfig
 from hzero.deepspeed.partition import Partition, ranks_of
 from hzero.deepspeed.refusals import read_block
-from hzero.deepspeed.state import LoggedHops, adopt, optimizer_bytes, stage_lanes, undeclared
+from hzero.deepspeed.state import EngineState, optimizer_bytes, undeclared
 from hzero.deepspeed.versions import with_names
 from hzero.plan.shards import lossy_crossings
 from hzero.validation import ConfigError, is_rank_0
@@ -43,14 +40,11 @@ logger = logging.getLogger("hzero")
 _SMALL = 1 << 18
 
 
-class PipelineState:
+class PipelineState(EngineState):
     """Communicators and wire log of an engine with pipeline stages.
 
     Attributes:
-        config: The block.
         partition: The data-parallel ranks of this stage, over which ZeRO-1 partitions.
-        wire_log: Bytes and time of every hop that has ended, those of `hzero.comm.for_dimension` too; see `settle`.
-        logged_hops: What DeepSpeed's ``comms_logger`` gets of them, at the end of each step and in `settle`.
         gradients: Sums gradients over the data-parallel ranks.
         optimizer: Sends the weights that their owners have updated, over the same ranks.
         pipeline: Sends activations and their gradients; its ranks are those of one pipeline, by stage.
@@ -65,7 +59,6 @@ class PipelineState:
     """
 
     def __init__(self, module: torch.nn.Module, mpu: Any, config: HZeroConfig) -> None:
-        self.config = config
         data, stages = mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group()
         self.partition = Partition.of(data, config.topology)
         world = self.partition.world
@@ -81,38 +74,17 @@ class PipelineState:
         )
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
-        self.wire_log = WireLog()
-        self.logged_hops = LoggedHops(self.wire_log)
-        self._communicators = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
-        for communicator in (self.gradients, self.optimizer, self.pipeline):
-            communicator.wire_log = self.wire_log
-            self._communicators.add(communicator)
+        super().__init__(config, module, (self.gradients, self.optimizer, self.pipeline))
         kept = set(config.error_feedback) & set(lossy_crossings(config.codecs.gradients, self.partition.grid))
         for tier in config.error_feedback:
             if tier not in kept:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
         self._keeps = bool(kept)  # residuals
-        self._pipeline = stage_lanes(config.transport, config.order)
         if is_rank_0():
-            transport = "mpi" if config.transport == "mpi" else dist.get_backend()
-            print(
-                f"hzero: codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config)}: pipelines of "
-                f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid}); "
-                f"transport {transport}; codecs {backends.choice('cpu' if self._pipeline.streams is None else 'cuda').name}",
-                file=sys.stderr,
-                flush=True,
+            self._announce(
+                f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config)}: pipelines of {len(ranks_of(stages))} "
+                f"stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid})"
             )
-
-    def settle(self) -> None:
-        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
-        self._pipeline.drain()
-        self.verify()
-        self.logged_hops.flush()
-
-    def verify(self) -> None:
-        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
-        for communicator in self._communicators:
-            communicator.verify()
 
     def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
         """Gives parts of parameters that all ranks of a tensor group have whole the bits of its first rank. Collective.
@@ -135,11 +107,6 @@ class PipelineState:
             dist.broadcast(one, ranks_of(self._tensor)[0], group=self._tensor)
         for tensor, found in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
             tensor.copy_(found.view_as(tensor))
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds in which this rank has waited for others' part of hops; see `StageState.waited_s`."""
-        return self._pipeline.waited_s if self._pipeline.streams is None else self.wire_log.seconds()
 
     def memory(self, optimizer: Any) -> dict[str, int]:
         """Measured bytes of each state on this rank, without transient buffers, gradients and what error feedback keeps.

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -48,15 +48,62 @@ logger = logging.getLogger("hzero")
 BUCKET_NUMEL, LIVE_NUMEL = 50_000_000, 10**9
 
 
-class StageState:
-    """Plan, tier groups, wire log, weights and gradients of one engine.
+class EngineState:
+    """Wire log, lanes and communicators of one engine, whether it shards a model or has pipelines.
 
     Attributes:
         config: The block, preset applied.
-        partition: The ranks that it shards over.
-        plan: The shard plan of this rank, in the numbers of the partition.
         wire_log: Bytes and time of every hop that has ended, those of `hzero.comm.for_dimension` too; see `settle`.
         logged_hops: What DeepSpeed's ``comms_logger`` gets of them, at the end of each step and in `settle`.
+
+    Args:
+        config: The block.
+        module: The engine's model, which holds the communicators of its layers.
+        own: Communicators of the engine itself.
+    """
+
+    def __init__(self, config: HZeroConfig, module: torch.nn.Module, own: Sequence[Communicator] = ()) -> None:
+        self.config, self.wire_log = config, WireLog()
+        self.logged_hops = LoggedHops(self.wire_log)
+        self._lanes = stage_lanes(config.transport, config.order)
+        self._communicators = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
+        for communicator in own:
+            communicator.wire_log = self.wire_log
+            self._communicators.add(communicator)
+
+    def _announce(self, text: str) -> None:
+        """Says on one line, whatever the level of logs, that and how the block is in effect."""
+        backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
+        transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
+        print(f"hzero: {text}; transport {transport}; codecs {backend}", file=sys.stderr, flush=True)
+
+    def settle(self) -> None:
+        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
+        self._lanes.drain()
+        self.verify()
+        self.logged_hops.flush()
+
+    def verify(self) -> None:
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
+        for communicator in self._communicators:
+            communicator.verify()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for other ranks' part of hops.
+
+        On a CPU those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
+        all lanes together and of those that have ended.
+        """
+        return self._lanes.waited_s if self._lanes.streams is None else self.wire_log.seconds()
+
+
+class StageState(EngineState):
+    """Plan, weights and gradients of one engine.
+
+    Attributes:
+        partition: The ranks that it shards over.
+        plan: The shard plan of this rank, in the numbers of the partition.
         weights: Resident payloads and gathers.
         gradients: Reductions and accumulators.
         guard: Ends a training that diverges.
@@ -83,17 +130,13 @@ class StageState:
     ) -> None:
         self.partition = Partition.of(group, config.topology)
         _check_parameters(module, group)
-        self.config = config
         self._module = module
         self.plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
         routes, codes = routes_of(module, self.plan)
         check_types(module, routes)
         self._autotp = autotp.take_over(module, config, self.partition.world)
-        self.wire_log = WireLog()
-        self.logged_hops = LoggedHops(self.wire_log)
-        self._adopted = WeakSet(adopt(config, module, self.wire_log))  # as long as the model holds them
+        super().__init__(config, module)
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        self._lanes = stage_lanes(config.transport, config.order)
         limit_waits()
         failures = most_failures(self._lanes.failures, config.transport, group, ranks_of(group), world_timeout())
         transport = Transport(self.plan, ranks=self.partition.ranks, failures=failures, streams=self._lanes.streams)
@@ -109,29 +152,20 @@ class StageState:
         device, resident = torch.device(get_accelerator().current_device_name()), self.weights.resident
         self.guard = Guard(resident, config.guard.discarded_steps, device)
         if is_rank_0():
-            self._announce(len(codes))
+            grid, _, sharding = str(self.plan).partition("; ")
+            as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
+            self._announce(
+                f"{config.preset} on {grid}{undeclared(config)}; {sharding}{self.partition}{self._gathers()}{as_bytes}"
+            )
+            for adaptation in self.plan.adaptations:
+                logger.warning("hzero: %s", adaptation)
+            for note in self.plan.notes:
+                logger.info("hzero: %s", note)
         self._steps = 0
         self._audit, self._audit_due = Audit(resident, collectives, device), True
 
-    def _announce(self, codes: int) -> None:
-        """Says on one line, whatever the level of logs, that and how the stage is in effect."""
-        backend = backends.choice("cpu" if get_accelerator().device_name() == "cpu" else "cuda").name
-        transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
-        grid, _, sharding = str(self.plan).partition("; ")
-        as_bytes = f"; parameters that hold codes, sent as bytes: {codes:,}" if codes else ""
-        print(
-            f"hzero: {self.config.preset} on {grid}{undeclared(self.config)}; {sharding}{self.partition}{self._gathers()}"
-            f"{as_bytes}; transport {transport}; codecs {backend}",
-            file=sys.stderr,
-            flush=True,
-        )
-        for adaptation in self.plan.adaptations:
-            logger.warning("hzero: %s", adaptation)
-        for note in self.plan.notes:
-            logger.info("hzero: %s", note)
-
     def _gathers(self) -> str:
-        """How forward gathers weights, for `_announce`."""
+        """How forward gathers weights, for the start line."""
         if self.plan.decoded or not self.plan.gather_hops():
             return ""
         layers = Counter(type(layer).__name__ for layer in self._layers)
@@ -216,26 +250,9 @@ class StageState:
 
     # ---- hops, audits and traces --------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
-        self._lanes.drain()
-        self.verify()
-        self.logged_hops.flush()
-
     def place(self) -> None:
         """Where DeepSpeed or a script may send something next: gives hops their places before it, see `Lanes.place`."""
         self._lanes.place()
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds in which this rank has waited for other ranks' part of hops.
-
-        On a CPU those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
-        all lanes together and of those that have ended.
-        """
-        if self._lanes.streams is None:
-            return self._lanes.waited_s
-        return self.wire_log.seconds()
 
     def fall_back(self) -> bool:
         """Whether a step has to be discarded since a codec could not hold weights, which are NaN then. Collective.
@@ -258,10 +275,9 @@ class StageState:
         return True
 
     def verify(self) -> None:
-        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
+        """As of `EngineState`, and of weights and gradients."""
         self._collectives.verify()
-        for communicator in self._adopted:
-            communicator.verify()
+        super().verify()
 
     @property
     def ratios(self) -> dict[str, float]:

@@ -302,6 +302,7 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
         assert "; gathers by layer (Layer x 3); transport" in lines["layer"], lines
         assert "; gathers by layer (Attention x 3, ModuleList x 3); transport" in lines["divided"], lines
         assert all("; gathers by module; transport" in lines[name] for name in ("module", "none")), lines
-    assert most["module"] + 0.2 < most["layer"] < most["module"] + 1.1, most
+    # A layer, and its messages in int8, whose memory waits for the next ones.
+    assert most["module"] + 0.2 < most["layer"] < most["module"] + 1.5, most
     assert most["divided"] < most["layer"] - 0.2, most
     assert abs(most["none"] - most["module"]) < 0.1, most
