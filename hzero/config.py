@@ -525,7 +525,7 @@ class HZeroConfig(Block):
             decoded weights. Gathers of an evaluation are then DeepSpeed's own, flat over the world and not in the wire log.
             All ranks must change the mode together.
         checksum: Whether every message is sent with a checksum of 16 bytes, which is compared before the message is decoded;
-            on GPUs before the optimizer steps. A difference stops the run. Costs a second, small collective per hop.
+            on GPUs before the optimizer steps. A difference stops the run. Costs two more passes over every message.
         transport: `torch` sends messages over the process group's backend, `mpi` over mpi4py (`hzero[mpi]`), for ranks that
             mpiexec or srun has started as ranks of MPI. torch.distributed must be initialised in both cases.
         order: `strict` runs one collective at a time per device. `lanes` runs one at a time per tier, so tiers overlap. By

@@ -179,7 +179,7 @@ class TierTraffic:
         raw_bytes: The same with codec ``none``, without padding.
         crossings: How often per step a whole set of parameters crosses the tier.
         used: Whether the tier has more than one rank; its codec means nothing otherwise.
-        checksum_bytes: Bytes received on top with each collective, where messages carry checksums. They are in no other
+        checksum_bytes: Bytes of the checksums that come with each collective, where messages carry some. They are in no other
             number, nor in the wire log, since a plan does not know how many collectives share a step's bytes.
     """
 

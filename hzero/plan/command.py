@@ -190,7 +190,7 @@ def _notes(scenario: Scenario, plan: ShardPlan, traffic: Sequence[TierTraffic]) 
     checksums = {row.tier: row.checksum_bytes for row in traffic if row.checksum_bytes}
     if checksums:
         added = ", ".join(f"{size} bytes on {tier}" for tier, size in checksums.items())
-        notes.append(f"checksums add a second collective to every hop, of {added}; these bytes leave them out")
+        notes.append(f"checksums add to every collective {added}; these bytes leave them out")
     if plan.exceptions:
         notes.append("codecs.except: bytes and memory are those without exceptions")
     return notes

@@ -228,11 +228,16 @@ class _Builder:
             phases = [machine.kernel(taken + left)]
             if isinstance(step, Cross):
                 number = program.crossings.index(step)
-                phases = [
-                    machine.transfer(step, step.array_bytes(chunks, self._job.itemsize), step.algorithms.of(taken))
-                ]
-                if stage is not None and stage.checksum:
-                    phases.append(machine.transfer(step, CHECKSUM_BYTES * step.ranks))
+                size = step.array_bytes(chunks, self._job.itemsize)
+                if (
+                    stage is not None and stage.checksum
+                ):  # both sides sum all words; what a library would sum is sent in parts
+                    parts = replace(step, kind="all_to_all") if step.kind == "reduce_scatter" else step
+                    phases.append(
+                        machine.transfer(parts, size + CHECKSUM_BYTES * step.ranks, step.algorithms.of(taken))
+                    )
+                else:
+                    phases = [machine.transfer(step, size, step.algorithms.of(taken))]
             tiers = program.crossings[number].tiers
             tier = tiers[-1] if tiers else "gcd"
             lane = tier if stage is not None else "+".join(tiers)

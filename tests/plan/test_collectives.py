@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs.formats import RecordFormat, chunk_numel
+from hzero.codecs.formats import chunk_numel
 from hzero.comm.checksum import checksums
 from hzero.config import BASE_TIERS
 from hzero.parsing import parse_config
@@ -24,6 +24,7 @@ from hzero.plan.collectives import (
     step_traffic,
 )
 from hzero.plan.memory import footprint
+from hzero.plan.program import StagePrograms
 from hzero.plan.scenario import read_scenario
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
@@ -140,38 +141,36 @@ def test_link_times_of_zero3_on_frontier() -> None:
     assert link_seconds(step_traffic(ZERO3, grid, numels), {"node": 12.5, "gpu": None}).keys() == {"node"}
 
 
-def test_zero3_holds_a_shard_of_its_states_and_deepspeeds_buffer_of_gradients() -> None:
+def test_states_and_communicators_of_zero3_and_the_stage() -> None:
+    """A shard of each state, DeepSpeed's buffer of gradients; communicators of each tier, and of DeepSpeed's world."""
     job, p = read_scenario(["model=gpt_neox_20b", "topology=frontier", "topology.nodes=48"]).job, 20_554_567_680
-    states = footprint(ZERO3, Grid(48, 4, 2), job).states
-    kept = ("primary weights", "gradient shard", "optimizer", "gradient buffer")
-    held = sum(state.bytes for state in states if state.name in kept)
+
+    def states(scheme: Scheme | ShardPlan, grid: Grid) -> dict[str, int]:
+        return {state.name: state.bytes for state in footprint(scheme, grid, job).states}
+
+    zero3 = states(ZERO3, GRID)
+    held = sum(zero3[name] for name in ("primary weights", "gradient shard", "optimizer", "gradient buffer"))
     assert held == pytest.approx(16 * p / 384 + 2 * 500_000_000, rel=0.01)
-
-
-def test_communicators_are_those_of_tiers_and_one_of_deepspeed() -> None:
-    job = read_scenario(["model=gpt_neox_1m"]).job
-
-    def communicators(scheme: Scheme | ShardPlan, grid: Grid) -> int:
-        return next(state.bytes for state in footprint(scheme, grid, job).states if state.name == "communicators")
-
     for shape, count in (((48, 4, 2), 4), ((2, 4, 1), 3), ((1, 8, 1), 2)):
         plan = ShardPlan.from_config(parse_config({"preset": "topo"}), Grid(*shape), 0)
-        assert communicators(plan, plan.grid) == count * 16 * 2 * 2**22, shape
-    assert communicators(ZERO3, Grid(48, 4, 2)) == 16 * 2 * 2**22
+        assert states(plan, plan.grid)["communicators"] == count * zero3["communicators"] == count * 16 * 2 * 2**22
 
 
-@given(
-    st.sampled_from(["none", "bf16", "int8", "int4"]),
-    st.integers(0, 5000),
-    st.sampled_from([64, 128, 256]),
-    st.sampled_from(["bf16", "int8"]),
-)
-def test_records_hold_their_codes_and_scales(codec: str, numel: int, block_size: int, scale: str) -> None:
-    fmt = RecordFormat.of(codec, block_size, scale)
-    size = fmt.record_bytes(numel, 4)
-    assert size % 16 == 0
-    assert fmt.code_bytes(numel, 4) <= fmt.scales_offset(numel, 4) <= size
-    assert size - fmt.code_bytes(numel, 4) - fmt.scales_bytes(numel) < 32
+def test_buffers_of_programs_are_what_a_step_takes_and_leaves() -> None:
+    chunks = [1024]
+    plans = {
+        name: ShardPlan.from_config(parse_config({"preset": name}), Grid(2, 2, 2), 0) for name in ("topo", "zero3")
+    }
+    topo, zero3 = (StagePrograms.of(plan) for plan in plans.values())
+    message = plans["topo"].codecs.gradients["gcd"].format.message_bytes(chunks, 8, 2)
+    assert topo.micro.peak_bytes(chunks, 2) == message // 2 + 4 * 2 * 1024, (
+        "messages of peers, and their sum in float32"
+    )
+    whole = 8 * 1024 * 2
+    assert zero3.fetch.peak_bytes(chunks, 2) == whole + whole // 2 == zero3.micro.peak_bytes(chunks, 2)
+    kept = parse_config({"preset": "topo", "error_feedback": ["gpu", "node"]})
+    programs = StagePrograms.of(ShardPlan.from_config(kept, Grid(2, 2, 2), 0))
+    assert (programs.micro.residual_rows, programs.boundary.residual_rows) == (4, 2)
 
 
 # ---- order --------------------------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_compression_and_tiers_win_where_tokens_are_few() -> None:
     assert one > node
 
 
-def test_a_checksum_is_a_second_short_collective() -> None:
+def test_checksums_cost_little_but_are_not_free() -> None:
     machine, job = _machine(48), _model("gpt_neox_20b")
     steps = [predict(_preset("topo", machine.grid, checksum=on), job, machine).step_s for on in (False, True)]
     assert steps[0] < steps[1] < 1.2 * steps[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hzero.parsing import parse_config
 from hzero.plan.scenario import read_scenario
 from hzero.plan.search import node_counts
 from hzero.plan.shards import ShardPlan
+from hzero.plan.step import predict
 from hzero.validation import ConfigError
 
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
@@ -231,25 +233,16 @@ def test_sweep_draws_every_scheme(capsys: pytest.CaptureFixture[str], tmp_path: 
     ("model", "accumulation", "order", "least"),
     [("gpt_neox_10b", 8, "lanes", 1.0), ("gpt_neox_20b", 1, "lanes", 1.0), ("gpt_neox_20b", 1, "strict", 0.95)],
 )
-def test_topo_keeps_its_rate_on_many_nodes(
-    model: str, accumulation: int, order: str, least: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One order of all collectives costs a few percent where a step has one micro-batch."""
-    profile = tmp_path / "profile.yaml"
-    profile.write_text(f"extends: frontier-2026\nname: {order}\norder: {order}")
-    keys = [
-        f"model={model}",
-        "topology=frontier",
-        "train.micro_batch=1",
-        f"accumulation={accumulation}",
-        f"profile={profile}",
-    ]
-    curves = _json(capsys, "--sweep", "nodes=16,128,9408", *keys, "--out", str(tmp_path / "scaling.png"))["curves"]
-    topo = [point["tflops"] for point in curves["hzero topo"]]
-    assert all(point["fits"] for point in curves["hzero topo"]) and min(topo) >= 0.93 * topo[0]
+def test_topo_keeps_its_rate_on_many_nodes(model: str, accumulation: int, order: Any, least: float) -> None:
+    step = ["train.micro_batch=1", f"train.grad_accumulation={accumulation}"]
+    scenario = read_scenario([f"model={model}", "topology=frontier", "topology.nodes=9408", *step])
+    places = [scenario.on(nodes) for nodes in (16, 128, 9408)]
+    topo = [predict(replace(one.shard_plan("topo"), order=order), one.job, one.machine) for one in places]
+    assert all(map(scenario.holds, topo)) and min(step.tflops for step in topo) >= 0.93 * topo[0].tflops
     for other in ("HSDP, node", "FSDP2", "ZeRO-3"):
-        there = [(own, point["tflops"]) for own, point in zip(topo, curves[other]) if point["fits"]]
-        assert all(own >= least * rate for own, rate in there), other
+        found = [predict(one.others()[other], one.job, one.machine) for one in places]
+        rates = [(own.tflops, step.tflops) for own, step in zip(topo, found) if scenario.holds(step)]
+        assert all(own >= least * rate for own, rate in rates), other
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------------
