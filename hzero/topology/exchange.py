@@ -80,8 +80,10 @@ class Exchange:
             store = RuntimeError("what listens there does not answer as a store does")
         if isinstance(store, RuntimeError):
             failed = "cannot serve a store" if serves else f"has not reached rank 0 within {timeout_s:g} s"
-            where, why = f"{address}, port {port} (MASTER_ADDR, MASTER_PORT)", str(store).partition("\n")[0][:200]
-            raise ConfigError(f"topology: rank {rank} {failed} at {where}: {why}")
+            why = str(store).partition("\n")[0][:200]
+            raise ConfigError(
+                f"topology: rank {rank} {failed} at {address}, port {port} (MASTER_ADDR, MASTER_PORT): {why}"
+            )
         # The store of torchrun's agent outlives the ranks of an attempt.
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(PrefixStore(f"attempt_{attempt}", store), rank, world_size, timeout_s)

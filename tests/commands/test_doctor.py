@@ -296,7 +296,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"preset": "tpoo"}, {}, UNUSABLE, "hzero.preset: unknown preset 'tpoo'; did you mean 'topo'"),
     ({"codecs": {"pipeline": "int8"}}, {}, DEGRADED, "hzero.codecs.pipeline has no effect but for a PipelineModule"),
     # Topologies.
-    ({"topology": "none.yaml"}, {}, UNUSABLE, "hzero.topology: no such file: 'none.yaml'"),
     ({"topology": "broken.yaml"}, {}, UNUSABLE, "broken.yaml: line 2: is neither YAML nor JSON"),
     ({"topology": "pipe"}, {}, UNUSABLE, "pipe: is not a regular file"),
     ({"topology": "ambiguous.yaml"}, {}, UNUSABLE, "ambiguous"),
@@ -306,12 +305,10 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"topology": EIGHT}, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3}, UNUSABLE, "accumulation steps: 0"),
     ({}, {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, UNUSABLE,
      "train_batch_size: found 10, expected a multiple of"),
-    ({}, {"train_batch_size": -4}, UNUSABLE, "DeepSpeed refuses it"),
     ({}, {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, GOOD, ""),
     # Names.
     ({}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": -1}}}, UNUSABLE, "Invalid learning rate: -1"),
     ({}, {"optimizer": {"type": "AdamW", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
-    ({}, {"scheduler": {"type": "WarmupLR", "params": {"foo": 1}}}, UNUSABLE, "unexpected keyword argument 'foo'"),
     ({}, {"optimizer": {"type": "AdamWW"}}, UNUSABLE, "optimizer.type: unknown optimizer 'AdamWW'; did you mean 'AdamW'"),
     ({}, {"optimizer": {"type": "NAdam"}, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}, GOOD, ""),
     ({}, {"scheduler": {"type": "WarmupRL"}}, UNUSABLE, "scheduler.type: unknown scheduler 'WarmupRL'; did you mean 'WarmupLR'"),

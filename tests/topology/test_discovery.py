@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.config import BASE_TIERS, TIERS, Tier, complete_order
+from hzero.config import BASE_TIERS, TIERS
 from hzero.topology.device import own_device, runtime_bus_id, visible_devices, with_bus
 from hzero.topology.discovery import Discovery, Place, RankReport, assemble, discover, grid_of, node_of
 from hzero.topology.exchange import Exchange
@@ -348,32 +348,6 @@ def test_a_store_that_nobody_serves_is_named_soon(listening: bool) -> None:
 # The grid of all places
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-
-
-def node_by_node(nodes: int, devices: tuple[int, ...], width: int = 2, cyclic: bool = False) -> list[Place]:
-    """A world in which every node's local ranks are on ``devices``."""
-    places = []
-    for rank in range(nodes * len(devices)):
-        node, local = (rank % nodes, rank // nodes) if cyclic else divmod(rank, len(devices))
-        places.append(Place(rank, f"n{node}", *divmod(devices[local], width)))
-    return places
-
-
-@pytest.mark.parametrize(
-    ("devices", "cyclic", "order"),
-    [
-        (tuple(range(8)), False, ("node", "gpu", "gcd")),
-        (OLCF, False, ("node", "gpu", "gcd")),
-        (OLCF, True, ("gpu", "gcd", "node")),
-        ((1, 0, 3, 2, 5, 4, 7, 6), False, ("node", "gpu", "gcd")),
-        ((0, 2, 4, 6, 1, 3, 5, 7), False, ("node", "gcd", "gpu")),
-        ((0, 2, 4, 6, 1, 3, 5, 7), True, ("gcd", "gpu", "node")),
-    ],
-)
-def test_usual_launches_are_regular(devices: tuple[int, ...], cyclic: bool, order: tuple[Tier, ...]) -> None:
-    grid = grid_of(node_by_node(3, devices, cyclic=cyclic))
-    assert (grid.nodes, grid.gpus_per_node, grid.gcds_per_gpu) == (3, 4, 2)
-    assert grid.regular and grid.order == complete_order(order)
 
 
 def test_nodes_with_other_orders_of_packages_stay_regular() -> None:
