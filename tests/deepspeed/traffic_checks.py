@@ -92,18 +92,18 @@ def check_algorithms_between_nodes_change_no_bit_and_no_byte() -> None:
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 400}
     topology = {"nodes": 4, "gpus_per_node": 1, "gcds_per_gpu": 2}
     losses, counts, used = [], [], set()
-    start = Transport.start
+    prepare = Transport.prepare
 
     def noted(self: Transport, lane: tuple[str, str], kind: str, *arguments: Any, **keywords: Any) -> Any:
         if kind == "all_gather":
             used.add((algorithm, keywords.get("algorithm", "library"), lane[1]))
-        return start(self, lane, kind, *arguments, **keywords)
+        return prepare(self, lane, kind, *arguments, **keywords)
 
     for algorithm in ALGORITHMS:
         setting = {"algorithm": algorithm, "below_bytes": 80}
         block = {"preset": "topo", "topology": topology, "node_all_gather": setting}
         engine = engine_of(ds_config(block, zero_optimization=zero))
-        with mock.patch.object(Transport, "start", noted):
+        with mock.patch.object(Transport, "prepare", noted):
             losses.append(train(engine, 2))
         log = hzero.state(engine).wire_log.entries()
         counts.append([(entry.role, entry.tier, entry.hops, entry.wire_bytes) for entry in log])
