@@ -14,30 +14,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cluster import counters, layout, namespace, stream
+from benchmarks.cluster import counters, namespace, stream
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.network import Network, clear, ours
-from benchmarks.cluster.ranks import environment_on
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError
 from tests.ranks import ROOT
-
-
-def test_what_a_rank_finds_in_its_environment() -> None:
-    assert environment_on(Cluster.from_text("4x2x2", "none"), 6) == {
-        "LOCAL_RANK": "2",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "198.18.0.1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "HZERO_CLUSTER_NAMESPACE": "hzero-r6",
-    }
-
-
-def test_a_missing_namespace_is_one_line() -> None:
-    for call in (namespace.enter, lambda name: namespace.inside(name, os.getpid)):
-        with pytest.raises(ConfigError, match="network namespace 'hzero-r99': there is none"):
-            call("hzero-r99")
 
 
 @pytest.mark.parametrize(
@@ -110,20 +93,6 @@ def test_bytes_are_counted_in_their_tier_and_nowhere_else() -> None:
             pass
         assert len(ours()) == 11
     assert ours() == [] and clear() == []
-
-
-@pytest.mark.usefixtures("emulated_network")
-def test_a_network_that_cannot_be_built_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = layout.shaping
-    monkeypatch.setattr(
-        layout, "shaping", lambda cluster: {**real(cluster), "hzero-r1": ["qdisc add dev eth9 root htb"]}
-    )
-    with (
-        pytest.raises(ConfigError, match=r"tc -n hzero-r1 qdisc add dev eth9 root htb` failed"),
-        Network(Cluster.from_text("1x1x2", "none")),
-    ):
-        pass
-    assert ours() == []
 
 
 @pytest.mark.usefixtures("emulated_network")
