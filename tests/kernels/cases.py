@@ -25,10 +25,9 @@ class Calls:
 
     backend: Any = reference
 
-    def encode(
-        self, source: Any, rows: Rows, fmt: RecordFormat, stochastic: bool = False, seed: int = 0, **feedback: Any
-    ) -> torch.Tensor:
+    def encode(self, source: Any, rows: Rows, fmt: RecordFormat, *rounding: Any, **feedback: Any) -> torch.Tensor:
         adds = "" if not feedback else "residuals" if "left" in feedback else "base"
+        stochastic, seed = rounding or (False, 0)
         return Encoder(fmt, rows, source[0].dtype, adds, stochastic, self.backend)(source, seed=seed, **feedback)
 
     def encode_feedback(self, source: Any, residuals: Any, factors: Any, *how: Any) -> list[torch.Tensor]:
@@ -44,24 +43,13 @@ class Calls:
     def decode_onto(self, payload: torch.Tensor, rows: Rows, fmt: RecordFormat, tensors: Any) -> list[torch.Tensor]:
         return Decoder(fmt, rows, tensors[0].dtype, True, self.backend)(payload, tensors)
 
-    def decode_sum(
-        self, payload: torch.Tensor, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, sums: Any = None
-    ) -> list[torch.Tensor]:
+    def decode_sum(self, payload: Any, messages: Messages, fmt: RecordFormat, dtype: Any, sums: Any = None) -> Any:
         return Summer(fmt, messages, dtype, None, sums is not None, self.backend)(payload, sums)
 
-    def decode_sum_encode(
-        self,
-        payload: torch.Tensor,
-        messages: Messages,
-        fmt: RecordFormat,
-        dtype: torch.dtype,
-        outer: int,
-        out: RecordFormat,
-        stochastic: bool = False,
-        seed: int = 0,
-    ) -> torch.Tensor:
-        summer = Summer(fmt, messages, dtype, (out, outer, stochastic), False, self.backend)
-        return summer(payload, seed=seed)
+    def decode_sum_encode(self, payload: torch.Tensor, messages: Messages, *how: Any) -> torch.Tensor:
+        fmt, dtype, outer, out, *rounding = how
+        stochastic, seed = rounding or (False, 0)
+        return Summer(fmt, messages, dtype, (out, outer, stochastic), False, self.backend)(payload, seed=seed)
 
 
 REFERENCE = Calls()
