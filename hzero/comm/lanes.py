@@ -128,7 +128,7 @@ class Chain(Generic[T]):
 
     def _await(self, hops: float = float("inf")) -> None:
         """Waits until as many hops have ended, or until the whole chain has."""
-        if not self.done:
+        if not self.done and self._ended < hops:
             with self._changed:
                 self._changed.wait_for(lambda: self.done or self._ended >= hops)
 
