@@ -1,8 +1,8 @@
 """Step: the tasks of one optimizer step under a scheme, and their simulation as discrete events.
 
-One device represents all. Its lanes are compute and one stream per communicator: the stage has one for each role and tier,
-other engines one for each group. A lane runs one task at a time in order, and running tasks share resources. Which
-collectives there are, and in what order, comes from `hzero.plan.collectives`.
+One device represents all. Its lanes are compute and one stream per communicator: the stage has one for each tier, other
+engines one for each group. Under the order ``strict`` all collectives of the stage share a lane. A lane runs one task at a
+time in order, and running tasks share resources. The collectives and kernels are the steps of `hzero.plan.collectives`.
 """
 
 from __future__ import annotations
