@@ -109,9 +109,8 @@ def test_measured_links_replace_those_of_topology_and_profile(
     assert profile.sources["given"].kind == "measured"
     result = _json(capsys, *FRONTIER, "nodes=48", "--links", str(links))
     assert result["rates_gb_s"] == {"gcd": 150.0, "gpu": 70.0, "node": 9.0}
-    assert "measured 2026-11-22 on 2 node x 4 gpu x 2 gcd, nccl" in _text(
-        capsys, *FRONTIER, "nodes=48", "--links", str(links)
-    )
+    text = _text(capsys, *FRONTIER, "nodes=48", "--links", str(links))
+    assert "measured 2026-11-22 on 2 node x 4 gpu x 2 gcd, nccl" in text
     inside = _links(tmp_path / "one.json", gcd=150.0, gpu=70.0)
     with pytest.raises(ConfigError, match=r"one\.json: tiers\.node: missing, and the plan's grid"):
         read_scenario([*FRONTIER, "topology.nodes=48"], inside)
