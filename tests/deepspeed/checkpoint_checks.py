@@ -22,8 +22,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import hzero
-from hzero.deepspeed import reshard
-from hzero.deepspeed.checkpoint import load
+from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Layout, Resharding, load
 from hzero.deepspeed.clients import save_together
 from hzero.manifest import Manifest, complete_in
 from tests.deepspeed.training import (
@@ -228,9 +227,9 @@ def check_a_checkpoint_of_another_layout_is_loaded_bit_for_bit() -> None:
         read = functools.partial(load, map_location="cpu", trust=False)
         target.mkdir()
         for other in range(3):
-            layout = reshard.Layout.of(3, shapes)
-            cut = reshard.Resharding(source, layout, other, [0, 1], read)
-            for kind in (reshard.MODEL, reshard.OPTIMIZER):
+            layout = Layout.of(3, shapes)
+            cut = Resharding(source, layout, other, [0, 1], read)
+            for kind in (MODEL, OPTIMIZER):
                 torch.save(cut.load(kind), target / cut.path(0, kind).name.replace("rank_0", f"rank_{other}", 1))
 
     _on_rank_0(write_as_three)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hzero.deepspeed.checkpoint import load, only_tensors
-from hzero.deepspeed.reshard import MODEL, OPTIMIZER, Layout, Resharding, cut
+from hzero.deepspeed.checkpoint import MODEL, OPTIMIZER, Layout, Resharding, cut, load, only_tensors
 from hzero.validation import ConfigError
 from tests.deepspeed.checkpoint_checks import Planted
 
