@@ -92,3 +92,13 @@ def on_all(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
     for thread in threads:
         thread.join(_TIMEOUT_S)
     return [results[place] for place in range(len(ranks))]
+
+
+def finished(hops: Any) -> Any:
+    """The result of a chain whose hops are run here, one after the other."""
+    while True:
+        try:
+            if (pending := next(hops)) is not None:
+                pending.end()
+        except StopIteration as stop:
+            return stop.value

@@ -15,7 +15,7 @@ from hzero.config import CodecsConfig
 from hzero.plan.program import Program, all_to_all_program, broadcast_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import Wires, boxes, on_all, transport
+from tests.comm.simulated import Wires, boxes, finished, on_all, transport
 from tests.plan.test_shards import GRIDS
 
 
@@ -41,14 +41,7 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
     def run(one: Collectives, program: Program, read: Any) -> torch.Tensor:
-        hops = one.bind(program, bucket).hops(read, lambda tensors: tensors[0], 0, 0, Call())
-        while True:
-            try:
-                pending = next(hops)
-            except StopIteration as stop:
-                return stop.value
-            if pending is not None:
-                pending.end()
+        return finished(one.bind(program, bucket).hops(read, lambda tensors: tensors[0], 0, 0, Call()))
 
     def move(one: Collectives) -> torch.Tensor:
         return run(one, all_to_all_program(one.plan), lambda: [values[one.plan.rank].reshape(-1)])

@@ -18,7 +18,7 @@ from hzero.parsing import parse_config
 from hzero.plan.program import Program, StagePrograms
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import transport
+from tests.comm.simulated import finished, transport
 
 #: Awkward on purpose: chunks of no multiple of 16 bytes, and one without elements.
 CHUNKS = (33, 1, 0, 129, 7)
@@ -58,14 +58,7 @@ def _collectives(preset: str, **block: Any) -> Collectives:
 
 
 def _run(collectives: Collectives, program: Program, bucket: Bucket, value: Any) -> Any:
-    hops = collectives.bind(program, bucket).hops(lambda: value, lambda left: left, 5, 6, Call())
-    while True:
-        try:
-            pending = next(hops)
-        except StopIteration as stop:
-            return stop.value
-        if pending is not None:
-            pending.end()
+    return finished(collectives.bind(program, bucket).hops(lambda: value, lambda left: left, 5, 6, Call()))
 
 
 @pytest.mark.parametrize("block", [{}, {"error_feedback": ["gcd", "node"]}], ids=["plain", "feedback"])
