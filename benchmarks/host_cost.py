@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import datetime
 import functools
 import json
@@ -36,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hzero
 from hzero.codecs import kernels
-from hzero.config import PRESETS, HZeroConfig
+from hzero.config import PRESETS
 from hzero.deepspeed import parameters, stage
 from hzero.engine import gradients
 from hzero.validation import one_of
@@ -112,12 +111,6 @@ class Launches(TorchDispatchMode):
             yield
 
 
-def _unwatched() -> dict[str, Any]:
-    """Keys that turn off checks of arriving messages, if this version of hzero has them: nothing arrives here."""
-    off = {"guard": {"every": 0, "discarded_steps": 0}}
-    return {key: value for key, value in off.items() if key in HZeroConfig.model_fields}
-
-
 def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[str, float]:
     """Hops, seconds of the stage and launches of one step; also seconds of the whole step."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -129,7 +122,6 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
     set_z3_leaf_modules(model, [GPTNeoXLayer])
     layer = sum(p.numel() for p in model.gpt_neox.layers[0].parameters())
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    alone = _alone(model, tokens, arguments.steps)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -143,11 +135,13 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "steps_per_print": 10**9,
-        "hzero": {"preset": preset, "topology": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}, **_unwatched()},
     }
-    engine = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    state = hzero.state(engine)
-    assert state is not None
+    if preset == "stock":
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    else:
+        machine = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
+        config["hzero"] = {"preset": preset, "topology": machine, "guard": {"every": 0, "discarded_steps": 0}}
+        engine = hzero.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     def step() -> None:
         for _ in range(ACCUMULATION):
@@ -156,14 +150,16 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
 
     for _ in range(4):  # DeepSpeed records its trace
         step()
+    state = hzero.state(engine)
+    if state is not None:
+        state.wire_log.reset()
     own, whole = [], []
-    state.wire_log.reset()
     for _ in range(arguments.steps):
-        before, started = inside.seconds, time.thread_time()
+        before, started = inside.seconds, time.process_time()
         step()
         own.append(inside.seconds - before)
-        whole.append(time.thread_time() - started)
-    hops = sum(entry.hops for entry in state.wire_log.entries()) / arguments.steps
+        whole.append(time.process_time() - started)
+    hops = 0.0 if state is None else sum(entry.hops for entry in state.wire_log.entries()) / arguments.steps
     launches = Launches(inside)
     with launches.counting():
         step()
@@ -172,26 +168,12 @@ def measure(preset: str, arguments: argparse.Namespace, inside: Inside) -> dict[
         "hops": hops,
         "own": statistics.median(own),
         "whole": statistics.median(whole),
-        "alone": alone,
         "launches": sum(launches.counts.values()) / (arguments.layers * ACCUMULATION),
     }
 
 
-def _alone(model: torch.nn.Module, tokens: torch.Tensor, steps: int) -> float:
-    """Seconds of a step of a copy of the model in bfloat16 without any engine: its forwards and backwards."""
-    model = copy.deepcopy(model).bfloat16()
-    found = []
-    for _ in range(2 + steps):
-        started = time.thread_time()
-        for _ in range(ACCUMULATION):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        model.zero_grad()
-        found.append(time.thread_time() - started)
-    return statistics.median(found[2:])
-
-
 def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """`measure` of every preset, by the hzero that this process imports."""
+    """`measure` of stock ZeRO-3 and of every preset, by the hzero that this process imports."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # nothing arrives, so weights are whatever memory holds
@@ -199,14 +181,14 @@ def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     deepspeed.utils.logger.setLevel("ERROR")
     inside = Inside()
     inside.install()
-    return {name: measure(name, arguments, inside) for name in arguments.presets.split(",")}
+    return {name: measure(name, arguments, inside) for name in ("stock", *arguments.presets.split(","))}
 
 
 def table(found: dict[str, dict[str, float]]) -> list[str]:
     """Rows of the report."""
     return [
-        f"| {name} | {row['hops']:.0f} | {row['own'] * 1e3:.1f} | {row['own'] / row['hops'] * 1e6:.0f} "
-        f"| {(row['whole'] - row['own'] - row['alone']) * 1e3:.1f} | {row['alone'] * 1e3:.1f} | {row['launches']:.1f} |"
+        f"| {name} | {row['hops']:.0f} | {row['own'] * 1e3:.1f} | {row['own'] / max(row['hops'], 1) * 1e6:.0f} "
+        f"| {row['whole'] * 1e3:.1f} | {(row['whole'] - found['stock']['whole']) * 1e3:+.1f} | {row['launches']:.1f} |"
         for name, row in found.items()
     ]
 
@@ -237,10 +219,10 @@ def main() -> int:
             f"Machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}; torch "
             f"{torch.__version__}, deepspeed {deepspeed.__version__}, hzero {hzero.__version__}. One rank of 2 x 2 x 2 "
             f"with empty collectives; GPT-NeoX, {arguments.layers} layers of hidden size {HIDDEN}, each a leaf module "
-            f"and a bucket, bf16, {ACCUMULATION} micro-steps; medians of {arguments.steps} steps. Times are of the thread's "
-            "processor. *DeepSpeed* is the rest of a step: its engine, hooks and optimizer.",
+            f"and a bucket, bf16, {ACCUMULATION} micro-steps; medians of {arguments.steps} steps. The stage's "
+            "times are of the thread that calls it, those of a step of the whole process, with lanes, DeepSpeed and the model.",
             "",
-            "| preset | hops a step | stage, ms a step | us a hop | DeepSpeed, ms a step | model alone, ms a step "
+            "| preset | hops a step | stage, ms a step | us a hop | CPU of a step, ms | more than stock's, ms "
             "| launches a layer and micro-step |",
             "|---|---|---|---|---|---|---|",
             *rows,
