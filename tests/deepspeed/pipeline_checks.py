@@ -119,7 +119,8 @@ def pipeline_of(config: dict[str, Any], tensor: int, tied: bool = False, stages:
         TiedLayerSpec("embed", Embed, forward_fn=_head) if tied else LayerSpec(Head),
     ]
     model = PipelineModule(layers, topology=topology, loss_fn=_loss, partition_method="uniform")
-    made.extend(one for one in c10d._world.pg_map if one not in kept)
+    # hzero's own live as long as the world.
+    made.extend(one for one in c10d._world.pg_map if one not in kept and not one.group_desc.startswith("hzero "))
     return engine_of(config, model)
 
 
