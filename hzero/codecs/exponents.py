@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ _LOST = 255
 _LINES = EXP_BLOCK // EXP_LINE
 
 
-@dataclass(frozen=True)
-class _Parts:
+class _Parts(NamedTuple):
     """The parts of all records of a bucket, side by side.
 
     Attributes:
@@ -42,17 +41,6 @@ class _Parts:
     bases: torch.Tensor
     lists: torch.Tensor
 
-    @staticmethod
-    def empty(like: torch.Tensor, rows: int, lines: int, blocks: int) -> _Parts:
-        """Parts to be filled; elements that no record has are zero."""
-        return _Parts(
-            like.new_zeros(rows, lines * EXP_LINE, dtype=torch.uint8),
-            like.new_zeros(rows, lines * EXP_LINE // 2, dtype=torch.uint8),
-            like.new_empty(rows, lines, dtype=torch.int16),
-            like.new_empty(rows, lines, dtype=torch.uint8),
-            like.new_empty(rows, blocks * EXP_ESCAPES, dtype=torch.uint8),
-        )
-
     def regions(
         self, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -62,20 +50,19 @@ class _Parts:
             lines, codes = fmt.blocks(chunk), -(-chunk // 2)
             listed = chunk // EXP_BLOCK * EXP_ESCAPES + min(chunk % EXP_BLOCK, EXP_ESCAPES)
             places = (
-                (self.tails, first * EXP_LINE, chunk, 0),
-                (self.codes, first * EXP_LINE // 2, codes, fmt.code_bytes(chunk, 0) - codes),
-                (self.starts, first, lines, heads),
-                (self.bases, first, lines, heads + 2 * lines),
-                (self.lists, before * EXP_ESCAPES, listed, heads + 3 * lines),
+                (first * EXP_LINE, chunk, 0),
+                (first * EXP_LINE // 2, codes, fmt.code_bytes(chunk, 0) - codes),
+                (first, lines, heads),
+                (first, lines, heads + 2 * lines),
+                (before * EXP_ESCAPES, listed, heads + 3 * lines),
             )
             before += -(-chunk // EXP_BLOCK)
-            for part, start, count, offset in places if chunk else ():
+            for part, (start, count, offset) in zip(self, places) if chunk else ():
                 written = record[..., offset : offset + count * part.element_size()].view(part.dtype)
                 yield written, part[:, start : start + count].view(*record.shape[:2], count)
 
 
-@dataclass(frozen=True)
-class _Lines:
+class _Lines(NamedTuple):
     """The lines of a row, each ``[lines]``.
 
     Attributes:
@@ -110,8 +97,7 @@ def _lines(layout: Layout, fmt: RecordFormat, device: torch.device) -> _Lines:
         columns.append((own // _LINES + blocks, first + start, last + start, numel, limit))
         heads.append(first[::_LINES] + start)
         blocks += len(heads[-1])
-    block, first, last, numel, limit = (torch.cat(column).to(device) for column in zip(*columns))
-    return _Lines(block, first, last, numel, limit, torch.cat(heads).to(device))
+    return _Lines(*(torch.cat(list(column)).to(device) for column in (*zip(*columns), heads)))
 
 
 def encode(values: torch.Tensor, records: Sequence[torch.Tensor], layout: Layout, fmt: RecordFormat) -> None:
@@ -164,7 +150,15 @@ def _bases(exponents: torch.Tensor) -> torch.Tensor:
 def decode(records: Sequence[torch.Tensor], rows: int, layout: Layout, fmt: RecordFormat) -> torch.Tensor:
     """bfloat16 ``[rows, lines * 512]``; what is beyond a record has no meaning."""
     lines = _lines(layout, fmt, records[0].device)
-    parts = _Parts.empty(records[0], rows, layout.row_blocks, len(lines.heads))
+    numel = layout.row_blocks * EXP_LINE
+    zeros, empty = records[0].new_zeros, records[0].new_empty  # elements that no record has are zero
+    parts = _Parts(
+        zeros(rows, numel),
+        zeros(rows, numel // 2),
+        empty(rows, layout.row_blocks, dtype=torch.int16),
+        empty(rows, layout.row_blocks),
+        empty(rows, len(lines.heads) * EXP_ESCAPES),
+    )
     for written, own in parts.regions(records, layout, fmt):
         own.copy_(written)
     codes = torch.stack([parts.codes & 15, parts.codes >> 4], dim=-1).view(rows, -1, EXP_LINE)

@@ -79,44 +79,39 @@ class Shape:
     """A kernel call without addresses, counts of elements and the seed.
 
     Attributes:
-        chunks: Elements of one shard of each tensor.
-        rows: Rows to work on: those of the payload, or of one peer's message.
-        sizes: Axes of the rows.
-        strides: Strides of the axes, in shards.
-        outer: Pieces of the payload; for a sum, its peers.
-        inner: Rows of a piece.
+        rows: Rows to work on: those of the payload, or of one peer's message. Its pieces are those of what is written.
         fmt: Format of the payload.
         dtype: Type of the elements; only its size and range matter.
         wave: Lanes of the device's wave; 0 for a CPU.
+        peers: Messages of the payload that are summed; 0 where none are.
         out: Format of a second payload, to write, or None.
-        out_outer: Pieces of that payload.
         adds: What is added before encoding; "base" is subtracted.
         stochastic: Whether codes are rounded stochastically.
         encodes: Whether the payload is written. Codec ``exp`` encodes whole blocks and decodes single lines, codec ``mpc``
             encodes whole records and decodes single chunks.
     """
 
-    chunks: tuple[int, ...]
-    rows: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    outer: int
-    inner: int
+    rows: Rows
     fmt: RecordFormat
     dtype: torch.dtype
     wave: int
+    peers: int = 0
     out: RecordFormat | None = None
-    out_outer: int = 1
     adds: Adds = ""
     stochastic: bool = False
     encodes: bool = False
+
+    @property
+    def axes(self) -> list[tuple[int, int]]:
+        """Sizes and strides of the rows' axes, those of size 1 left out."""
+        return [(size, stride) for size, stride in zip(self.rows.sizes, self.rows.strides) if size > 1] or [(1, 1)]
 
     @property
     def block_size(self) -> int:
         """Elements that are worked on together."""
         sizes = {"zfp": ZFP_GROUP}
         if self.encodes:
-            sizes |= {"exp": EXP_BLOCK, "mpc": max(self.chunks)}
+            sizes |= {"exp": EXP_BLOCK, "mpc": max(self.rows.chunks)}
         return sizes.get(self.fmt.codec, self.fmt.block_size)
 
     @property
@@ -132,7 +127,7 @@ class Shape:
     def groups(self, chunk: int) -> int:
         """Workgroups of a device that a tensor takes."""
         together = self.block_size * (THREADS // self.lanes)
-        return -(-chunk // together) * self.rows
+        return -(-chunk // together) * self.rows.total
 
     @property
     def fits(self) -> bool:
@@ -141,19 +136,20 @@ class Shape:
         They take shards of fewer than 2**31 elements and records of fewer than 2**32 bytes, rows of at most six axes, and
         no more workgroups than a device starts: AMD's devices count threads in 32 bits.
         """
-        longest = max(self.chunks)
-        if longest >= 2**31 or len(self.sizes) > AXES or self.rows >= 2**31:
+        longest = max(self.rows.chunks)
+        if longest >= 2**31 or len(self.axes) > AXES:
             return False
         if self.fmt.record_bytes(longest, self.dtype.itemsize) >= 2**32:
             return False
-        return not self.wave or sum(self.groups(chunk) for chunk in self.chunks) * THREADS < 2**32
+        return not self.wave or sum(map(self.groups, self.rows.chunks)) * THREADS < 2**32
 
 
 def _bucket(shape: Shape, some: list[int]) -> np.ndarray:
     """The structure of some of the tensors, without addresses, counts of elements and the key."""
-    layout = layout_of(shape.chunks, shape.fmt, shape.dtype.itemsize)
-    bucket, fmt = np.zeros((), BUCKET), shape.fmt
-    bucket["row_bytes"], bucket["outer"], bucket["inner"] = layout.row_bytes, shape.outer, shape.inner
+    rows, fmt, bucket = shape.rows, shape.fmt, np.zeros((), BUCKET)
+    layout = layout_of(rows.chunks, fmt, shape.dtype.itemsize)
+    bucket["row_bytes"], bucket["outer"] = layout.row_bytes, shape.peers or rows.outer
+    bucket["inner"] = rows.total if shape.peers else rows.inner
     bucket["block_size"], bucket["scale_bytes"] = shape.block_size, fmt.scale_bytes
     bucket["rotation"], bucket["rate"], bucket["dimension"] = fmt.rotation, fmt.rate, fmt.dimension
     bucket["stochastic"], bucket["difference"] = shape.stochastic, shape.adds == "base"
@@ -161,24 +157,25 @@ def _bucket(shape: Shape, some: list[int]) -> np.ndarray:
         # Sums are float32, whatever was encoded.
         source = "fp32" if shape.out or shape.adds else NAMES[shape.dtype]
         bucket["limit"] = scale_limit(shape.out or fmt, source, stochastic=shape.stochastic)
-    bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.sizes), len(some), shape.lanes
-    bucket["sizes"][: len(shape.sizes)], bucket["strides"][: len(shape.strides)] = shape.sizes, shape.strides
+    bucket["axes"], bucket["tensors"], bucket["lanes"] = len(shape.axes), len(some), shape.lanes
+    for axis, (size, stride) in enumerate(shape.axes):
+        bucket["sizes"][axis], bucket["strides"][axis] = size, stride
     tensor = bucket["tensor"][: len(some)]
-    tensor["chunk"] = [shape.chunks[index] for index in some]
+    tensor["chunk"] = [rows.chunks[index] for index in some]
     tensor["first_block"] = [layout.block_starts[index] % 2**32 for index in some]
     tensor["start"] = [layout.record_starts[index] for index in some]
     tensor["record_bytes"] = [layout.record_bytes[index] for index in some]
     tensor["scales"] = [layout.scales_offsets[index] for index in some]
     tensor["factor"] = -1.0 if shape.adds == "base" else 0.0
     if shape.out:
-        out = layout_of(shape.chunks, shape.out, torch.float32.itemsize)
-        bucket["out_row_bytes"], bucket["out_inner"] = out.row_bytes, shape.rows // shape.out_outer
+        out = layout_of(rows.chunks, shape.out, torch.float32.itemsize)
+        bucket["out_row_bytes"], bucket["out_inner"] = out.row_bytes, rows.inner
         bucket["out_scale_bytes"] = shape.out.scale_bytes
         tensor["out_start"] = [out.record_starts[index] for index in some]
         tensor["out_record_bytes"] = [out.record_bytes[index] for index in some]
         tensor["out_scales"] = [out.scales_offsets[index] for index in some]
     if shape.wave:
-        groups = [shape.groups(shape.chunks[index]) for index in some]
+        groups = [shape.groups(rows.chunks[index]) for index in some]
         tensor["first_group"] = np.cumsum([0, *groups[:-1]])
         bucket["workgroups"] = sum(groups)
     return bucket
@@ -199,7 +196,7 @@ class Launch:
         self._launcher, self._kernel, self._fields = launcher, kernel, fields
         self._family = "exponents" if shape.fmt.codec == "exp" else family
         self._parts: list[tuple[np.ndarray, np.ndarray, list[int], int]] = []
-        whole = [index for index, chunk in enumerate(shape.chunks) if chunk]
+        whole = [index for index, chunk in enumerate(shape.rows.chunks) if chunk]
         for first in range(0, len(whole), TENSORS):
             some = whole[first : first + TENSORS]
             places = [BUCKET.fields[name][1] for name in ("payload", "out_payload")]  # type: ignore[index]
@@ -268,7 +265,7 @@ class KernelBackend:
         self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, adds: Adds, stochastic: bool
     ) -> Callable[..., None]:
         """Encodes a bucket."""
-        shape = self._rows_shape(rows, fmt, dtype, adds=adds, stochastic=stochastic, encodes=True)
+        shape = self._shape(rows, fmt, dtype, adds=adds, stochastic=stochastic, encodes=True)
         if shape is None:
             return reference.encoder(rows, fmt, dtype, adds, stochastic)
         fields = {"": ("data", "numel"), "base": ("data", "numel", "residual")}
@@ -292,7 +289,7 @@ class KernelBackend:
 
     def decoder(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
         """Decodes a message into tensors in shard order, or adds it to them."""
-        shape = self._rows_shape(rows, fmt, dtype)
+        shape = self._shape(rows, fmt, dtype)
         if shape is None:
             return reference.decoder(rows, fmt, dtype, add)
         if add and not fmt.traits.levels:
@@ -303,7 +300,8 @@ class KernelBackend:
 
     def summer(self, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, add: bool) -> Callable[..., None]:
         """Decodes the messages of several peers and sums them in float32, in their order."""
-        shape = self._sum_shape(messages, fmt, dtype)
+        rows = Rows.of(messages.chunks, (messages.inner,))
+        shape = self._shape(rows, fmt, dtype, peers=messages.peers)
         if shape is None:
             return reference.summer(messages, fmt, dtype, add)
         fields = ("data", "residual") if add else ("data",)
@@ -320,8 +318,9 @@ class KernelBackend:
         stochastic: bool,
     ) -> Callable[..., None] | None:
         """Sums and encodes in one kernel where blocks agree; None elsewhere."""
-        how = {"out": out, "out_outer": outer, "stochastic": stochastic}
-        shape = self._sum_shape(messages, fmt, dtype, **how) if fmt.alike(out) else None
+        rows = Rows.of(messages.chunks, (messages.inner,), outer=outer)
+        how = {"peers": messages.peers, "out": out, "stochastic": stochastic}
+        shape = self._shape(rows, fmt, dtype, **how) if fmt.alike(out) else None
         if shape is None:
             return reference.recoder(messages, fmt, dtype, outer, out, stochastic)
         kernel = f"decode_sum_encode_{fmt.codec}_{out.codec}{shape.suffix}"
@@ -332,22 +331,10 @@ class KernelBackend:
 
         return run
 
-    def _rows_shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, **how: Any) -> Shape | None:
-        axes = [(size, stride) for size, stride in zip(rows.sizes, rows.strides) if size > 1] or [(1, 1)]
-        sizes, strides = zip(*axes)
-        return self._fitting(
-            Shape(
-                rows.chunks, rows.total, sizes, strides, rows.outer, rows.inner, fmt, dtype, self.launcher.wave, **how
-            )
-        )
-
-    def _sum_shape(self, messages: Messages, fmt: RecordFormat, dtype: torch.dtype, **how: Any) -> Shape | None:
-        peers, chunks, inner = messages
-        shape = Shape(chunks, inner, (inner,), (1,), peers, inner, fmt, dtype, self.launcher.wave, **how)
-        return self._fitting(shape) if fmt.traits.fixed else None
-
-    def _fitting(self, shape: Shape) -> Shape | None:
-        has = shape.fmt.block_size > 0 and (shape.fmt.traits.on_devices or not self.launcher.wave)
+    def _shape(self, rows: Rows, fmt: RecordFormat, dtype: torch.dtype, **how: Any) -> Shape | None:
+        """The call, if there is a kernel for it."""
+        traits, shape = fmt.traits, Shape(rows, fmt, dtype, self.launcher.wave, **how)
+        has = fmt.block_size > 0 and (traits.on_devices or not shape.wave) and (traits.fixed or not shape.peers)
         return shape if has and shape.fits else None
 
     def _read(self, payload: torch.Tensor) -> torch.Tensor:
