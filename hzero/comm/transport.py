@@ -53,7 +53,7 @@ class Pending:
         lane: LaneHops | None = None,
         done: Callable[[], None] = _nothing,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        passed: Callable[[], bool] = bool,
+        passed: Callable[[], bool] = lambda: True,
     ) -> None:
         self.buffers = buffers
         self._work: Work | None = work
@@ -338,7 +338,7 @@ class Collective:
         message: torch.Tensor,
         output: torch.Tensor | None = None,
         done: Callable[[], None] = _nothing,
-        passed: Callable[[], bool] = bool,
+        passed: Callable[[], bool] = lambda: True,
     ) -> Pending:
         """Starts the collective.
 
