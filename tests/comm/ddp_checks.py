@@ -157,7 +157,7 @@ def check_examples_of_the_page_run() -> None:
 def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
     """Its groups time out."""
     with mock.patch.object(communicator, "resolve_grid", return_value=GRIDS[WORLD][0]):
-        state = DdpState({"transport": TRANSPORT}, timeout=timedelta(seconds=2))
+        state = DdpState({"transport": TRANSPORT}, timeout=timedelta(seconds=4))
     model = DistributedDataParallel(_net())
     model.register_comm_hook(state, ddp_hook)
     model(torch.ones(1, 17)).sum().backward()  # connects
