@@ -357,8 +357,9 @@ def _shard(param: ZeroParameter, dtype: torch.dtype) -> torch.Tensor:
 def _measure(managed: Managed) -> bool:
     """Takes over what may change of a parameter; whether its size has."""
     param, weight = managed.param, managed.weight
-    numel = param.ds_numel * (param.ds_tensor.dtype.itemsize if weight.dtype == torch.uint8 else 1)
-    changed, weight.numel = numel != weight.numel, numel
+    code_bytes = param.ds_tensor.dtype.itemsize if weight.dtype == torch.uint8 else 1
+    changed = (param.ds_numel, code_bytes) != (weight.numel, weight.code_bytes)
+    weight.numel, weight.code_bytes = param.ds_numel, code_bytes
     weight.trained, weight.urgent = param.requires_grad, param.ds_persist
     return changed
 

@@ -55,12 +55,13 @@ class Parameter:
     Attributes:
         key: A number, the same on all ranks, by which ranks order parameters alike.
         name: For messages.
-        numel: Elements of the whole; bytes, if ``dtype`` is uint8. The front end sets it when it changes.
+        numel: Elements of the whole. The front end sets it when it changes.
         dtype: Type in which the weights travel: uint8 for the bytes of codes.
         route: The programs.
         shard: Gives this rank's primary shard, flat, ``[chunk]`` with or without padding at its end, on the device.
         trained: Whether the optimizer changes it.
         urgent: Whether it is needed right after a step, so that its refresh must not wait for others.
+        code_bytes: Bytes of an element whose bytes travel; otherwise 1. Shards hold whole elements.
         payload: Resident payload ``[rows][record]``, uint8; None if none is kept. This and what follows is the engine's.
         whole: Resident weights ``[world * chunk]``, decoded, instead of a payload; None likewise.
         chunk: Elements of each shard of the resident copy.
@@ -76,6 +77,7 @@ class Parameter:
     shard: Callable[[], torch.Tensor]
     trained: bool = True
     urgent: bool = False
+    code_bytes: int = 1
     payload: torch.Tensor | None = None
     whole: torch.Tensor | None = None
     chunk: int = 0
@@ -95,8 +97,8 @@ class Parameter:
 
 def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
     """Parameters of one route as the tensors of one message."""
-    world = params[0].route.plan.grid.world_size
-    chunks = tuple(chunk_numel(param.numel, world) for param in params)
+    world, codes = params[0].route.plan.grid.world_size, dtype == torch.uint8
+    chunks = tuple(chunk_numel(param.numel, world) * (param.code_bytes if codes else 1) for param in params)
     return Bucket(tuple(param.key for param in params), chunks, dtype, role)
 
 

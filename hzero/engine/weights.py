@@ -213,8 +213,11 @@ class Weights:
     def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
         """Primary shards without padding: the last ranks' shards have fewer elements, which the front end may leave unset."""
         self.await_change()
-        rank = self.plan.rank
-        return [param.shard()[: owned_numel(param.numel, chunk, rank)] for param, chunk in zip(params, bucket.chunks)]
+        owned = [
+            owned_numel(param.numel, chunk // param.code_bytes, self.plan.rank) * param.code_bytes
+            for param, chunk in zip(params, bucket.chunks)
+        ]
+        return [param.shard()[:numel] for param, numel in zip(params, owned)]
 
     def _keep(self, params: Sequence[Parameter], bucket: Bucket, refreshed: Any) -> None:
         """Keeps decoded weights, or a payload ``[rows][tensor][record]`` by parameter, ``[tensor][rows][record]``.

@@ -85,8 +85,9 @@ if __name__ == "__main__":
     comms_logger.comms_dict.clear()
     exp = {"preset": "lossless", "codecs": {"weights": "exp"}, "topology": {"nodes": 2, "gpus_per_node": 2}}
     engine = train(2, exp, wide=True, bf16={"enabled": True}, comms_logger=logger)
-    differing = check(engine, "weights, node, exp")
-    assert differing == {"hzero weights, node, none"}, (differing, comms_logger.comms_dict.keys())
+    assert not check(
+        engine, "weights, node, exp", "weights, node, none"
+    )  # a block did not fit: all ranks went on without
     deepspeed.comm.log_summary(show_straggler=True)
     sys.stdout.flush()
     engine.destroy()
