@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hzero.comm.transport import Transport, _Group
+from hzero.plan.shards import ShardPlan
 
 _TIMEOUT_S = 20.0
 
@@ -76,6 +77,16 @@ def transport(rank: int, groups: dict[Any, tuple[Wires, list[int]]], checksum: b
         for lane, (wires, ranks) in groups.items()
     }
     return made
+
+
+def transport_of(plan: ShardPlan, channel: str, groups: dict[Any, Any]) -> Transport:
+    """The transport of a plan's rank; ``groups``, which the ranks of a world share, keeps the boxes of their tier groups."""
+    lanes: dict[Any, Any] = {}
+    for tier in plan.grid.crossed:
+        ranks = list(plan.tier_group(tier))
+        shared = groups.setdefault((tier, tuple(ranks)), boxes(len(ranks)))
+        lanes[channel, tier] = Wires(ranks.index(plan.rank), len(ranks), shared), ranks
+    return transport(plan.rank, lanes)
 
 
 def on_all(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:

@@ -1,7 +1,8 @@
-"""All-to-alls and broadcasts over any grid, on simulated ranks; the settings of a communicator, and the grid of a group."""
+"""All-gathers by rounds, and all-to-alls and broadcasts over any grid, on simulated ranks."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hzero.config import CodecsConfig
 from hzero.plan.program import Program, all_to_all_program, broadcast_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid
-from tests.comm.simulated import Wires, boxes, finished, on_all, transport
+from tests.comm.simulated import Wires, boxes, finished, on_all, transport, transport_of
 from tests.plan.test_shards import GRIDS
 
 
@@ -27,16 +28,8 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
     codecs = CodecsConfig(weights=config.gather, gradients=config.codecs)
     groups: dict[Any, Any] = {}
 
-    def collectives(rank: int) -> Collectives:
-        plan = ShardPlan(grid, rank, "world", "world", codecs)
-        lanes = {}
-        for tier in grid.crossed:
-            ranks = list(plan.tier_group(tier))
-            shared = groups.setdefault((tier, tuple(ranks)), boxes(len(ranks)))
-            lanes["moves", tier] = Wires(ranks.index(rank), len(ranks), shared), ranks
-        return Collectives(plan, transport(rank, lanes), WireLog())
-
-    every = [collectives(rank) for rank in range(world)]
+    plans = [ShardPlan(grid, rank, "world", "world", codecs) for rank in range(world)]
+    every = [Collectives(plan, transport_of(plan, "moves", groups), WireLog()) for plan in plans]
     bucket = Bucket((0,), (chunk,), torch.float32, "moves", "moves")
     values = torch.arange(world * world * chunk).remainder(251).float().view(world, world, chunk)
 
@@ -58,3 +51,23 @@ def test_moves_reach_their_ranks_on_any_grid(grid: Grid, chunk: int, random: Any
 
     for got in on_all(every, spread):
         assert torch.equal(got, values[source, 0])
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 20), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_doubling_gives_coordinate_order_in_the_fewest_rounds(size: int, count: int, random: Any) -> None:
+    """Coordinate order for any number of ranks and bytes."""
+    lane: Any = ("stage", "node")
+    ranks = random.sample(range(1000), size)  # a tier group in no order
+    messages = [torch.tensor([random.randrange(256) for _ in range(count)], dtype=torch.uint8) for _ in ranks]
+    shared = boxes(size)
+    wires = [Wires(own, size, shared) for own in range(size)]
+
+    def gather(own: int) -> torch.Tensor:
+        made = transport(ranks[own], {lane: (wires[own], ranks)})
+        return made.start(lane, "all_gather", messages[own], "a message", algorithm="doubling").wait()
+
+    results = on_all(range(size), gather)
+    assert all(torch.equal(result, torch.cat(messages)) for result in results)
+    for own in wires:  # one peer a round
+        assert own.calls == math.ceil(math.log2(size)) and own.received == (size - 1) * count
