@@ -43,13 +43,11 @@ class Outcome:
         why: The reason: of a failure the traceback of the first rank that failed, or the end of the log. Of a check that
             passed the text that it returned, if any.
         seconds: Time that the check took on the ranks.
-        cpu_seconds: CPU time of all ranks together.
     """
 
     status: str
     why: str = ""
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
 
 def collect(*modules: str) -> list[str]:
@@ -86,7 +84,7 @@ def on_ranks(modules: Mapping[int, Sequence[str]], **options: Any) -> Callable[.
             names = [one["check"] for one in checks if one["ranks"] == ranks]
             launched[ranks] = launch(modules[ranks], ranks, names, **options)
         outcome = launched[ranks][check]
-        print(f"{outcome.seconds:.1f} s on the ranks, {outcome.cpu_seconds:.1f} s of CPU\n{outcome.why}")
+        print(f"{outcome.seconds:.1f} s on the ranks\n{outcome.why}")
         if outcome.status == "skipped":
             pytest.skip(outcome.why)
         assert outcome.status == "passed", outcome.why

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hzero.codecs.codec import Codec
 from hzero.comm import Communicator, activations
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
-from tests.comm.tiered_checks import WORLD, _same_everywhere
+from tests.comm.tiered_checks import WORLD
+from tests.rank_main import same_on_all_ranks
 
 DTYPES = (torch.float32, torch.bfloat16)
 #: No sizes that blocks or ranks divide, but for the dimensions that are split.
@@ -111,7 +112,7 @@ def check_activations_keep_the_bounds_of_codecs_both_ways() -> None:
                 error = float((one - other.float()).abs().max())
                 assert error <= bound and (error > 0 or not kind), (name, codecs, kind, error, bound)
                 if kind == "sum":
-                    _same_everywhere([one])
+                    assert same_on_all_ranks([one])
 
 
 def check_a_split_layer_has_the_gradients_of_the_whole_one() -> None:
@@ -130,7 +131,7 @@ def check_a_split_layer_has_the_gradients_of_the_whole_one() -> None:
     wanted = [whole[0].grad.chunk(WORLD)[rank], whole[1].grad.chunk(WORLD, 1)[rank], whole[2].grad]
     for part, want in zip(parts, wanted):
         torch.testing.assert_close(part.grad, want, rtol=1e-5, atol=1e-4)
-    _same_everywhere([parts[2].grad])
+    assert same_on_all_ranks([parts[2].grad])
 
 
 def check_a_compiled_model_has_the_bits_of_an_eager_one() -> None:

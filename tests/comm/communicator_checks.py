@@ -19,8 +19,8 @@ from hzero.comm.activations import reduce_from
 from hzero.config import TIERS, CodecConfig
 from hzero.topology.grid import Grid
 from hzero.validation import ConfigError
-from tests.comm.tiered_checks import GRIDS, WORLD, _same_everywhere
-from tests.rank_main import TRANSPORT
+from tests.comm.tiered_checks import GRIDS, WORLD
+from tests.rank_main import TRANSPORT, same_on_all_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One regular grid, one in another order, one in no order.
@@ -108,7 +108,7 @@ def check_copies_with_codec_mpc_are_the_same_bits_in_fewer_bytes() -> None:
         plain = _communicator(grid)
         whole = [tensor.nan_to_num() for tensor in everyone]
         reduced = group.all_reduce(whole[rank])
-        _same_everywhere([reduced])
+        assert same_on_all_ranks([reduced])
         assert torch.equal(reduced, plain.all_reduce(whole[rank]))
         entries = [entry for entry in group.wire_log.entries() if entry.codec == "mpc" and entry.wire_bytes]
         assert {entry.role for entry in entries} >= {"all_gather", "all_to_all", "all_reduce", "recv"}
@@ -117,7 +117,7 @@ def check_copies_with_codec_mpc_are_the_same_bits_in_fewer_bytes() -> None:
         assert sum(gathers) < (WORLD - 1) * 4 * mine.numel() < (WORLD - 1) * slot
     mixed = _communicator(SOME[0], gather={"node": "mpc", "gpu": "int8", "gcd": "mpc"})
     gathered = mixed.all_gather(whole[rank])
-    _same_everywhere([gathered])
+    assert same_on_all_ranks([gathered])
     bound = Codec.from_config(CodecConfig(codec="int8")).error_bound(float(torch.cat(whole).abs().max()))
     assert float((gathered - torch.cat(whole)).abs().max()) <= bound
 
@@ -160,7 +160,7 @@ def check_sums_with_lossless_codecs_are_the_bits_of_codec_none() -> None:
         assert torch.equal(group.all_gather(everyone[rank]), torch.cat(everyone))
         everyone[1][0, 0], everyone[0][1, 0] = float("inf"), float("nan")
         found = group.all_reduce(everyone[rank])
-        _same_everywhere([found.nan_to_num()])
+        assert same_on_all_ranks([found.nan_to_num()])
         assert found[0, 0].isinf() and found[1, 0].isnan() and found[2:].isfinite().all()
         sent = {
             entry.codec for entry in group.wire_log.entries() if entry.wire_bytes and entry.role == "reduce_scatter"
@@ -221,7 +221,7 @@ def check_codecs_keep_their_bounds_and_all_ranks_the_same_bits() -> None:
         copies, sums = group.plan.gather_hops(), group.plan.reduce_hops()
         largest = max(float(tensor.abs().max()) for tensor in everyone)
         gathered, sent = group.all_gather(everyone[rank]), group.broadcast(everyone[rank], 2)
-        _same_everywhere([gathered, sent])
+        assert same_on_all_ranks([gathered, sent])
         swapped = group.all_to_all(everyone[rank])
         for got, want in (
             (gathered, torch.cat(everyone)),
@@ -233,7 +233,7 @@ def check_codecs_keep_their_bounds_and_all_ranks_the_same_bits() -> None:
         largest = sum(float(tensor.abs().max()) for tensor in everyone)
         total = torch.stack(everyone).double().sum(0).float()
         reduced, part = group.all_reduce(everyone[rank]), group.reduce_scatter(everyone[rank])
-        _same_everywhere([reduced])
+        assert same_on_all_ranks([reduced])
         for got, want, allowed in (
             (reduced, total, bound(sums, largest) + bound(copies, largest)),
             (part, total[rank : rank + 1], bound(sums, largest)),
@@ -249,7 +249,7 @@ def check_error_feedback_of_both_halves_recovers_what_was_lost() -> None:
         group = _communicator(SOME[0], codecs=dict.fromkeys(TIERS, codec), error_feedback=list(tiers))
         mean = sum(group.all_reduce(everyone[dist.get_rank()], key=3) for _ in range(30)) / 30
         errors.append(float((mean - total).square().sum()))
-        _same_everywhere([mean])
+        assert same_on_all_ranks([mean])
     assert max(errors[1:]) < errors[0] / 10, errors
     assert float((group.all_reduce(everyone[dist.get_rank()], key=4) - total).square().sum()) > errors[2]
     group.forget()

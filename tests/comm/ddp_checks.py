@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hzero
 from hzero.comm import DdpState, communicator, ddp_hook
 from hzero.topology.grid import Grid
-from tests.comm.tiered_checks import GRIDS, WORLD, _same_everywhere
-from tests.rank_main import TRANSPORT, begin_anew
+from tests.comm.tiered_checks import GRIDS, WORLD
+from tests.rank_main import TRANSPORT, begin_anew, same_on_all_ranks
 from tests.ranks import ROOT
 
 #: In MB: several buckets, the last of them short.
@@ -63,7 +63,7 @@ def _train(state: DdpState | None, steps: int, *, dtype=torch.float32, accumulat
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(float(total) / WORLD)
-    _same_everywhere(list(module.parameters()))
+    assert same_on_all_ranks(list(module.parameters()))
     return losses, gradients
 
 

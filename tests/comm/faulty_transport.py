@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -22,23 +22,8 @@ from hzero.plan.shards import ShardPlan
 #: byte on, or with one bit changed.
 Fault: TypeAlias = Literal["delay", "drop", "duplicate", "truncate", "flip"]
 CORRUPTIONS: tuple[Fault, ...] = ("duplicate", "truncate", "flip")
-FAULTS: tuple[Fault, ...] = get_args(Fault)
 #: Longest delay, in seconds.
 _DELAY_S = 0.002
-
-
-class Done(NamedTuple):
-    """A fault that has happened.
-
-    Attributes:
-        fault: Its kind.
-        lane: Of the message.
-        what: Of the message.
-    """
-
-    fault: Fault
-    lane: Lane
-    what: str
 
 
 class FaultyTransport(Transport):
@@ -62,7 +47,7 @@ class FaultyTransport(Transport):
         self.faults: Collection[Fault] = ()
         self.chance = 1.0
         self.spares: Callable[[Lane, str], bool] = lambda lane, what: False
-        self.done: list[Done] = []
+        self.done: list[Fault] = []
         self._draw = random.Random(seed)
         self._timeout_s = timeout.total_seconds() if timeout else 60.0
         self._former: dict[tuple[Lane, int], torch.Tensor] = {}
@@ -77,7 +62,7 @@ class FaultyTransport(Transport):
             if self.faults and not self.spares(lane, what) and self._draw.random() < self.chance:
                 fault = self._draw.choice(sorted(self.faults))
             if fault == "drop":
-                self.done.append(Done(fault, lane, what))
+                self.done.append(fault)
                 described = f"hzero: {what} on tier {lane[1]!r} of {lane[0]}"
                 lost = self._groups[lane].lane
                 return Pending(_Dropped(self._timeout_s), [message], lambda: described, lost)
@@ -92,7 +77,7 @@ class FaultyTransport(Transport):
                     arriving = pending.buffers[-1]
                     if how.get("algorithm") == "doubling":  # the rows behind those that this rank had
                         arriving = arriving[1 << (len(arriving) - 1).bit_length() - 1 :]
-                    self._harm(fault, lane, what, arriving)
+                    self._harm(fault, lane, arriving)
 
             pending._work = SimpleNamespace(wait=arrive)
             return pending
@@ -100,7 +85,7 @@ class FaultyTransport(Transport):
         made.start = started  # type: ignore[method-assign]
         return made
 
-    def _harm(self, fault: Fault | None, lane: Lane, what: str, output: torch.Tensor) -> None:
+    def _harm(self, fault: Fault | None, lane: Lane, output: torch.Tensor) -> None:
         message = output.reshape(-1).view(torch.uint8)  # the same memory: outputs are contiguous
         was, key = message.clone(), (lane, message.numel())
         if fault == "delay":
@@ -114,7 +99,7 @@ class FaultyTransport(Transport):
         self._former[key] = was
         if fault == "delay" or not torch.equal(message, was):
             assert fault is not None
-            self.done.append(Done(fault, lane, what))
+            self.done.append(fault)
 
 
 class _Dropped:

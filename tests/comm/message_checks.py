@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
-from hzero.comm import Communicator, HopError
-from hzero.comm.transport import Collective
+from hzero.comm import Communicator, HopError, communicator
 from hzero.topology.grid import Grid
 from tests.comm.communicator_checks import SOME, _bits_equal, _communicator, _everyones
-from tests.comm.tiered_checks import WORLD, _same_everywhere
-from tests.rank_main import TRANSPORT
+from tests.comm.faulty_transport import FaultyTransport
+from tests.comm.tiered_checks import WORLD
+from tests.rank_main import TRANSPORT, same_on_all_ranks
 
 
 def check_messages_from_rank_to_rank_leave_what_all_ranks_hold_alike() -> None:
@@ -30,7 +29,7 @@ def check_messages_from_rank_to_rank_leave_what_all_ranks_hold_alike() -> None:
         group.send(mine, 1)
     elif dist.get_rank() == 1:
         group.recv(torch.empty(999), 0)
-    _same_everywhere([group.all_reduce(mine), group.all_gather(mine), group.broadcast(mine, 0)])
+    assert same_on_all_ranks([group.all_reduce(mine), group.all_gather(mine), group.broadcast(mine, 0)])
 
 
 def check_messages_from_rank_to_rank() -> None:
@@ -83,31 +82,17 @@ def check_a_message_that_does_not_come_leaves_the_group_as_it_was() -> None:
 
 def check_checksums_of_broadcasts_and_messages_name_the_sender() -> None:
     rank = dist.get_rank()
-    group = _communicator(Grid(WORLD, 1, 1), checksum=True)
-
-    start = Collective.start
-
-    def harmed(self, *arguments):
-        pending = start(self, *arguments)
-        if rank == 1 and self._kind in ("broadcast", "receive"):
-            wait = pending._work.wait
-
-            def flip() -> None:
-                wait()
-                pending.buffers[-1][0] ^= 4
-
-            pending._work = SimpleNamespace(wait=flip)
-        return pending
-
-    with mock.patch.object(Collective, "start", harmed):
-        chain = group.broadcast(torch.ones(9), 3, async_op=True)
-        other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
-        if rank == 1:
-            with pytest.raises(HopError, match=r"broadcast of broadcast of float32 .* changed from rank 3"):
-                chain.wait()
-            with pytest.raises(HopError, match=r"recv of float32 .* from rank 0 .* changed from rank 0"):
-                group.recv(torch.ones(9), 0)
-        else:
+    with mock.patch.object(communicator, "Transport", FaultyTransport):
+        group = _communicator(Grid(WORLD, 1, 1), checksum=True)
+    group._collectives.transport.faults = ["flip"] if rank == 1 else []
+    chain = group.broadcast(torch.ones(9), 3, async_op=True)
+    other = group.send(torch.ones(9), 1, async_op=True) if rank == 0 else None
+    if rank == 1:
+        with pytest.raises(HopError, match=r"broadcast of broadcast of float32 .* changed from rank 3"):
             chain.wait()
-            if other is not None:
-                other.wait()
+        with pytest.raises(HopError, match=r"recv of float32 .* from rank 0 .* changed from rank 0"):
+            group.recv(torch.ones(9), 0)
+    else:
+        chain.wait()
+        if other is not None:
+            other.wait()

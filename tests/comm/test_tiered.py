@@ -9,7 +9,6 @@ CHECKS = (
     *TIERED,
     "tests.comm.fault_checks",
     "tests.comm.message_checks",
-    "tests.comm.lost_block_checks",
     "tests.comm.ddp_checks",
     "tests.comm.activation_checks",
 )

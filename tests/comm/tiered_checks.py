@@ -30,7 +30,7 @@ from hzero.parsing import parse_config
 from hzero.plan.program import Program, gather_program, reduce_program
 from hzero.plan.shards import ShardPlan
 from hzero.topology.grid import Grid
-from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew
+from tests.rank_main import HOP_TIMEOUT_S, TRANSPORT, begin_anew, same_on_all_ranks
 
 NUMELS = (1, 3, 17 * 5, 257, 1024, 5 * 129)
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -90,14 +90,6 @@ def reduce(collectives: Collectives, hops, bucket: Bucket, tensors, rows: int = 
     return collectives.run(program, bucket, lambda: tensors, _same, **how)
 
 
-def _same_everywhere(tensors: list[torch.Tensor]) -> None:
-    mine = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in tensors])
-    everyones = [torch.empty_like(mine) for _ in range(WORLD)]
-    dist.all_gather(everyones, mine)
-    for other in everyones:
-        assert torch.equal(other, mine)
-
-
 def check_gather_exact() -> None:
     for grid, dtype in itertools.product(GRIDS[WORLD], (torch.float32, torch.bfloat16, torch.float16)):
         whole = _everyones(dtype)[0]
@@ -130,11 +122,11 @@ def _add_gathered(collectives: Collectives) -> None:
     added = collectives.run(program, bucket, lambda: shards, add).wait()
     for old, part, new in zip(before, added, after):
         assert torch.equal(new, (old.float() + part.float()).bfloat16())
-    _same_everywhere(after)
+    assert same_on_all_ranks(after)
 
 
 def check_gather_codec_exp() -> None:
-    """Bit for bit, through tiers with and without it. lost_block_checks.py has blocks that it cannot hold."""
+    """Bit for bit, through tiers with and without it. fault_checks.py has blocks that it cannot hold."""
     exp: dict[str, str] = {"gpu": "exp", "node": "exp"}
     for grid, weights in itertools.product(GRIDS[WORLD], (exp, {**exp, "gcd": "exp"}, {"gcd": "exp", "node": "int8"})):
         whole = _everyones(torch.bfloat16)[0]
@@ -144,7 +136,7 @@ def check_gather_codec_exp() -> None:
             hop.codec.codec for hop in collectives.plan.gather_hops()
         }
         if "int8" in weights.values():
-            _same_everywhere(got)
+            assert same_on_all_ranks(got)
             continue
         for tensor, want in zip(got, whole):
             assert torch.equal(tensor[: want.numel()].view(torch.int16), want.view(torch.int16))

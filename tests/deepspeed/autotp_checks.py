@@ -26,10 +26,10 @@ from tests.deepspeed.training import (
     block_of,
     ds_config,
     engine_of,
-    same_on_all_ranks,
     shared_folder,
     train,
 )
+from tests.rank_main import same_on_all_ranks
 
 TENSOR, STEPS = 2, 2
 

@@ -21,10 +21,10 @@ from tests.deepspeed.training import (
     ds_config,
     engine_of,
     run,
-    same_on_all_ranks,
     train,
     train_ddp,
 )
+from tests.rank_main import same_on_all_ranks
 
 STEPS = {1: 4, 3: 3, 4: 3}  # optimizer steps, by micro-steps per step
 #: Machines of more tiers: two groups of two nodes of two packages; two groups of one node of 2 x 2 devices; two clusters of

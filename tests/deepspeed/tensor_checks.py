@@ -32,10 +32,10 @@ from tests.deepspeed.training import (
     ds_config,
     engine_of,
     masters_of,
-    same_on_all_ranks,
     shared_folder,
     train,
 )
+from tests.rank_main import same_on_all_ranks
 
 WIDTH, INNER = 13, 20
 

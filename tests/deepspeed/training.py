@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch.nn import functional as F  # noqa: N812
 
 import hzero
-from tests.rank_main import DEVICE, TRANSPORT
+from tests.rank_main import DEVICE, TRANSPORT, same_on_all_ranks
 
 #: The optimizer on the host.
 OFFLOAD: dict[str, Any] = {
@@ -226,16 +226,6 @@ def assert_losses(got: list[float], want: list[float], tolerance: float = 1e-5, 
     """Asserts that two runs agree to a relative tolerance at every step."""
     worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
     assert worst <= tolerance, f"{what} differ by {worst:.2e} relative:\n{got}\n{want}"
-
-
-def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
-    """Whether all ranks hold the same bits."""
-    mine = torch.cat([t.detach().reshape(-1).contiguous().view(torch.uint8) for t in tensors])
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    equal = torch.tensor([int(torch.equal(first, mine))])
-    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
-    return bool(equal.item())
 
 
 def block_of(preset: str, **changes: Any) -> dict[str, Any]:
