@@ -28,6 +28,7 @@ from tests.deepspeed.training import (
     WIDTH,
     AwkwardNet,
     assert_losses,
+    assert_masters,
     batch,
     block_of,
     ds_config,
@@ -136,8 +137,7 @@ def check_fp16_skips_a_step_and_goes_on() -> None:
         before, scale = masters_of(engine), engine.optimizer.loss_scale
         train(engine, 1)
         assert engine.optimizer.overflow and engine.optimizer.loss_scale < scale
-        for name, master in masters_of(engine).items():
-            assert torch.equal(master, before[name])
+        assert_masters(engine, before)
         hzero.state(engine).settle()
         refreshed = hzero.state(engine).wire_log.entries()
         train(engine, 1, first=1)
@@ -232,8 +232,7 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
                 transport.faults = []
                 with pytest.raises(RuntimeError, match="lost by an error"):  # whoever has caught it and goes on
                     engine.optimizer.step()
-                for name, master in masters_of(engine).items():
-                    assert torch.equal(master, before[name]), name
+                assert_masters(engine, before)
                 engine.destroy()
 
 
@@ -257,7 +256,7 @@ def check_the_guard_ends_training_that_diverges() -> None:
     assert "Not finite in the weights of 0 of 9 parameters. " in message
     ratios = {what: float(text) for what, text in re.findall(r"(\w+ \w+) on [a-z, ]+: ([\d.]+) dB", message)}
     assert 40 < ratios["weights int8"] < 80 and 15 < ratios["gradients int4"] < 35, message
-    assert all(torch.equal(weight, good[name]) for name, weight in masters_of(engine).items())
+    assert_masters(engine, good)
     spoil[0] = False
     train(engine, 1, first=4)
     spoil[0] = True

@@ -276,16 +276,13 @@ class StandIn(CPU_Accelerator):  # type: ignore[misc]
     Stream = Stream  # type: ignore[assignment]
     Event = Event  # type: ignore[assignment]
 
-    def stream(self, stream: Stream) -> Any:
-        @contextlib.contextmanager
-        def on() -> Iterator[None]:
-            before, World.here.current = World.here.current, stream
-            try:
-                yield
-            finally:
-                World.here.current = before
-
-        return on()
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, World.here.current = World.here.current, stream
+        try:
+            yield
+        finally:
+            World.here.current = before
 
     def current_stream(self, device_index: Any = None) -> Stream:
         return World.here.current

@@ -45,6 +45,12 @@ def check_unsupported_features_are_refused_by_name() -> None:
     _expect_refusal(ds_config(block_of("tpoo")), "topo")
     _expect_refusal(ds_config(block_of("topo", shard={"weights": "world", "gradients": "node"})), "weights")
     _expect_refusal({**ds_config(), "hzero": "topo"}, "hzero")
+    says = "hzero.codecs.weights.node: found 'exp', which holds bfloat16 numbers, with torch.float32 of"
+    _expect_refusal(ds_config(block_of("topo", codecs={"weights": {"node": "exp"}})), says)
+    # Before a group is made, on all ranks; also where another pattern comes first.
+    for patterns, found in (({"nrom*": "none"}, "nrom*"), ({"norm*": "int8", "norm.weight": "none"}, "norm.weight")):
+        says = f"hzero.codecs.except: found {found!r}, which matches no parameter that an earlier"
+        assert "embed.weight" in _expect_refusal(ds_config(block_of("topo", codecs={"except": patterns})), says)
 
 
 def check_other_versions_of_deepspeed_are_refused() -> None:
@@ -68,10 +74,9 @@ def check_other_versions_of_deepspeed_are_refused() -> None:
         check_deepspeed()
 
 
-def _expect_refusal(config: dict[str, Any], name: str) -> None:
-    try:
+def _expect_refusal(config: dict[str, Any], name: str) -> str:
+    with pytest.raises(ConfigError) as error:
         engine_of(config)
-    except ConfigError as error:
-        assert name in str(error) and "\n" not in str(error), str(error)
-    else:
-        raise AssertionError(f"{name} was not refused")
+    text = str(error.value)
+    assert name in text and "\n" not in text, text
+    return text

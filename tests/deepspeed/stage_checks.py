@@ -26,6 +26,7 @@ from tests.deepspeed.training import (
     OFFLOAD,
     AwkwardNet,
     assert_losses,
+    assert_masters,
     batch,
     block_of,
     ds_config,
@@ -92,8 +93,7 @@ def check_zero_init_and_persistent_parameters() -> None:
                 for name, param in engine.module.named_parameters():
                     if param.requires_grad:
                         assert torch.equal(param.detach(), masters[name]), name
-            for name, master in masters_of(engine).items():
-                assert torch.equal(master, masters[name])
+            assert_masters(engine, masters)
             assert {e.codec for e in hzero.state(engine).wire_log.entries() if e.role == "weights"} == {"int8"}
         engine.destroy()
 
@@ -247,8 +247,7 @@ def check_checkpoints_are_stock() -> None:
         other = engine_of(ds_config(block, 2), AwkwardNet(seed=9))
         train(other, 1, 2)
         other.load_checkpoint(folder, tag="here")
-        for name, master in masters_of(other).items():
-            assert torch.equal(master, masters[name])
+        assert_masters(other, masters)
         assert_losses(train(other, 2, 2, first=2), want, tolerance)
         if block is topo:
             other.save_checkpoint(folder, tag="lossy")

@@ -252,6 +252,12 @@ def read_of(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_masters(engine: Any, want: dict[str, torch.Tensor]) -> None:
+    """Asserts that an engine's exact weights have these bits."""
+    for name, master in masters_of(engine).items():
+        assert torch.equal(master, want[name]), name
+
+
 def masters_of(engine: Any) -> dict[str, torch.Tensor]:
     """Exact float32 weights by name."""
     return {

@@ -221,12 +221,6 @@ def _lora(**keywords: Any) -> Decoder:
     return built
 
 
-def _frozen_embedding(**keywords: Any) -> Decoder:
-    built = Decoder(**keywords)
-    built.embedding.requires_grad_(False)
-    return built
-
-
 def check_a_layer_is_one_gather() -> None:
     hops = _compare(Decoder)
     # Of 3 layers, embedding, norm, head, and what is evaluated outside its module.
@@ -243,12 +237,9 @@ def check_odd_ways_through_layers() -> None:
     _compare(build)
 
 
-def check_frozen_embeddings() -> None:
-    _compare(_frozen_embedding, "lossless")
-
-
 def check_adapters() -> None:
-    _compare(_lora, "topo")
+    """Of frozen layers, behind a frozen embedding."""
+    _compare(_lora)
 
 
 def check_checkpointing_without_reentry() -> None:

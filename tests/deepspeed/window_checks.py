@@ -17,6 +17,7 @@ from hzero.comm.transport import Collective
 from tests.deepspeed.training import (
     AwkwardNet,
     assert_losses,
+    assert_masters,
     batch,
     block_of,
     ds_config,
@@ -118,8 +119,7 @@ def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
         with pytest.raises(RuntimeError, match="lost by an error") as told:
             go_on()
         assert isinstance(told.value.__cause__, cause)
-    for name, master in masters_of(engine).items():
-        assert torch.equal(master, before[name]), name
+    assert_masters(engine, before)
     engine.optimizer.zero_grad()
     assert not gradients.waiting and not engine.optimizer._arrived
 
