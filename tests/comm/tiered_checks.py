@@ -14,15 +14,7 @@ import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import chunk_numel
-from hzero.comm import (
-    Bucket,
-    Chain,
-    Collectives,
-    ErrorFeedback,
-    HopError,
-    Transport,
-    WireLog,
-)
+from hzero.comm import Bucket, Chain, Collectives, ErrorFeedback, HopError, Transport, WireLog
 from hzero.comm.transport import world_timeout
 from hzero.comm.wires import STAGE
 from hzero.config import ALGORITHMS, CodecConfig
@@ -55,11 +47,7 @@ def _collectives(grid: Grid, weights=None, gradients=None, feedback=(), shard=No
     block = {"preset": "lossless", "codecs": codecs, "transport": TRANSPORT, **block}
     if shard:
         block["shard"] = shard
-    plan = ShardPlan.from_config(
-        parse_config({**block, "error_feedback": list(feedback)}),
-        grid,
-        dist.get_rank(),
-    )
+    plan = ShardPlan.from_config(parse_config({**block, "error_feedback": list(feedback)}), grid, dist.get_rank())
     return Collectives(plan, Transport(plan), WireLog(), ErrorFeedback() if feedback else None)
 
 

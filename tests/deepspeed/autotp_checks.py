@@ -19,16 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hzero
 from hzero.deepspeed import autotp
 from hzero.engine.guard import Guard
-from tests.deepspeed.training import (
-    VOCAB,
-    assert_losses,
-    batch,
-    block_of,
-    ds_config,
-    engine_of,
-    shared_folder,
-    train,
-)
+from tests.deepspeed.training import VOCAB, assert_losses, batch, block_of, ds_config, engine_of, shared_folder, train
 from tests.rank_main import same_on_all_ranks
 
 TENSOR, STEPS = 2, 2

@@ -30,15 +30,7 @@ from hzero.deepspeed.pipeline import HZeroStage1, StageMessages
 from hzero.manifest import Manifest
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError
-from tests.deepspeed.training import (
-    TOPOLOGY,
-    VOCAB,
-    assert_losses,
-    batch,
-    ds_config,
-    engine_of,
-    shared_folder,
-)
+from tests.deepspeed.training import TOPOLOGY, VOCAB, assert_losses, batch, ds_config, engine_of, shared_folder
 
 #: The last is the elements of a bucket of gradients.
 WIDTH, INNER, LENGTH, BUCKET = 13, 20, 9, 400
@@ -301,10 +293,7 @@ def check_sums_of_gradients_stay_within_the_bounds_of_their_codecs() -> None:
         largest[0] = max(float(largest), float(row.abs().max()))
 
     for codec in ("none", "int8"):
-        with (
-            mock.patch.object(HZeroStage1, "step"),
-            mock.patch.object(HZeroStage1, "_fill", filled),
-        ):
+        with mock.patch.object(HZeroStage1, "step"), mock.patch.object(HZeroStage1, "_fill", filled):
             _, _, engine = train_pipeline({"codecs": {"gradients": codec}}, steps=1)
         found.append(engine.optimizer.averaged_gradients[0].flat_partition.clone())
         end(engine)

@@ -336,10 +336,7 @@ def check_saving_changes_nothing() -> None:
 def check_memory_is_what_the_plan_says() -> None:
     from hzero.plan.memory import held_states
 
-    for preset, changes in (
-        ("topo", {"error_feedback": ["node"]}),
-        ("replica", {"resident": "payload"}),
-    ):
+    for preset, changes in (("topo", {"error_feedback": ["node"]}), ("replica", {"resident": "payload"})):
         engine = engine_of(ds_config(block_of(preset, **changes), 2))
         train(engine, 2, 2)
         state = hzero.state(engine)

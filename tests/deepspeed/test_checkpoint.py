@@ -80,10 +80,7 @@ def test_a_planted_file_runs_nothing_and_is_refused_by_name(tmp_path: Path, zipp
         ConfigError, match=rf"{path.name}' needs (posix|os)\.system.*\"checkpoint\": .*loads it all the same"
     ):
         load(str(path), None, trust=False)
-    with (
-        pytest.raises(ConfigError, match=r"the checkpoint needs (posix|os)\.system"),
-        only_tensors(trust=False),
-    ):
+    with pytest.raises(ConfigError, match=r"the checkpoint needs (posix|os)\.system"), only_tensors(trust=False):
         torch.load(path, weights_only=False)  # as in DeepSpeed's zero_to_fp32
     assert not made.exists()
     load(str(path), None, trust=True)
