@@ -35,9 +35,9 @@ def _net(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return net.to(dtype)
 
 
-def _state(grid: Grid, **config) -> DdpState:
+def _state(grid: Grid, timeout: timedelta | None = None, **config) -> DdpState:
     with mock.patch.object(communicator, "resolve_grid", return_value=grid):
-        return DdpState({"transport": TRANSPORT, **config})
+        return DdpState({"transport": TRANSPORT, **config}, timeout=timeout)
 
 
 def _train(state: DdpState | None, steps: int, *, dtype=torch.float32, accumulate=1, **ddp) -> tuple[list, list]:
@@ -156,10 +156,8 @@ def check_examples_of_the_page_run() -> None:
 
 def check_a_rank_that_does_not_come_to_the_hook_is_named() -> None:
     """Its groups time out."""
-    with mock.patch.object(communicator, "resolve_grid", return_value=GRIDS[WORLD][0]):
-        state = DdpState({"transport": TRANSPORT}, timeout=timedelta(seconds=4))
     model = DistributedDataParallel(_net())
-    model.register_comm_hook(state, ddp_hook)
+    model.register_comm_hook(_state(GRIDS[WORLD][0], timedelta(seconds=4)), ddp_hook)
     model(torch.ones(1, 17)).sum().backward()  # connects
     store, others = c10d._get_default_store(), [f"away {rank}" for rank in range(WORLD) if rank != 1]
     loss = model(torch.ones(1, 17)).sum()

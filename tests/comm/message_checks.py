@@ -44,9 +44,8 @@ def check_messages_from_rank_to_rank() -> None:
             for source in (before, after):
                 got, want = group.recv(like, source), everyone[source] * factor
                 if "gather" in config:
-                    bound = Codec.from_config(group.config.gather.node).error_bound(
-                        float(want.abs().max()), torch.bfloat16
-                    )
+                    codec = Codec.from_config(group.config.gather.node)
+                    bound = codec.error_bound(float(want.abs().max()), torch.bfloat16)
                     assert 0 < float((got.float() - want.float()).abs().max()) <= bound
                 else:
                     assert _bits_equal(got, want)

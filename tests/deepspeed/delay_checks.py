@@ -136,10 +136,8 @@ def check_late_hops_change_no_bit() -> str:
         schedules = len(range(index, SCHEDULES, len(CASES)))
         model = AwkwardNet(**of_model)
         deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.LayerNorm])
-        engine, folder = (
-            engine_of(ds_config(block, accumulation, zero_optimization=zero, **more), model),
-            shared_folder(),
-        )
+        engine = engine_of(ds_config(block, accumulation, zero_optimization=zero, **more), model)
+        folder = shared_folder()
         engine.save_checkpoint(str(folder), tag="start")
         want = _cycle(engine, accumulation, folder, [contextlib.nullcontext()] * min(CYCLE, schedules))
         for first in range(0, schedules, CYCLE):

@@ -151,14 +151,19 @@ def _tokens(step: int, micro: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
 
 
-def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any]) -> tuple[Any, ...]:
-    """Losses, norms and evaluations of some steps; bytes that are left after them; hops of weights inside a package."""
+def _engine(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any], micro: int = 1) -> Any:
+    """An engine; what earlier ones have left is not counted."""
     gc.collect()
-    gc.freeze()  # what earlier engines have left is not counted
+    gc.freeze()
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**5, **zero}
     if block is not None:
         zero["hzero"] = {"topology": TOPOLOGY, "guard": {"every": 0}, **block}
-    engine = engine_of(ds_config(accumulation=MICRO, zero_optimization=zero), build())
+    return engine_of(ds_config(accumulation=micro, zero_optimization=zero), build())
+
+
+def _run(build: Callable[[], nn.Module], block: dict[str, Any] | None, zero: dict[str, Any]) -> tuple[Any, ...]:
+    """Losses, norms and evaluations of some steps; bytes that are left after them; hops of weights inside a package."""
+    engine = _engine(build, block, zero, MICRO)
     losses, norms = [], []
     for step in range(STEPS):
         for micro in range(MICRO):
@@ -273,12 +278,8 @@ def check_a_layer_is_no_larger_than_the_limit() -> None:
         "divided": {"unit_numel": layer - 1},
         "none": {"unit_numel": 0},
     }.items():
-        gc.collect()
-        gc.freeze()
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**5, **NOTHING_AHEAD}
-        zero["hzero"] = {"topology": TOPOLOGY, "guard": {"every": 0}, **block}
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            engine = engine_of(ds_config(zero_optimization=zero), Decoder())
+            engine = _engine(Decoder, block, NOTHING_AHEAD)
         lines[name] = said.getvalue()
         sizes: list[int] = []
         for part in engine.module.layers.modules():
