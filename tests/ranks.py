@@ -190,3 +190,14 @@ def environment(**more: str) -> dict[str, str]:
     ours = ("SLURM_", "PMI", "OMPI_", "MPI_", "RANK")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), **more}
+
+
+def run(*command: str, folder: Path = ROOT, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end in `environment`, and keeps what it prints."""
+    own = environment(**env)
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_python(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """This Python by `run`."""
+    return run(sys.executable, *words, **how)

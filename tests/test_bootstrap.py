@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from hzero.bootstrap import rank_variables
 from hzero.validation import ConfigError
-from tests.ranks import environment
+from tests.ranks import run_python
 
 
 def srun(rank: int, tasks: int = 16, **more: str) -> dict[str, str]:
@@ -92,12 +90,7 @@ def test_mpi_also_inside_slurm(mpi: Any) -> None:
 
 
 def test_alone() -> None:
-    batch = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "16",
-        "SLURM_LOCALID": "0",
-    }  # sbatch without srun
+    batch = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}  # without srun
     step = {**srun(0), "SLURM_STEP_ID": "4294967291"}
     for environ in ({}, batch, step, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0", "RANK": ""}, mpich(0, size=1, a_node=1)):
         assert rank_variables(environ) == {}
@@ -111,10 +104,7 @@ def test_alone() -> None:
         ({"RANK": "four", "WORLD_SIZE": "4"}, "RANK: found 'four', expected a number"),
         ({"PMI_RANK": "4", "PMI_SIZE": "4"}, "PMI_RANK: found 4, but PMI_SIZE is 4"),
         (torchrun(7), "LOCAL_RANK: found 7; expected 0 to 3, the visible devices"),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
-            "LOCAL_RANK: found None; expected 0 to 3, the visible devices",
-        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "LOCAL_RANK: found None; expected 0 to 3, the visible"),
         (mpich(8), "MASTER_ADDR: missing; set it to the host of rank 0"),
         (srun(1, SLURM_STEP_NODELIST="a[1-"), "MASTER_ADDR: missing; set it to the host of rank 0"),
     ],
@@ -153,13 +143,8 @@ def test_hzero_run_tells_a_script_its_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys; print(*[os.environ[name] for name in {names}], sys.argv[1])")
     for more, said in (({}, "9 16 0 frontier00001 3442 --x\n"), ({"RANK": "1", "WORLD_SIZE": "16"}, "")):
-        done = subprocess.run(
-            [sys.executable, "-m", "hzero.run", str(script), "--x"],
-            env=environment(**srun(9, LOCAL_RANK="0", MASTER_PORT="", **more)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        step = srun(9, LOCAL_RANK="0", MASTER_PORT="", **more)
+        done = run_python("-m", "hzero.run", str(script), "--x", **step)
         assert (done.stdout, done.returncode) == (said, 0 if said else 2), done.stderr
     assert done.stderr.startswith("hzero: error: RANK=1 of WORLD_SIZE=16 and SLURM_PROCID=9")
     assert done.stderr.count("\n") == 1

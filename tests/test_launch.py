@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 
 from hzero.launch import run_ranks
 from tests.forks import fork, join, run_script, torchrun
-from tests.ranks import ROOT
+from tests.ranks import run_python
 
 #: A command of three ranks, whose body knows `rank`, `folder` and `wait`, which waits until all ranks are there.
 COMMAND = """
@@ -83,7 +81,7 @@ class _Command:
         (
             "wait()\nif rank == 1: sys.exit(3)\ntime.sleep(60)",
             1,
-            "hzero: rank 1 died: exit status 3; all ranks are ended",
+            "hzero: rank 1 died: exit status 3; all ranks are end",
         ),
     ],
     ids=["well", "unfinished", "refused", "full disk", "killed", "waited", "exit"],
@@ -116,8 +114,7 @@ print(run_ranks(functools.partial(os.system, "echo $DS_ACCELERATOR $CUDA_VISIBLE
 
 
 def test_ranks_with_an_accelerator_are_no_forks(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SPAWNED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", SPAWNED, str(tmp_path))
     assert done.stdout == "75\n1\ncpu -1\n0\n", done.stderr
     assert "ZeroDivisionError: division by zero\nhzero: rank" in done.stderr
     assert done.stderr.endswith("hzero: 3 ranks run on CPUs, since this machine has 2 GPUs\n")
@@ -231,6 +228,5 @@ def test_a_forked_rank_has_a_thread_pool_before_its_threads_come() -> None:
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if not hasattr(ctypes.CDLL(str(torch_cpu)), "_ZN2at16init_num_threadsEv"):
         pytest.skip("this build of PyTorch does not export at::init_num_threads")
-    command = [sys.executable, "-c", POOL, torch_cpu]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", POOL, str(torch_cpu))
     assert done.returncode == 0, done.stderr[-2000:]

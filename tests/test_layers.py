@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_python
 
 #: Lowest first. A module belongs to the longest name that it starts with, and imports modules of its own layer and of those
 #: before it. `hzero` alone is the package's surface, which imports the stage when asked for it.
@@ -91,6 +89,6 @@ def test_plans_do_without_deepspeed_and_predictions_without_torch() -> None:
         "assert hzero.cli.main(['plan', 'model=gpt_neox_20b', 'topology=frontier', 'nodes=9408']) == 0\n"
         "assert 'deepspeed' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "75,264 devices" in done.stdout

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,7 +17,7 @@ from hzero.parsing import parse_config
 from hzero.plan.command import plan_dict
 from hzero.plan.memory import footprint
 from hzero.plan.scenario import read_scenario
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_python
 
 DOCS = ROOT / "docs"
 
@@ -31,15 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(module, reason="the docs extra is not installed")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), NO_MKDOCS_2_WARNING="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -60,15 +49,8 @@ def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_site_has_every_key_and_every_function(site: Path) -> None:
     text = (site / "configuration.html").read_text()
-    for key in (
-        "preset",
-        "shard.weights",
-        "codecs.ROLE.TIER.rounding",
-        "node_all_gather.below_bytes",
-        "topology.order",
-    ):
-        assert f"<td><code>{key}</code></td>" in text, key
-    for key in ("model.zero_init", "data.path", "train.steps", "checkpoint.keep", "sample.prompt"):
+    block = ("preset", "shard.weights", "codecs.ROLE.TIER.rounding", "node_all_gather.below_bytes", "topology.order")
+    for key in (*block, "model.zero_init", "data.path", "train.steps", "checkpoint.keep", "sample.prompt"):
         assert f"<td><code>{key}</code></td>" in text, key
     for name in {*hzero.__all__} - {"__version__"}:
         assert f'id="hzero.{name}"' in (site / "api.html").read_text(), name

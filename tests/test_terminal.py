@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hzero.terminal import console
-from tests.ranks import ROOT
+from tests.ranks import run
 
 SHOW = f"{sys.executable} -m hzero topology"
 #: More than a pipe's buffer of output, to both streams, then a file that shows that the script has reached its end.
@@ -21,15 +21,7 @@ SCRIPT = (
 
 
 def shell(command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run("bash", "-o", "pipefail", "-c", command, folder=folder, timeout=60, **env)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from benchmarks.cluster.network import Network, clear, ours
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_python
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,7 @@ def test_run_starts_every_rank_in_its_namespace_and_ends_all_with_one(tmp_path: 
         "time.sleep(0.3)\n"
         "sys.exit(7)\n"
     )
-    command = [sys.executable, "-m", "benchmarks.cluster", "run", "--shape", "1x1x2", "--rates", "none", "--"]
-    done = subprocess.run(
-        [*command, sys.executable, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = ["-m", "benchmarks.cluster", "run", "--shape", "1x1x2", "--rates", "none", "--", sys.executable]
+    done = run_python(*command, str(script), timeout=60, TMPDIR=str(tmp_path))
     assert done.returncode == 1 and "rank 1 died: exit status 7" in done.stderr
     assert done.stdout == "rank 0 hears 198.18.0.2\n" and ours() == []

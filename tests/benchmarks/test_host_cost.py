@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
-from tests.ranks import LONG, ROOT
+from tests.ranks import LONG, run_python
 
 
 @LONG
 def test_hops_and_launches_of_a_step() -> None:
-    command = [
-        sys.executable,
-        "benchmarks/host_cost.py",
-        *["--presets", "topo", "--layers", "1", "--steps", "1", "--json"],
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("benchmarks/host_cost.py", "--presets", "topo", "--layers", "1", "--steps", "1", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])["topo"]
     assert found["hops"] > 0 and 0 < found["own"] < found["whole"] and found["launches"] > 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from benchmarks.hybrid.__main__ import LAYOUTS, NAIVE, SCHEMES, config_of
 from benchmarks.rows import RESULTS, LayoutRow, read_rows
 from hzero.config import TIERS
 from hzero.parsing import parse_config
-from tests.ranks import LONG, ROOT
+from tests.ranks import LONG, run_python
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -37,16 +34,15 @@ def test_schemes_have_their_codecs(layout: str) -> None:
 @LONG
 def test_a_run_is_stored_once_and_reported(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the train extra is not installed")
-    command = [sys.executable, "-m", "benchmarks.hybrid", "--on", "machine", "--steps", "2", "--layers", "2"]
+    command = ["-m", "benchmarks.hybrid", "--on", "machine", "--steps", "2", "--layers", "2"]
     command += ["--sequences", "8", "--seeds", "4", "--schemes", "hybrid", "--layouts", "tp2-pp2-dp2"]
     command += ["--eval-batches", "2", "--results", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = run_python(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = read_rows(tmp_path / RESULTS)[0]
     assert isinstance(row, LayoutRow) and row.evaluation is not None and 6 < row.evaluation < 8
     assert len(row.step_s) == 2 and row.losses[0] is not None and 6 < row.losses[0] < 8
     assert {"tensor", "pipeline", "gradients", "optimizer"} <= {one.role for one in row.sent}
     assert "## Codecs by parallel dimension" in next((tmp_path / "report").glob("*-hybrid.md")).read_text()
-    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    again = run_python(*command)
     assert again.returncode == 0 and ": there" in again.stdout and len(read_rows(tmp_path / RESULTS)[0]) == 1

@@ -41,18 +41,8 @@ def build(text: str, *flags: str) -> Path:
     """A library of C++ that includes files of hip_kernels. Gone with the process."""
     folder = Path(_scratch().name)
     path = folder / f"{len(list(folder.iterdir()))}.so"
-    command = [
-        compiler(),
-        "-std=c++17",
-        "-O2",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        f"-I{KERNELS}",
-        *flags,
-        *_FLAGS,
-    ]
-    command += ["-x", "c++", "-", "-o", str(path)]
+    command = [compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{KERNELS}"]
+    command += [*flags, *_FLAGS, "-x", "c++", "-", "-o", str(path)]
     done = subprocess.run(command, input=text, cwd=KERNELS, capture_output=True, text=True, check=False)
     if done.returncode and any(word in done.stderr for word in ("lasan", "lubsan", "_Float16")):
         pytest.skip(f"{command[0]} lacks the sanitizers, or _Float16 in C++: {done.stderr.strip().splitlines()[-1]}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from tests.codecs.samples import FLOATS, numbers, same
 from tests.codecs.test_exponents import source_of
 from tests.kernels.cases import KINDS, REFERENCE, Calls, Case, disagreements, random_case
 from tests.kernels.emulated import LIBRARY, EmulatedKernels
-from tests.ranks import LONG
+from tests.ranks import LONG, run_python
 
 CPU = torch.device("cpu")
 ZFP = [RecordFormat.of("zfp", 0, "", rate=rate) for rate in (4, 9, 16, 23)]
@@ -247,7 +245,7 @@ def test_a_forked_process_can_go_on() -> None:
         "    os._exit(not torch.equal(codec.encode([x], [x.numel()]), want))\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 
 from hzero.codecs import host
 from tests.kernels.emulated import build, compiler
-from tests.ranks import LONG, ROOT
+from tests.ranks import LONG, run, run_python
 
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-w")
 #: Flags of the host library's instruction sets, as CMakeLists.txt has them.
@@ -46,15 +43,10 @@ def _library(name: str) -> str:
 @LONG
 @pytest.mark.parametrize("target", [*_SETS, "wave 64"])
 def test_sanitizers_find_nothing(target: str) -> None:
-    runtimes = [
-        subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-        for name in ("libasan.so", "libstdc++.so")
-    ]
+    runtimes = [run(compiler(), f"-print-file-name={name}") for name in ("libasan.so", "libstdc++.so")]
     env = {
-        **os.environ,
         "LD_PRELOAD": " ".join(done.stdout.strip() for done in runtimes),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": str(ROOT),
     }
     if target in _SETS:
         env |= {"HZERO_TESTS_LIBRARY": _library(target), "HZERO_TESTS": ""}
@@ -63,12 +55,9 @@ def test_sanitizers_find_nothing(target: str) -> None:
         env |= {"HZERO_TESTS_CXXFLAGS": " ".join(_SANITIZE)}
         inner, tests = target, "wave and not 32"
 
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        command = (sys.executable, *command)
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
-
     files = ("tests/kernels/test_kernels.py", "tests/kernels/test_hostile_payloads.py")
-    done = run("-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", tests)
+    command = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", tests]
+    done = run_python(*command, timeout=500, **env)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
-    short = run("-c", _SHORT, inner)
+    short = run_python("-c", _SHORT, inner, **env)
     assert short.returncode and "AddressSanitizer: heap-buffer-overflow" in short.stderr, short.stderr[-4000:]
