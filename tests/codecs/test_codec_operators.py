@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +43,7 @@ def messages(codec: Codec, peers: int, inner: int, dtype: torch.dtype) -> torch.
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", SUMMED)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("codec", "dtype"), [*itertools.product(SUMMED, FLOATS), ("exp", torch.bfloat16)])
 @pytest.mark.parametrize(("peers", "inner"), [(1, 1), (1, 3), (2, 1), (3, 2), (7, 3)])
 def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtype, peers: int, inner: int) -> None:
     own = make(codec, scale="fp32")  # sums of products with bf16 scales are often exact, in any order
@@ -69,7 +69,7 @@ def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtyp
 
 @settings(max_examples=40)
 @given(
-    codec=st.sampled_from(SUMMED),
+    codec=st.sampled_from([*SUMMED, "exp"]),
     to=st.builds(
         make,
         codec=st.sampled_from(SUMMED),
@@ -85,16 +85,17 @@ def test_decode_sum_adds_in_the_order_of_the_peers(codec: str, dtype: torch.dtyp
 def test_decode_sum_encode_is_both_in_one(
     codec: str, to: Codec, dtype: torch.dtype, peers: int, rows: tuple[int, int], bad: float | None
 ) -> None:
-    own, target, (inner, outer) = make(codec), to, rows
+    own, (inner, outer) = make(codec), rows
+    dtype = torch.bfloat16 if codec == "exp" else dtype
     source = bucket(inner, dtype)
     if bad is not None:
         source[0][-1] = bad  # in a short block, whose padding must stay out of it
     payload = torch.cat([own.encode(source, CHUNKS, sizes=[inner])] + [messages(own, 1, inner, dtype)] * (peers - 1))
-    got = decode_sum_encode(own, payload, peers, CHUNKS, inner=inner, dtype=dtype, to=target, outer=outer, seed=3)
+    got = decode_sum_encode(own, payload, peers, CHUNKS, inner=inner, dtype=dtype, to=to, outer=outer, seed=3)
     sums = decode_sum(own, payload, peers, CHUNKS, inner=inner, dtype=dtype)
     if to.name == "none":  # in the type of the elements
         sums = [total.to(dtype) for total in sums]
-    want = target.encode(sums, CHUNKS, sizes=[inner], outer=outer, seed=3)
+    want = to.encode(sums, CHUNKS, sizes=[inner], outer=outer, seed=3)
     if to.name == "none" and bad is not None:
         assert torch.equal(got.view(dtype).isnan(), want.view(dtype).isnan())
     else:
@@ -207,10 +208,6 @@ def feedback(residuals: Any, factors: Any) -> object:
     return encode_feedback(INT8, [X], residuals, factors, [10], sizes=[4])
 
 
-def difference(base: Any) -> object:
-    return encode_difference(INT8, [X], base, [10], rows=4)
-
-
 def onto(tensors: Any) -> None:
     decode_onto(INT8, U, tensors, [10], sizes=[1])
 
@@ -222,21 +219,20 @@ def _freed(tensor: torch.Tensor) -> torch.Tensor:
     return gone
 
 
-def decode(payload: torch.Tensor = U, sizes: Any = (1,), dtype: torch.dtype = F) -> object:
-    return INT8.decode(payload, (10,), sizes=sizes, dtype=dtype)
+def decode(payload: torch.Tensor = U, dtype: torch.dtype = F) -> object:
+    return INT8.decode(payload, (10,), sizes=(1,), dtype=dtype)
 
 
-def transcode(peers: int = 1, inner: int = 1, outer: int = 1) -> object:
-    return decode_sum_encode(INT8, U, peers, [10], inner=inner, dtype=F, to=INT8, outer=outer)
+def transcode(peers: int) -> object:
+    return decode_sum_encode(INT8, U, peers, [10], inner=1, dtype=F, to=INT8, outer=1)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
         (lambda: encode(own=EXP), TypeError, r"source\[0\]: found torch.float32, expected bfloat16: codec exp enc"),
-        (lambda: encode(own=EXP, source=[X.half()]), TypeError, r"found torch.float16, expected bfloat16"),
         (lambda: encode_feedback(EXP, [X.bfloat16()], [X], [1.0], [40], sizes=[1]), ValueError, "codec: found 'exp', which"),
-        (lambda: difference([X[:3]]), ValueError, r"base: found \[3\] elements, expected \[40\]"),
+        (lambda: encode_difference(INT8, [X], [X[:3]], [10], rows=4), ValueError, r"base: found \[3\] elements, expected \[40\]"),
         (lambda: onto([X]), ValueError, r"tensors: found \[40\] elements, expected \[10\]"),
         (lambda: onto([X.view(10, 4)[:, 0]]), ValueError, r"tensors\[0\]: found strides \(4,\), expected a contiguous"),
         (lambda: onto([X[:10].long()]), TypeError, "dtype: found torch.int64, expected float32, bfloat16 or float16"),
@@ -255,14 +251,11 @@ def transcode(peers: int = 1, inner: int = 1, outer: int = 1) -> object:
         (lambda: feedback([X[:3]], [1.0]), ValueError, r"residuals\[0\]: found 3 elements, expected none or the 40"),
         (lambda: feedback([], [1.0]), ValueError, "residuals: found 0 for 1 sources"),
         (lambda: decode(U.view(1, -1)), TypeError, "payload: found torch.uint8 of 2 dimensions, expected uint8 of one"),
-        (lambda: decode(U.to(torch.int8)), TypeError, "payload: found torch.int8 of 1 dimensions, expected uint8 of one"),
         (lambda: decode(U[:31]), ValueError, r"payload: found 31 bytes, expected 32: 1 rows of chunks \[10\]"),
         (lambda: decode(X), TypeError, "payload: found torch.float32 of 1 dimensions, expected uint8"),
         (lambda: decode(dtype=torch.int8), TypeError, "dtype: found torch.int8, expected float32"),
-        (lambda: decode(sizes=[2]), ValueError, "payload: found 32 bytes, expected 64"),
         (lambda: transcode(peers=0), ValueError, "peers: found 0, expected at least 1"),
         (lambda: transcode(peers=2), ValueError, "payload: found 32 bytes, expected 64"),
-        (lambda: make("int8").decode(U[:9], [10], dtype=F), ValueError, "payload: found 9 bytes, expected 32"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call: Callable[[], object], error: type[Exception], says: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.codecs.samples import decode_sum, decode_sum_encode, make, same_bits
+from tests.codecs.samples import make, same_bits
 
 EXP = make("exp")
 BF16 = torch.bfloat16
@@ -181,16 +181,3 @@ def test_other_types_are_those_of_bfloat16_converted() -> None:
     assert float((got.float() - x.float()).nan_to_num().abs().max()) <= EXP.error_bound(
         float(x[9:].abs().max()), torch.float16
     )
-
-
-def test_sums_are_those_of_the_decoded_values_in_float32() -> None:
-    parts = [source_of("gradients", 1200, seed) for seed in range(3)]
-    payload = torch.cat([EXP.encode([part], [600], sizes=[2]) for part in parts])
-    want = (parts[0].float() + parts[1].float()) + parts[2].float()
-    assert torch.equal(decode_sum(EXP, payload, 3, [600], inner=2, dtype=BF16)[0], want)
-    before = torch.randn(1200)
-    added = decode_sum(EXP, payload, 3, [600], inner=2, dtype=BF16, into=[before.clone()])[0]
-    assert torch.equal(added, ((before + parts[0].float()) + parts[1].float()) + parts[2].float())
-    to = make("int8", block_size=512)
-    again = decode_sum_encode(EXP, payload, 3, [600], inner=2, dtype=BF16, to=to, outer=2)
-    assert torch.equal(again, to.encode([want], [600], sizes=[2], outer=2))

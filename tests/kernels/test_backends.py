@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import sys
@@ -162,7 +163,7 @@ class _Cupy:
         self.module.cuda.ExternalStream = lambda pointer, index: types.SimpleNamespace(ptr=pointer)
         self.module.cuda.function = types.SimpleNamespace(Module=lambda: self)
         self.module.cuda.nvrtc = types.SimpleNamespace(
-            NVRTCError=_NVRTCError,
+            NVRTCError=RuntimeError,
             getVersion=lambda: (13, 0),
             createProgram=self._create,
             compileProgram=self._compile,
@@ -179,7 +180,7 @@ class _Cupy:
     def _compile(self, program: str, options: tuple[str, ...]) -> None:
         self.compiled.append((program, options))
         if self.error:
-            raise _NVRTCError(self.error)
+            raise RuntimeError(self.error)
 
     def load(self, code: bytes) -> None:
         self.loaded.append(code)
@@ -192,10 +193,6 @@ class _Cupy:
             self._emulated.launch("encode", kernel, bucket, grid[0], torch.device("cpu"))
 
         return start
-
-
-class _NVRTCError(RuntimeError):
-    pass
 
 
 @pytest.fixture(params=["hip", "cuda"])
@@ -211,19 +208,13 @@ def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: _Nothing())
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=4711))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(device, "NATIVE", tmp_path / "native")
     device.DeviceKernels._architecture.cache_clear()
     yield found
     device.DeviceKernels._architecture.cache_clear()
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
 
 
 def _encode(kernels: device.DeviceKernels) -> torch.Tensor:

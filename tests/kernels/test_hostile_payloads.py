@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hzero.codecs import host, reference
+from hzero.codecs import reference
 from hzero.codecs.formats import CODECS, CODED_SCALE_BLOCKS, ROTATIONS, Messages, RecordFormat, Rows
-from hzero.codecs.kernels import KernelBackend
 from tests.codecs.samples import FLOATS, numbers
 from tests.kernels.cases import Calls, compared
-from tests.kernels.emulated import LIBRARY, EmulatedKernels
+from tests.kernels.test_kernels import backend_of
 from tests.ranks import LONG
 
 BACKENDS = ("reference", "host")
@@ -24,16 +22,11 @@ BACKENDS = ("reference", "host")
 COUNTS = (-1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1)
 
 
-@functools.cache
 def _backend(name: str) -> Any:
-    if name == "reference":
-        return reference
-    if name.startswith("wave"):
-        return KernelBackend(EmulatedKernels(int(name.split()[1])))
-    try:
-        return KernelBackend(host.HostLibrary(LIBRARY))
-    except OSError as error:
-        pytest.skip(str(error))
+    backend = reference if name == "reference" else backend_of(name)
+    if isinstance(backend, str):
+        pytest.skip(backend)
+    return backend
 
 
 def _hostile(size: int, draw: random.Random) -> torch.Tensor:
