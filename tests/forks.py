@@ -94,6 +94,14 @@ def torchrun(*arguments: str) -> int:
     return 0
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for whoever adopted it."""
+    stat = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):  # it may end while we read
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 class Command:
     """A running ``hzero`` command, with what tests need of `subprocess.Popen`.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hzero.launch import run_ranks
-from tests.forks import fork, join, run_script, torchrun
+from tests.forks import alive, fork, join, run_script, torchrun
 from tests.ranks import run_python
 
 #: A command of three ranks, whose body knows `rank`, `folder` and `wait`, which waits until all ranks are there.
@@ -158,15 +158,9 @@ def test_a_rank_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert signal.getsignal(signal.SIGTERM) == before and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def _alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for whoever adopted it."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def _all_end(pids: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in pids):
+    while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank lives on"
         time.sleep(0.02)
 

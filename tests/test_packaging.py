@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.ranks import LONG, ROOT
+from tests.ranks import LONG, ROOT, run
 
 COMPILER = shutil.which(os.environ["CXX"]) if os.environ.get("CXX") else shutil.which("c++") or shutil.which("g++")
 HIPCC = shutil.which("hipcc") or shutil.which("hipcc", path="/opt/rocm/bin")
@@ -142,9 +142,7 @@ def _built(kind: str, out: Path, *, root: Path = ROOT, **env: str) -> Path:
 
 
 def _run(command: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=600
-    )
+    done = run(*command, folder=folder, timeout=600, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -203,8 +201,7 @@ def test_a_backend_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
         if backend == "hip" and HIPCC:
             continue
         command = [str(binary), "-S", str(ROOT), "-B", str(tmp_path / backend)]
-        env = {**os.environ, "HZERO_BACKEND": backend, "CXX": "/nowhere/c++"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = run(*command, HZERO_BACKEND=backend, CXX="/nowhere/c++")
         assert done.returncode != 0 and says in " ".join(done.stderr.split())
 
 

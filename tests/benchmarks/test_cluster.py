@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from benchmarks.cluster.network import Network, clear, ours
 from benchmarks.cluster.shape import Cluster
 from hzero.config import BASE_TIERS
 from hzero.validation import ConfigError
+from tests.forks import alive
 from tests.ranks import ROOT, run_python
 
 
@@ -54,13 +53,6 @@ def test_wrong_arguments_are_one_line(arguments: str, says: str, capsys: pytest.
 
 def _sent(cluster: Cluster) -> list[dict[str, int]]:
     return [counters.sent(namespace=cluster.namespace(rank)) for rank in range(cluster.world_size)]
-
-
-def _until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.02)
 
 
 @pytest.mark.usefixtures("emulated_network")
@@ -108,8 +100,10 @@ def test_what_a_killed_process_leaves_is_cleared(capsys: pytest.CaptureFixture[s
     killed = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert killed.stdout
-        left = int(killed.stdout.readline())
-        _until(lambda: namespace.occupants(ours()) == {left: "hzero-r1"}, "a process in the namespace")
+        left, deadline = int(killed.stdout.readline()), time.monotonic() + 20
+        while namespace.occupants(ours()) != {left: "hzero-r1"}:
+            assert time.monotonic() < deadline, "waited 20 s for a process in the namespace"
+            time.sleep(0.02)
         with (
             pytest.raises(ConfigError, match=f"in use by process {killed.pid}"),
             Network(Cluster.from_text("1x1x2", "none")),
@@ -120,13 +114,7 @@ def test_what_a_killed_process_leaves_is_cleared(capsys: pytest.CaptureFixture[s
         killed.wait()
     assert "hzero-r1" in ours()
     assert main(["down"]) == 0
-    assert ours() == [] and not _alive(left) and f"removed: process {left} in hzero-r1" in capsys.readouterr().out
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
+    assert ours() == [] and not alive(left) and f"removed: process {left} in hzero-r1" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("emulated_network")

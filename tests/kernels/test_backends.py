@@ -301,26 +301,22 @@ def test_devices_and_packages_that_do_not_fit_are_named(cupy: _Cupy, monkeypatch
         why()
 
 
-def _one_more(add_up: Any) -> Any:
-    """A call whose sums are wrong."""
-
-    def wrong(payload: torch.Tensor, sums: list[torch.Tensor]) -> None:
-        add_up(payload, sums)
-        sums[0].add_(1)
-
-    return wrong
-
-
 # ---- hzero doctor ---------------------------------------------------------------------------------------------------
 
 
 def test_doctor_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong:
-        def __getattr__(self, name: str) -> Any:
-            prepare = getattr(reference, name)
-            return (lambda *how: _one_more(prepare(*how))) if name == "summer" else prepare
+    def summer(*how: Any) -> Any:
+        add_up = reference.summer(*how)
 
-    monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice("host", Wrong(), "a test"))
+        def one_more(payload: torch.Tensor, sums: list[torch.Tensor]) -> None:
+            add_up(payload, sums)
+            sums[0].add_(1)
+
+        return one_more
+
+    wrong = types.ModuleType("wrong")
+    vars(wrong).update(vars(reference), summer=summer)
+    monkeypatch.setattr(backends, "choice", lambda kind: backends.Choice("host", wrong, "a test"))
     findings: list[Any] = []
     (row,) = examine_codecs(findings)
     assert row["tried"] == "WRONG" and {status for status, _ in findings} == {2}
