@@ -17,7 +17,6 @@ LONGEST = (
     "deepspeed/test_adoption.py",
     "examples/test_examples.py",
     "clients/test_resume.py",
-    "faults/test_qlora.py",
     "train/test_train.py",
     "kernels/test_kernels.py",
     "faults/test_stops.py",

@@ -1,4 +1,4 @@
-"""The clients of DeepSpeed under hzero, on four ranks: one launch for all of them. docs/clients.md is their table."""
+"""The clients of DeepSpeed under hzero, on four ranks, and QLoRA on two: one launch for each. docs/clients.md is their table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.ranks import ROOT, collect, on_ranks
 
 needs_clients = pytest.mark.skipif(
-    not all(map(find_spec, ("transformers", "accelerate", "lightning", "trl", "peft", "datasets"))),
+    not all(map(find_spec, ("transformers", "accelerate", "lightning", "trl", "peft", "datasets", "bitsandbytes"))),
     reason="a client is not installed; the extra `clients` has all of them",
 )
 
@@ -24,7 +24,7 @@ CHECKS = (
 )
 
 
-test_client = needs_clients(on_ranks({4: CHECKS}))
+test_client = needs_clients(on_ranks({4: CHECKS, 2: ("tests.clients.qlora_checks",)}))
 
 
 def test_the_table_names_every_check() -> None:
