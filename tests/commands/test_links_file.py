@@ -21,6 +21,7 @@ from hzero.plan.links_file import (
     tier_rate,
     write_links,
 )
+from hzero.plan.scenario import read_scenario
 from hzero.validation import ConfigError
 
 
@@ -121,21 +122,29 @@ def test_broken_files_are_named_with_the_key(tmp_path: Path, key: str, value: An
     assert "\n" not in str(error.value)
 
 
-def plan(path: Path, *overrides: str) -> int:
-    arguments = overrides or ("topology.nodes=2", "topology.gpus_per_node=1", "topology.gcds_per_gpu=2")
-    return main(["plan", "model=gpt_neox_1m", *arguments, "--links", str(path), "--json"])
-
-
 def test_a_plan_takes_measured_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "links.json"
-    write_links(path, links())
-    assert plan(path) == 0
+    path, frontier = tmp_path / "links.json", ["model=gpt_neox_20b", "topology=frontier"]
+    rates = {"gcd": 150.0, "gpu": 70.0, "node": 9.0}
+    tiers = {tier: {"gb_s": rate, "latency_us": 30.0} for tier, rate in rates.items()}
+    write_links(path, links(grid={"gcd": 2, "gpu": 4, "node": 2}, tiers=tiers, rows=[]))
+    profile = read_scenario([*frontier, "topology.nodes=48"], path).machine.profile
+    assert (profile.value("net_rails_gb_s"), profile.value("launch_us")) == (72.0, 30.0)
+    assert profile.sources["given"].kind == "measured"
+    plan = ["plan", *frontier, "nodes=48", "--links"]
+    assert main([*plan, str(path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    for tier in ("gcd", "node"):
+    assert result["rates_gb_s"] == rates and result["links"]["date"] == links().date
+    for tier, rate in rates.items():
         wire = sum(entry["wire_bytes"] for entry in result["traffic"] if entry["tier"] == tier)
-        assert result["link_seconds"][tier] == pytest.approx(wire / (links().tiers[tier].gb_s * 1e9))
-    assert set(result["link_seconds"]) == {"gcd", "node"} and result["links"]["date"] == links().date
-    assert plan(path, "topology=emulated_2x2x2") == 2
-    assert f"{path}: tiers.gpu: missing" in capsys.readouterr().err
-    assert plan(tmp_path / "none.json") == 2
-    assert "none.json: cannot be read" in capsys.readouterr().err
+        assert result["link_seconds"][tier] == pytest.approx(wire / (rate * 1e9))
+    assert main([*plan, str(path)]) == 0
+    assert f"measured {links().date} on 2 node x 4 gpu x 2 gcd, gloo" in " ".join(capsys.readouterr().out.split())
+    inside = tmp_path / "one.json"
+    del tiers["node"]
+    write_links(inside, links(grid={"gcd": 2, "gpu": 4, "node": 1}, tiers=tiers, rows=[]))
+    for file, says in (
+        (inside, "tiers.node: missing, and the plan's grid"),
+        (tmp_path / "none.json", "cannot be read"),
+    ):
+        assert main([*plan, str(file)]) == 2
+        assert f"{file}: {says}" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from hzero.plan.scenario import read_scenario
 from hzero.plan.search import node_counts
 from hzero.plan.shards import ShardPlan
 from hzero.plan.step import predict
-from hzero.validation import ConfigError
 
 FRONTIER = ["model=gpt_neox_20b", "topology=frontier"]
 
@@ -86,34 +85,6 @@ def test_what_deepspeed_is_told_to_keep_and_to_gather_ahead() -> None:
     told = [f"deepspeed.zero_optimization.stage3_{key}" for key in keys]
     job = read_scenario(["model=gpt_neox_4m", "train.dtype=bf16", *told]).job
     assert (job.prefetch, job.reuse, job.ahead, job.itemsize) == (800_000, 7, 0, 2)
-
-
-def _links(path: Path, **tiers: float) -> Path:
-    sizes = {"gcd": 2, "gpu": 4, "node": 2}
-    content = {
-        "schema": "hzero-links-1", "date": "2026-11-22", "machine": {}, "versions": {}, "backend": "nccl", "device": "cuda",
-        "codecs": "device", "launcher": "", "settings": {}, "rows": [],
-        "grid": {tier: sizes[tier] if tier in tiers else 1 for tier in sizes},
-        "tiers": {tier: {"gb_s": rate, "latency_us": 30.0} for tier, rate in tiers.items()},
-    }  # fmt: skip
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_measured_links_replace_those_of_topology_and_profile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    links = _links(tmp_path / "links.json", gcd=150.0, gpu=70.0, node=9.0)
-    profile = read_scenario([*FRONTIER, "topology.nodes=48"], links).machine.profile
-    assert (profile.value("net_rails_gb_s"), profile.value("launch_us")) == (72.0, 30.0)
-    assert profile.sources["given"].kind == "measured"
-    result = _json(capsys, *FRONTIER, "nodes=48", "--links", str(links))
-    assert result["rates_gb_s"] == {"gcd": 150.0, "gpu": 70.0, "node": 9.0}
-    text = _text(capsys, *FRONTIER, "nodes=48", "--links", str(links))
-    assert "measured 2026-11-22 on 2 node x 4 gpu x 2 gcd, nccl" in text
-    inside = _links(tmp_path / "one.json", gcd=150.0, gpu=70.0)
-    with pytest.raises(ConfigError, match=r"one\.json: tiers\.node: missing, and the plan's grid"):
-        read_scenario([*FRONTIER, "topology.nodes=48"], inside)
 
 
 LLAMA = {
