@@ -66,6 +66,7 @@ def test_show_a_preset_as_tables_and_as_json(capsys: pytest.CaptureFixture[str])
     assert list(shown) == ["tiers", "source", "devices", "links", "nics", "remarks"]
     assert [tier["size"] for tier in shown["tiers"]] == [2, 1, 4, 1]
     assert shown["tiers"][0] == {"name": "gcd", "size": 2, "groups": [[0, 1], [2, 3], [4, 5], [6, 7]], "gb_s": 200.0}
+    assert [tier["gb_s"] for tier in shown["tiers"]] == [200.0, None, 50.0, 12.5]
     assert shown["devices"][5]["bus"] == "0000:d6:00.0"
     assert shown["links"][0] == {"a": 0, "b": 1, "kind": "xgmi", "count": 4, "gb_s": 200.0}
 

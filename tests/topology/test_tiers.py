@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, Nic, bus_id
+from hzero.topology.machine import AmbiguousTopologyError, Device, Link, Machine, bus_id
 from hzero.topology.tiers import packages_of, tiers_of
 from hzero.validation import ConfigError
 from tests.topology.trees import FRONTIER_LINKS
@@ -28,16 +28,6 @@ def machine(count: int, pairs: dict[int, list[tuple[int, int]]], kind: str = "gf
 
 def sizes(node: Machine) -> dict[str, int]:
     return {tier.name: tier.size for tier in tiers_of(node)}
-
-
-def test_tiers_of_a_frontier_node() -> None:
-    nics = tuple(Nic(f"hsn{index}", kind="cxi", gb_s=25.0) for index in range(4))
-    tiers = tiers_of(machine(8, FRONTIER, nics=nics))
-    assert [tier.name for tier in tiers] == ["gcd", "hive", "gpu", "node"]
-    by_name = {tier.name: tier for tier in tiers}
-    assert by_name["gcd"].groups == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert by_name["gpu"].groups == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert [by_name[name].gb_s for name in ("gcd", "gpu", "node")] == [200.0, 50.0, 12.5]
 
 
 def test_groups_hold_devices_at_the_same_position_whatever_their_numbers() -> None:
