@@ -35,12 +35,6 @@ GRID = Grid(48, 4, 2)
 NUMELS = st.lists(st.integers(1, 3000), min_size=1, max_size=5)
 
 
-def _gpt_neox(h: int, layers: int, vocab: int) -> list[int]:
-    """Elements of every parameter of a GPT-NeoX of hidden size ``h``."""
-    layer = [h, h, h, h, 3 * h * h, 3 * h, h * h, h, 4 * h * h, 4 * h, 4 * h * h, h]
-    return [vocab * h, *layer * layers, h, h, vocab * h]
-
-
 def _walk(
     plan: ShardPlan, numels: list[int], itemsize: int, accumulation: int, fetches: int
 ) -> dict[tuple[str, str], int]:
@@ -127,7 +121,7 @@ def test_zero3_sends_everything_but_one_shard_over_every_link_of_its_ring() -> N
 def test_link_times_of_zero3_on_frontier() -> None:
     """20.55 x 10^9 weights of 2 bytes, three collectives, NICs of 100 GB/s per node: 41.1 GB x 3 x 383 / 384 / 100 GB/s."""
     grid, rates = Grid(48, 4, 2), {"gcd": 200.0, "gpu": 50.0, "node": 12.5}
-    numels = _gpt_neox(6144, layers=44, vocab=50432)
+    numels = read_scenario(["model=gpt_neox_20b"]).job.model.numels
     seconds = link_seconds(step_traffic(ZERO3, grid, numels), rates)
     m = 2 * 20_554_567_680
     assert seconds["node"] == pytest.approx(3 * m * 383 / 384 / 100e9, rel=1e-3) == pytest.approx(1.23, abs=0.01)
