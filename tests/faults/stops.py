@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import hzero
 from hzero import manifest
+from tests.deepspeed.training import ds_config, engine_of
 
 way, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 limit = {"time": 66.0, "slurm": None}.get(way, 3600.0)  # a save may take 60 s, half as long again, and leaving 5 s
 if way == "slurm":
     os.environ["SLURM_JOB_END_TIME"] = str(int(time.time()) + 60)
@@ -33,15 +33,7 @@ deepspeed.init_distributed("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.GELU(), torch.nn.Linear(500, 8))
-engine = deepspeed.initialize(
-    model=model,
-    model_parameters=model.parameters(),
-    config={
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, "hzero": {"preset": "lossless", "checkpoint": {}}},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    },
-)[0]
+engine = engine_of(ds_config({"preset": "lossless", "checkpoint": {}}), model)
 if hzero.newest_checkpoint(folder) is not None:
     engine.load_checkpoint(str(folder))
     if rank == 0:

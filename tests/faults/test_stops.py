@@ -14,8 +14,10 @@ from tests.faults.launch import run
 FAILED = 1
 
 
-def _launch(way: str, folder: Path, run_folder: Path, status: int) -> str:
-    run_folder.mkdir()
+def _launch(way: str, folder: Path, status: int) -> str:
+    run_folder = folder.with_name(way)
+    for one in (folder, run_folder):
+        one.mkdir(exist_ok=True)
     return run("stops.py", way, str(folder), folder=run_folder, ranks=3, status=status, timeout=200)
 
 
@@ -25,8 +27,7 @@ def _launch(way: str, folder: Path, run_folder: Path, status: int) -> str:
 def test_ranks_stop_after_the_same_step_and_save(way: str, step: int, reason: str, tmp_path: Path) -> None:
     """Signals reach some ranks only, at different moments of a step."""
     folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    text = _launch(way, folder, tmp_path / "first", FAILED)
+    text = _launch(way, folder, FAILED)
     assert [(folder / f"end{rank}").read_text() for rank in range(3)] == [f"{step} {reason} SystemExit(75)"] * 3
     why = "the time is nearly over" if reason == "time" else reason
     assert text.count(f"hzero: {why}: the ranks stop after this step") == 1
@@ -34,32 +35,30 @@ def test_ranks_stop_after_the_same_step_and_save(way: str, step: int, reason: st
     assert "exitcode  : 75" in text and "exitcode  : -" not in text, text
     assert hzero.newest_checkpoint(folder) == str(folder / f"global_step{step}")
     if way == "signals":
-        text = _launch("no", folder, tmp_path / "second", 0)
+        text = _launch("no", folder, 0)
         assert text.index("goes on after step 3") < text.index("step 4") < text.index("trained")
         assert "\nstep 3\n" not in text
 
 
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    text = _launch("killed", folder, tmp_path / "first", FAILED)
+    text = _launch("killed", folder, FAILED)
     assert "step 2" in text and "step 3" not in text
     assert sorted(path.name for path in folder.glob("*global_step*")) == [".global_step2.partial", "global_step1"]
-    text = _launch("no", folder, tmp_path / "second", 0)
+    text = _launch("no", folder, 0)
     assert text.index("goes on after step 1") < text.index("step 2") < text.index("trained")
 
 
 def test_a_full_disk_on_one_rank_is_one_line_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    text = _launch("full", folder, tmp_path / "first", FAILED)
+    text = _launch("full", folder, FAILED)
     line = f"hzero: error: '{folder}/global_step2' could not be saved: "
     assert text.count("could not be saved") == 1 and line in text, text
     assert (
         "File too large (rank 1); earlier checkpoints are unchanged" in text and "Traceback" not in text.split(line)[0]
     )
     assert [path.name for path in folder.glob("*global_step*")] == ["global_step1"]
-    assert "goes on after step 1" in _launch("no", folder, tmp_path / "second", 0)
+    assert "goes on after step 1" in _launch("no", folder, 0)
 
 
 @pytest.mark.skipif(
