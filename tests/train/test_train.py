@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +22,8 @@ import pytest
 from hzero import cli
 from hzero.commands.experiment import compose
 from hzero.plan.collectives import step_traffic
-from tests.forks import fork, join, torchrun
-from tests.ranks import LONG, ROOT
+from tests.forks import Command, fork, join, torchrun
+from tests.ranks import LONG, ROOT, environment, mpiexec
 
 pytest.importorskip("datasets")
 
@@ -254,17 +253,17 @@ def test_tensor_groups_of_autotp(place: Path) -> None:
 def test_a_stopped_run_goes_on(place: Path) -> None:
     """SIGUSR1, as a batch system sends it before the time is over."""
     given = ("run.name=stopped", "resume=auto", "checkpoint.every=0", *ONE)
-    out, err = place / "stop.txt", place / "stop.err"
-    process = fork(
-        _main, ["train", *overrides(*given, "train.steps=100000")], 0o022, folder=place, env={}, out=out, err=err
-    )
-    deadline = time.monotonic() + 120
-    while "step 1/" not in (out.read_text() if out.exists() else "") and time.monotonic() < deadline:
-        assert process.exitcode is None, err.read_text()
-        time.sleep(0.2)
-    os.kill(process.pid or 0, signal.SIGUSR1)
-    join(process, 120)
-    assert process.exitcode == 75, err.read_text()
+    command = ["train", *overrides(*given, "train.steps=100000")]
+    with Command(command, place, place / "stop", {}) as running:
+        deadline = time.monotonic() + 120
+        while (
+            "step 1/" not in (running.out.read_text() if running.out.exists() else "") and time.monotonic() < deadline
+        ):
+            assert running.poll() is None, running.err.read_text()
+            time.sleep(0.2)
+        running.send_signal(signal.SIGUSR1)
+        status, _, errors = running.finish(120)
+    assert status == 75, errors
     before = summary(place / "runs" / "stopped")
     assert before["status"] == "stopped" and before["steps"] >= 1 and before["eval_loss"] is None
     for steps in (0, 2):  # without a step, evaluation and model are left
@@ -296,13 +295,10 @@ def test_ranks_of_torchrun(place: Path) -> None:
 
 @LONG
 def test_ranks_of_mpiexec(place: Path) -> None:
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if mpiexec is None:
-        pytest.skip("no mpiexec: pip install mpich")
     done = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, "-m", "hzero", *_of_launcher("mpiexec")],
+        [mpiexec(), "-n", "2", sys.executable, "-m", "hzero", *_of_launcher("mpiexec")],
         cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=180,
