@@ -137,24 +137,16 @@ _FILES = {
     "SlurmctldLogFile": "slurmctld.log",
     "SlurmdLogFile": "slurmd.%n.log",
 }
+#: Beside Slurm's defaults.
 _SETTINGS = {
-    "AuthType": "auth/munge",
     "ProctrackType": "proctrack/linuxproc",  # without cgroups
-    "TaskPlugin": "task/none",
-    "MpiDefault": "none",
     "SelectType": "select/cons_tres",
     "SelectTypeParameters": "CR_Core",
     "ReturnToService": "2",
     "SlurmdParameters": "config_overrides",  # nodes have the processors that they say
-    "AccountingStorageType": "accounting_storage/none",
-    "JobCompType": "jobcomp/none",
-    "JobAcctGatherType": "jobacct_gather/none",
-    "SwitchType": "switch/none",
     "GresTypes": "gpu",
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1",
-    "MinJobAge": "300",  # finished jobs are shown for so long
     "KillWait": "20",
-    "OverTimeLimit": "0",
     "SlurmdTimeout": "10",
 }
 
