@@ -1,0 +1,88 @@
+"""DeepSpeed's ``comms_logger``, whose summary has the bytes of hzero's hops. Run by test_kinds.py on 4 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger
+
+import hzero
+from tests.deepspeed.training import ds_config, engine_of, train
+
+
+def _example(engine: Any) -> torch.Tensor:
+    return torch.randn(1, 40, dtype=engine.module[0].weight.dtype)
+
+
+def _trained(block: dict[str, Any], wide: bool = False, **changes: Any) -> Any:
+    """An engine after two steps of two micro-steps; ``wide``: exponents of the shard of rank 1 do not fit codec ``exp``."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 98), torch.nn.GELU(), torch.nn.Linear(98, 17))
+    if wide:
+        shard = model[0].weight.data.view(4, -1)[1]
+        shard *= torch.exp2(torch.randint(-90, 1, shard.shape).float())
+    optimizer = {"params": {"lr": 1e-5, "torch_adam": True}}
+    engine = engine_of(ds_config(block, 2, optimizer=optimizer, gradient_clipping=0.0, **changes), model)
+    train(engine, 2, 2, loss_of=lambda engine, *_: engine(_example(engine)).float().square().mean())
+    return engine
+
+
+def _differing(engine: Any) -> set[str]:
+    """The names of rows in which ranks differ. The logger has every hop of the wire log, with its bytes.
+
+    Rows in which ranks differ have the bytes of the rank that has received most.
+    """
+    logged = {name: sizes for name, sizes in comms_logger.comms_dict.items() if name.startswith("hzero ")}
+    own = {
+        f"hzero {e.role}, {e.tier}, {e.codec}": (e.wire_bytes, e.hops)
+        for e in hzero.state(engine).wire_log.entries()
+        if e.wire_bytes
+    }
+    every: list[dict[str, tuple[int, int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    assert logged.keys() == set().union(*every), (logged.keys(), every)
+    for row, sizes in logged.items():
+        counted = [each.get(row, (0, 0)) for each in every]
+        assert sum(size * found[0] for size, found in sizes.items()) == max(counted)[0], (row, sizes, counted)
+        if len(set(counted)) == 1:
+            assert sum(found[0] for found in sizes.values()) == counted[0][1], row
+    return {row for row in logged if len({each.get(row) for each in every}) > 1}
+
+
+def check_the_summary_has_the_bytes_on_the_wire() -> None:
+    """At last a shard of one rank does not fit codec ``exp``: all ranks go on without."""
+    topo = {"preset": "topo", "topology": {"gpus_per_node": 1, "gcds_per_gpu": 2}}
+    exp = {"preset": "lossless", "codecs": {"weights": "exp"}, "topology": {"nodes": 2, "gpus_per_node": 2}}
+    logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
+        _trained({"preset": "topo"}).destroy()
+        assert not comms_logger.comms_dict
+        engine = _trained(topo, comms_logger=logger)
+        assert not _differing(engine)
+        with torch.no_grad():
+            engine(_example(engine))
+        hzero.state(engine).settle()
+        assert not _differing(engine)
+        deepspeed.comm.log_summary(show_straggler=True)
+        engine.destroy()
+        comms_logger.comms_dict.clear()
+        engine = _trained(exp, wide=True, bf16={"enabled": True}, comms_logger=logger)
+        assert not _differing(engine)
+        assert comms_logger.comms_dict.keys() >= {"hzero weights, node, exp", "hzero weights, node, none"}
+        deepspeed.comm.log_summary(show_straggler=True)
+        engine.destroy()
+    comms_logger.enabled = False
+    if dist.get_rank() == 0:
+        starts = [line for line in said.getvalue().splitlines() if line.startswith("hzero: topo on ")]
+        assert [line.partition("; ")[0].removeprefix("hzero: topo on ") for line in starts] == [
+            "1 node x 4 GPUs x 1 GCD (CPU ranks, no topology declared)",
+            "2 nodes x 1 GPU x 2 GCDs",
+        ]
+        _, summary, _, unfit, stragglers = printed.getvalue().split("Comm. Op")
+        assert "\nhzero weights, node, int8\n" in summary and "\nhzero gradients, node, int4\n" in summary
+        assert "\nhzero weights, node, none\n" in unfit and "\nhzero weights, node, none\n" in stragglers
