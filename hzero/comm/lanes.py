@@ -391,8 +391,13 @@ class Lanes:
                     self._broken.pop(lane, None)
 
     def drain(self) -> None:
-        """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one."""
+        """Waits for all chains in flight, which all ranks must do, since a hop needs its peers. Raises the error of one.
+
+        On a device the current stream waits: memory that is freed afterwards is used again behind them.
+        """
         self.place()
+        if self.streams is not None:
+            self.streams.join()
         while under_way := [chain for chain in list(self._running) if not chain.done]:
             for chain in under_way:
                 chain.wait()
