@@ -3,7 +3,7 @@
 No other module depends on the version. ``releases.json`` lists the methods that are overridden, wrapped or called, with the
 arguments that are relied on and the hash of the source in every tested release, and the attributes that are read. A method
 that is missing or has other arguments is an error. A changed body is a warning of ``hzero doctor``, and fails a test:
-``scripts/deepspeed-sources`` adds a release to the list, once the change has been read.
+``scripts/deepspeed_sources.py`` adds a release to the list, once the change has been read.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ def test_a_deepspeed_that_differs_is_unusable(monkeypatch: pytest.MonkeyPatch) -
     findings: list[Any] = []
     assert examine_deepspeed(findings).startswith(f"{metadata.version('deepspeed')}: stage 3 is supported")
     assert not findings, (
-        "a release whose sources have changed: read the changes, then scripts/deepspeed-sources adds it"
+        "a release whose sources have changed: read the changes, then scripts/deepspeed_sources.py adds it"
     )
     body = "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step"
     with monkeypatch.context() as changed:

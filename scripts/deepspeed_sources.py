@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Adds releases of DeepSpeed to hzero/deepspeed/releases.json: scripts/deepspeed-sources VERSION=FOLDER...
+"""Adds releases of DeepSpeed to hzero/deepspeed/releases.json: scripts/deepspeed_sources.py VERSION=FOLDER...
 
 FOLDER holds the package ``deepspeed``, as an unpacked source archive or site-packages does. Read what has changed first: the
 methods that are listed are those that hzero overrides, wraps or calls.
