@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import hzero
+from hzero.deepspeed import versions
 from tests.clients.cells import Run, llama, samples
 from tests.clients.config import ACCUMULATION, BATCH, STEPS, config_of
 from tests.clients.trainer_checks import ARGUMENTS, logged
@@ -68,8 +69,9 @@ def _trained(client: str, preset: str | None) -> tuple[Run, set[str]]:
 
 
 def check_qlora() -> None:
-    """In Trainer with codes in bytes, and in TRL with codes in bfloat16."""
-    for client, rounding in (("Trainer", 1e-6), ("SFTTrainer", 2e-4)):
+    """In Trainer with codes in bytes, and in TRL with codes in bfloat16, which recomputes: stock 0.18.9 fails there."""
+    clients = {"Trainer": 1e-6} | ({"SFTTrainer": 2e-4} if versions.installed() >= (0, 19) else {})
+    for client, rounding in clients.items():
         stock, _ = _trained(client, None)
         for preset, tolerance, codecs in (("lossless", rounding, {"none"}), ("topo", 0.01, {"int8", "none"})):
             run, sent = _trained(client, preset)
