@@ -75,14 +75,7 @@ def run_rank(experiment: Experiment, corpus: Corpus, folder: Path, resume: str |
         partition = sum(experiment.numels) >= ZERO_INIT_FROM
     arguments = TrainingArguments(**_arguments(experiment, folder))
     model = build_model(experiment, arguments, corpus.tokenizer, partition)
-    trainer = ShardTrainer(
-        model,
-        arguments,
-        train_dataset=corpus.train,
-        eval_dataset=corpus.evaluation,
-        processing_class=corpus.tokenizer,
-        data_collator=_batch,
-    )
+    trainer = ShardTrainer(model, arguments, **_data(corpus))
     trainer.remove_callback(PrinterCallback)
     meter = _Meter(trainer)
     for callback in (meter, _Progress(), _Sample(experiment, trainer), stop):
@@ -134,14 +127,7 @@ def check(experiment: Experiment, corpus: Corpus) -> None:
         with _refused("trainer"):
             given = {**_arguments(experiment, Path(folder)), **changes, "remove_unused_columns": False}
             arguments = TrainingArguments(**given)
-            trainer = Trainer(
-                model,
-                arguments,
-                train_dataset=corpus.train,
-                eval_dataset=corpus.evaluation,
-                processing_class=corpus.tokenizer,
-                data_collator=_batch,
-            )
+            trainer = Trainer(model, arguments, **_data(corpus))
             trainer.get_train_dataloader()
             trainer.create_optimizer_and_scheduler(arguments.max_steps)
     with _refused("deepspeed"):
@@ -177,6 +163,16 @@ def _arguments(experiment: Experiment, folder: Path) -> dict[str, Any]:
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": experiment.deepspeed_config(),
         **experiment["trainer"],
+    }
+
+
+def _data(corpus: Corpus) -> dict[str, Any]:
+    """Arguments of ``Trainer`` that are about the text."""
+    return {
+        "train_dataset": corpus.train,
+        "eval_dataset": corpus.evaluation,
+        "processing_class": corpus.tokenizer,
+        "data_collator": _batch,
     }
 
 
