@@ -384,8 +384,8 @@ class Bound:
             seed: Seed of stochastic rounding; where copies are encoded again it has to be the same on all ranks.
             own_seed: Seed of the first encoding; None takes the same.
             scale: Loss scale of gradients; residuals are converted to it.
-            into: Float32 tensors like the result, to which the last sum adds what it receives, asked for when it has arrived;
-                None makes new ones.
+            into: Tensors like the result, asked for when it has arrived: the last step adds sums to them, or writes what it
+                decodes into them. None makes new ones.
             after: Chains that make what ``read`` reads.
             patient: Whether the hops make way for those of later programs, see `Lanes.submit`.
             lost: Takes what codec ``exp`` could not hold, for a chain that comes after this one to tell of: the hops of both
@@ -557,11 +557,12 @@ class Bound:
         rows = order.rows
         room = Floats(bucket.dtype, [rows * chunk for chunk in bucket.chunks])
         if order.table is None:
-            return _Local(lambda message, out, *_: decode(message, out), room)
+            return _Local(lambda message, out, _, call: decode(message, call.into() if out is None else out), room)
 
-        def in_order(message: torch.Tensor, *_: Any) -> list[torch.Tensor]:
-            places = self._own.table(order, device)[1]
-            return [tensor.view(rows, -1)[places].view(-1) for tensor in decode(message)]
+        def in_order(message: torch.Tensor, _: Any, __: int, call: Call) -> list[torch.Tensor]:
+            places, into = self._own.table(order, device)[1], call.into()
+            tensors = [tensor.view(rows, -1)[places].view(-1) for tensor in decode(message)]
+            return tensors if into is None else [place.copy_(tensor) for place, tensor in zip(into, tensors)]
 
         return _Local(in_order, None)
 

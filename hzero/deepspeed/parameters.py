@@ -16,11 +16,10 @@ from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.utils import z3_leaf_module
 
-from hzero.comm import Collectives, DeviceStreams, lasting
+from hzero.comm import lasting
 from hzero.engine.parameter import Parameter, Route
 from hzero.engine.weights import Unsharded, Weights
 
@@ -33,9 +32,9 @@ class Managed:
     """One parameter that an engine gathers; the parameter has it as its attribute ``hzero``.
 
     Attributes:
-        owner: The parameters of its engine.
         param: The parameter, with DeepSpeed's attributes.
         weight: The same for `hzero.engine`.
+        owner: The parameters of its engine.
         stock: DeepSpeed's functions that are replaced, by name.
         own: The functions in their place.
         decoded: Whether ``param.data``, while it is available, came through a codec.
@@ -43,10 +42,10 @@ class Managed:
         part: The gathered parameter, until a handle takes it or the unit's turn is over.
     """
 
-    owner: Parameters
     param: ZeroParameter
     weight: Parameter
-    stock: dict[str, Any]
+    owner: Parameters = field(init=False)
+    stock: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     decoded: bool = False
     unit: Unit | None = None
@@ -97,51 +96,57 @@ def managed_of(params: Iterable[ZeroParameter]) -> list[Managed]:
     return [param.hzero for param in params if hasattr(param, "hzero")]
 
 
+def managed_parameters(
+    module: torch.nn.Module, routes: Mapping[torch.nn.Parameter, Route], codes: Collection[torch.nn.Parameter]
+) -> dict[int, Managed]:
+    """The parameters of a model, by key, before an engine attaches itself to them.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed.
+        routes: How each parameter travels, see `hzero.engine.parameter.routes_of`.
+        codes: Parameters that travel by their bytes.
+    """
+    found: dict[int, Managed] = {}
+    for name, param in module.named_parameters():
+        dtype = torch.uint8 if param in codes else param.ds_tensor.dtype  # type: ignore[attr-defined]
+        key = param.ds_id  # type: ignore[attr-defined]
+        found[key] = Managed(param, Parameter(key, name, 0, dtype, routes[param], partial(_shard, param, dtype)))
+        _measure(found[key])
+    return found
+
+
 class Parameters:
     """The parameters of one engine.
 
     Args:
         module: The model, its parameters partitioned by DeepSpeed.
-        collectives: The engine's tiered collectives.
-        routes: How each parameter travels, see `hzero.engine.parameter.routes_of`.
-        codes: Parameters that travel by their bytes.
-        bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
+        managed: Its parameters, by key.
+        resident: The engine's resident weights.
         layers: Modules whose parameters are gathered together.
 
     Attributes:
-        resident: The engine's resident weights.
+        resident: As given.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        collectives: Collectives,
-        routes: Mapping[torch.nn.Parameter, Route],
-        codes: Collection[torch.nn.Parameter],
-        bucket_numel: int,
+        managed: dict[int, Managed],
+        resident: Weights,
         layers: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._module, self._collectives = module, collectives
+        self._module, self._managed, self.resident = module, managed, resident
         self._exact = self._evaluating = False  # see `exact` and `follow_mode`
-        self._managed: dict[int, Managed] = {}
-        for name, param in module.named_parameters():
-            dtype = torch.uint8 if param in codes else param.ds_tensor.dtype  # type: ignore[attr-defined]
-            key = param.ds_id  # type: ignore[attr-defined]
-            weight = Parameter(key, name, 0, dtype, routes[param], partial(_shard, param, dtype))
-            self._managed[key] = managed = Managed(self, param, weight, {})
-            _measure(managed)
-            managed.attach(
+        for one in managed.values():
+            one.owner = self
+            one.attach(
                 {
                     "all_gather_coalesced": self.gather,
-                    "all_gather": partial(self._all_gather, managed),
-                    "partition": partial(self._partition, managed),
+                    "all_gather": partial(self._all_gather, one),
+                    "partition": partial(self._partition, one),
                 }
             )
-        accelerator = get_accelerator()
-        streams = None if accelerator.is_synchronized_device() else DeviceStreams(accelerator)
         self._all = dict(self._managed)  # with those that a later engine has taken over
-        weights = [managed.weight for managed in self._all.values()]
-        self.resident = Weights(collectives, weights, bucket_numel, streams)
         self._units = units = Units()
         form_units(module, layers, self._managed)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
@@ -163,7 +168,7 @@ class Parameters:
         for hook in self._hooks:
             hook.remove()
         try:
-            self._collectives.lanes.drain()
+            self.resident.collectives.lanes.drain()
         finally:
             for managed in list(self._managed.values()):
                 self._release(managed)
@@ -195,14 +200,14 @@ class Parameters:
 
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
-        for managed in self._managed.values():
-            managed.forget()
+        self.forget()
         self.resident.drop()
 
-    def fall_back(self) -> None:
-        """From now on weights travel without codecs that may fail. All ranks must call this alike."""
-        self._put_away_all()
-        self.resident.fall_back()
+    def forget(self) -> None:
+        """Lets go of all that is gathered or under way, since all weights have changed."""
+        for managed in self._managed.values():
+            managed.forget()
+        self._units.drop()
 
     def primary_bytes(self) -> int:
         """Memory of the primary shards on this rank, in bytes."""
@@ -220,7 +225,7 @@ class Parameters:
         try:
             yield
         finally:
-            self._put_away_all()
+            self.put_away_all()
             self._exact = before
         self.gather_kept_whole()
 
@@ -238,9 +243,10 @@ class Parameters:
         """If the mode has changed, puts away what the other mode has left available. No collective."""
         if self._evaluating == module.training:
             self._evaluating = not module.training
-            self._put_away_all()
+            self.put_away_all()
 
-    def _put_away_all(self) -> None:
+    def put_away_all(self) -> None:
+        """Partitions all parameters that are available and not in use."""
         self._units.drop()
         for managed in self._managed.values():
             managed.put_away()
@@ -297,7 +303,7 @@ class Parameters:
         missing = self._units.widened(wanted)
         owner = {managed.weight: managed for managed in missing}
         for weights, wait in self.resident.unshard(list(owner)) if missing else ():
-            gathering = Gathering(wait, self._collectives.lanes.streams is not None)
+            gathering = Gathering(wait, self.resident.collectives.lanes.streams is not None)
             for weight in weights:
                 owner[weight].part = gathering.add()
                 self._units.bring(owner[weight])
@@ -433,7 +439,7 @@ def notes_steps(stock: Callable[..., None]) -> Callable[..., None]:
 def release_all(module: torch.nn.Module) -> None:
     """Releases the parameters of a module from an earlier engine that was not destroyed."""
     for managed in managed_of(module.parameters()):
-        managed.owner._collectives.lanes.drain()
+        managed.owner.resident.collectives.lanes.drain()
         managed.owner._release(managed)
 
 

@@ -24,13 +24,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from hzero.block import KEY
 from hzero.codecs.formats import LOSSLESS
-from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension, limit_waits
+from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
 from hzero.comm.process_groups import world_timeout
 from hzero.config import HZeroConfig
 from hzero.deepspeed.partition import Partition, ranks_of
 from hzero.deepspeed.refusals import read_block
-from hzero.deepspeed.state import EngineState, optimizer_bytes, undeclared
+from hzero.deepspeed.state import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
+from hzero.engine.engine import Traffic, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.validation import ConfigError, is_rank_0
 
@@ -40,7 +41,7 @@ logger = logging.getLogger("hzero")
 _SMALL = 1 << 18
 
 
-class PipelineState(EngineState):
+class PipelineState(Traffic):
     """Communicators and wire log of an engine with pipeline stages.
 
     Attributes:
@@ -74,17 +75,24 @@ class PipelineState(EngineState):
         )
         self.optimizer = for_dimension("optimizer", config, data, grid=world, uses=["copies"])
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
-        super().__init__(config, module, (self.gradients, self.optimizer, self.pipeline))
+        own = (self.gradients, self.optimizer, self.pipeline)
+        super().__init__(config, module, current_device(), async_accelerator(), own)
+        self.logged_hops = LoggedHops(self.wire_log)
         kept = set(config.error_feedback) & set(lossy_crossings(config.codecs.gradients, self.partition.grid))
         for tier in config.error_feedback:
             if tier not in kept:
                 logger.info("hzero: error feedback on tier %s has nothing to keep: no codec loses anything there", tier)
         self._keeps = bool(kept)  # residuals
         if is_rank_0():
-            self._announce(
-                f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config)}: pipelines of {len(ranks_of(stages))} "
-                f"stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid})"
+            self.announce(
+                f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config, self.device)}: pipelines of "
+                f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid})"
             )
+
+    def settle(self) -> None:
+        """As of `Traffic`; ``comms_logger`` gets the hops."""
+        super().settle()
+        self.logged_hops.flush()
 
     def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
         """Gives parts of parameters that all ranks of a tensor group have whole the bits of its first rank. Collective.
@@ -347,7 +355,6 @@ class HZeroPipelineEngine(PipelineEngine):
         super().__init__(*args, model=model, **kwargs)
         if self._block is None:
             return
-        limit_waits()
         own = PipelineState(self.module, self.grid, self._block)
         self.optimizer.hzero = own
         self._messages = StageMessages(own.pipeline)

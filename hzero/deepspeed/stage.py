@@ -106,11 +106,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """Stock step, after gradients that still wait have crossed."""
         if self.hzero.gradients.waiting:
             self._cross_boundary()
-        self.hzero.weights.resident.before_change()
-        self._settle_on_cpus()
-        self.hzero.place()
         try:
-            self.hzero.before_step(itertools.chain.from_iterable(self.fp16_groups), self._gradient_of)
+            self.hzero.before_step(self._stepped(), self._gradient_of)
         except Exception:  # whoever catches it goes on with a new window
             self._new_window()
             raise
@@ -125,9 +122,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             raise
         finally:
             self._stepping = False
-        if not self.overflow:
-            self.hzero.gradients.commit()
-            self.hzero.guard.stepped()
+        self.hzero.after_step(done=not self.overflow)
         self._new_window()
         self.hzero.weights.gather_kept_whole()
         self.hzero.place()
@@ -138,9 +133,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Stock, in every step, before a step whose norm is not finite is discarded; see `Guard.discarded`."""
-        if has_overflow and not self.hzero.fall_back():
-            stepped = self.hzero.weights.weights_of(itertools.chain.from_iterable(self.fp16_groups))
-            self.hzero.guard.discarded(self.loss_scaler, stepped, self._gradient_of)
+        if has_overflow and not self.hzero.lost():
+            self.hzero.guard.discarded(self.loss_scaler, self._stepped(), self._gradient_of)
         super()._update_scale(has_overflow)
 
     def _new_window(self) -> None:
@@ -153,9 +147,9 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         shard: torch.Tensor = self._get_fp32_grad_state_partition(param, True)[0]
         return shard
 
-    def _settle_on_cpus(self) -> None:
-        if get_accelerator().is_synchronized_device():
-            self.hzero.settle()
+    def _stepped(self) -> list[Parameter]:
+        """The parameters in the optimizer."""
+        return self.hzero.weights.weights_of(itertools.chain.from_iterable(self.fp16_groups))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done.

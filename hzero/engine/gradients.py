@@ -278,7 +278,7 @@ class Gradients:
         if self._error is not None:
             raise RuntimeError(
                 "hzero: gradients of this accumulation window are lost by an error, and a step with the others would be wrong; "
-                f"begin a new window with engine.optimizer.zero_grad(). The error: {self._error}"
+                f"begin a new window with the optimizer's zero_grad(). The error: {self._error}"
             ) from self._error
 
     def _drop(self) -> None:

@@ -140,6 +140,7 @@ class Audit:
         weights: The weights.
         collectives: The engine's; hops use their lanes.
         device: Where sums over ranks are made.
+        advice: How a user changes weights without making resident copies stale, for a message.
 
     Attributes:
         ratios: Signal-to-noise ratios of the last audit in dB: of a role (``weights``, ``gradients``) all the way through
@@ -148,8 +149,8 @@ class Audit:
             take their place.
     """
 
-    def __init__(self, weights: Weights, collectives: Collectives, device: torch.device) -> None:
-        self._weights, self._plan, self._device = weights, collectives.plan, device
+    def __init__(self, weights: Weights, collectives: Collectives, device: torch.device, advice: str) -> None:
+        self._weights, self._plan, self._device, self._advice = weights, collectives.plan, device, advice
         self._collectives = collectives.beside(WireLog())
         self._count = 0
         self.ratios: dict[str, float] = {}
@@ -178,7 +179,7 @@ class Audit:
 
     def _compare(self, step: int) -> None:
         """Compares resident copies with their owners' shards, and with the other ranks' copies."""
-        resident = self._weights.resident()
+        resident = self._weights.up_to_date()
         if not resident:
             return
         copies = [param.resident for param in resident if param.resident is not None]
@@ -191,9 +192,7 @@ class Audit:
         if names := _marked(resident, both[:-1].tolist()):
             parts.append(
                 f"the resident copies of {len(names)} of {len(resident)} weights are not what their owners hold: "
-                f"{some(names, _NAMED)}. Something has changed them behind the stage: change weights inside "
-                "deepspeed.zero.GatheredParameters with a modifier_rank, or call "
-                "hzero.state(engine).weights.mark_stale() on all ranks afterwards"
+                f"{some(names, _NAMED)}. Something has changed them behind hzero: {self._advice}"
             )
         if bool(both[-1]):
             differing = self._differing(sums).to(torch.uint8)

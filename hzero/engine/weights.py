@@ -14,7 +14,7 @@ whole, decoded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -274,11 +274,14 @@ class Weights:
 
     # ---- unshard -------------------------------------------------------------------------------------------------
 
-    def unshard(self, params: Sequence[Parameter]) -> list[tuple[list[Parameter], Unsharded]]:
+    def unshard(
+        self, params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | None = None
+    ) -> list[tuple[list[Parameter], Unsharded]]:
         """Starts to gather whole parameters, after the refreshes that they need.
 
         Args:
             params: In the order of keys.
+            into: Tensors to write them into, flat ``[world * chunk]`` in the parameters' type, by key; None makes new ones.
 
         Returns:
             The parameters of each message, and what waits for them.
@@ -290,7 +293,7 @@ class Weights:
             self._ahead = [one for one in self._ahead if one[1] > params[0].key]
         self.refresh(params)
         if self.plan.decoded:
-            return [(list(params), partial(_wait_whole, params))]
+            return [(list(params), partial(_wait_whole, params, into))]
         keys = tuple(param.key for param in params)
         if keys not in self._gathers:  # else a layer is gathered again
             if len(self._gathers) >= _GATHERS:
@@ -299,14 +302,17 @@ class Weights:
             for param in params:
                 alike.setdefault((str(param.dtype), param.route.number), []).append(param)
             self._gathers[keys] = [_Gather.of(same, self.collectives) for _, same in sorted(alike.items())]
-        return [(gather.params, self._run(gather).wait) for gather in self._gathers[keys]]
+        return [(gather.params, self._run(gather, into).wait) for gather in self._gathers[keys]]
 
-    def _run(self, gather: _Gather) -> Chain[list[torch.Tensor]]:
+    def _run(self, gather: _Gather, into: Mapping[int, torch.Tensor] | None = None) -> Chain[list[torch.Tensor]]:
         params = gather.params
         read: Callable[[], Any] = partial(self._shards, params, gather.bucket)
         if self.plan.resident:
             read = partial(self._payloads, params)
-        return gather.bound.run(read, _unchanged, seed=self.version, after=_chains(params))
+        places: dict[str, Any] = {}
+        if into is not None:
+            places["into"] = lambda: [into[param.key] for param in params]
+        return gather.bound.run(read, _unchanged, seed=self.version, after=_chains(params), **places)
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
@@ -332,7 +338,7 @@ class Weights:
 
     # ---- for audits ----------------------------------------------------------------------------------------------
 
-    def resident(self) -> list[Parameter]:
+    def up_to_date(self) -> list[Parameter]:
         """Parameters whose resident copies are up to date, the same on all ranks."""
         found = [param for param in self.parameters.values() if param.key not in self._stale and param.numel]
         for chain in _chains(found):
@@ -341,7 +347,7 @@ class Weights:
 
     def gatherable(self) -> list[Parameter]:
         """Parameters that can be gathered without a refresh, the same on all ranks."""
-        return self.resident() if self.plan.resident else [p for p in self.parameters.values() if p.numel]
+        return self.up_to_date() if self.plan.resident else [p for p in self.parameters.values() if p.numel]
 
     def primary_shard(self, param: Parameter) -> torch.Tensor:
         """This rank's shard of a parameter, flat, without padding."""
@@ -379,10 +385,11 @@ def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
     return [chain for chain in dict.fromkeys(param.refresh for param in params) if chain is not None]
 
 
-def _wait_whole(params: Sequence[Parameter]) -> list[torch.Tensor]:
+def _wait_whole(params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
     for chain in _chains(params):
         chain.wait()
-    return [param.whole for param in params if param.whole is not None]
+    wholes = [param.whole for param in params if param.whole is not None]
+    return wholes if into is None else [into[param.key].copy_(whole) for param, whole in zip(params, wholes)]
 
 
 def _unchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

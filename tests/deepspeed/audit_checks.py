@@ -106,7 +106,7 @@ def check_a_copy_that_differs_ends_training_by_its_name() -> None:
         engine.backward(engine(batch(1, 0)))
         if dist.get_rank() == 2:
             own = hzero.state(engine).weights.resident
-            (kept,) = (param.resident for param in own.resident() if param.name == "down.weight")
+            (kept,) = (param.resident for param in own.up_to_date() if param.name == "down.weight")
             rows = kept.view(own.plan.resident_rows, -1).view(torch.uint8)
             rows[own.plan.own_row - 1, 0] ^= 1
         with pytest.raises(hzero.StaleWeightsError) as caught:

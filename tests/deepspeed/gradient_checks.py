@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 
 import hzero
 from hzero.comm import HopError
-from hzero.deepspeed.state import StageState
+from hzero.engine.engine import Engine
 from tests.comm.faulty_transport import FaultyTransport
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.training import (
@@ -217,7 +217,7 @@ def check_a_message_that_arrives_changed_is_never_stepped() -> None:
     """
     changed = "arrived changed from rank"
     config = ds_config(block_of("topo", checksum=True))
-    with mock.patch.object(sys.modules[StageState.__module__], "Transport", FaultyTransport):
+    with mock.patch.object(sys.modules[Engine.__module__], "Transport", FaultyTransport):
         for device in (contextlib.nullcontext(), recording()):
             with device:
                 engine = engine_of(config)

@@ -16,9 +16,9 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import safe_get_full_grad
 
 import hzero
-from hzero.comm import Communicator, DeviceStreams
+from hzero.comm import Communicator, DeviceStreams, shared_lanes
 from hzero.config import BASE_TIERS, PRESETS
-from hzero.deepspeed.state import stage_lanes
+from hzero.deepspeed.state import async_accelerator
 from tests.deepspeed.race_detector import recording
 from tests.deepspeed.tensor_checks import tensor_groups, train_split
 from tests.deepspeed.training import WIDTH, AwkwardNet, batch, block_of, ds_config, engine_of, shared_folder, train
@@ -158,7 +158,7 @@ def _without_optimizer() -> Any:
 
 def _without_a_stage() -> Any:
     """Operations of a communicator, several under way; what they read changes, or is freed, once they have read it."""
-    stage_lanes("torch")
+    shared_lanes(async_accelerator())
     settings = {"codecs": "int8", "gather": {"node": "int4"}, "error_feedback": ["gcd", "node"]}
     world = dist.get_world_size()
     group = Communicator({**settings, "topology": {"nodes": 2, "gpus_per_node": world // 4, "gcds_per_gpu": 2}})
@@ -184,7 +184,7 @@ def _without_a_stage() -> Any:
 
 def _beside_tensor_groups() -> Any:
     """Sums of activations in layers, between gathers of weights and reductions of gradients."""
-    stage_lanes("torch")
+    shared_lanes(async_accelerator())
     block = block_of("topo", codecs={"tensor": "int8"})
     with tensor_groups(2) as mpu:
         return train_split(ds_config(block, 2), mpu, 2, 2)[-1]
@@ -246,7 +246,7 @@ def check_collectives_of_a_step_have_one_order() -> None:
     for preset in PRESETS:
         with recording() as trace:
             engine = _steps(preset, 1 + (preset in _ACCUMULATE), order="strict")
-            streams = hzero.state(engine)._lanes.streams._streams.values()
+            streams = hzero.state(engine).lanes.streams._streams.values()
             assert len(streams) <= 6 and all(stream.priority < 0 for stream in streams), preset
             engine.destroy()
         pairs, most = trace.unordered()
@@ -254,7 +254,7 @@ def check_collectives_of_a_step_have_one_order() -> None:
             assert not pairs and most == 1, f"{preset}: {most} collectives, {len(pairs)} pairs\n" + "\n".join(pairs[:3])
     with recording() as trace:
         engine = _steps("topo", order="lanes")
-        assert len(hzero.state(engine)._lanes.streams._streams) == 6
+        assert len(hzero.state(engine).lanes.streams._streams) == 6
         engine.destroy()
     pairs, most = trace.unordered()
     if dist.get_rank() == 0:

@@ -51,11 +51,13 @@ class Rank:
             own = whole(key, version)[self.rank * len(shard) : (self.rank + 1) * len(shard)]
             shard[: len(own)] = own
 
-    def read(self) -> list[torch.Tensor]:
-        """What forward reads."""
+    def read(self, into: dict[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """What forward reads, in tensors of its own or in given ones."""
         found: dict[int, torch.Tensor] = {}
-        for params, wait in self.weights.unshard(self.params):
+        for params, wait in self.weights.unshard(self.params, into):
             found |= {param.key: flat[: param.numel].clone() for param, flat in zip(params, wait())}
+        if into is not None:
+            assert all(torch.equal(into[key][: NUMELS[key]], flat) for key, flat in found.items())
         return [found[key] for key in sorted(found)]
 
 
@@ -88,7 +90,8 @@ def test_weights_follow_steps_and_gradients_are_means(preset: str) -> None:
         one.gradients.clear()
         one.set(1)
         one.weights.mark_stale(one.params)
-        return [*first, *one.read()], [delivered[key] for key in sorted(delivered)], one.weights.resident_bytes()
+        into = {key: torch.full((chunk_numel(numel, WORLD) * WORLD,), math.nan) for key, numel in enumerate(NUMELS)}
+        return [*first, *one.read(into)], [delivered[key] for key in sorted(delivered)], one.weights.resident_bytes()
 
     results = on_all(ranks, step)
     want = [whole(key, version) for version in (0, 1) for key in range(len(NUMELS))]

@@ -8,12 +8,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hzero.commands.experiment import compose
 from hzero.deepspeed.refusals import check_block
-from hzero.deepspeed.state import undeclared
+from hzero.engine.engine import undeclared
 from hzero.parsing import parse_config
 from hzero.plan.shards import ShardPlan
 from hzero.topology import Grid, resolve, resolve_grid
@@ -103,10 +104,11 @@ def test_a_file_of_a_grid_keeps_its_groups_unless_the_block_writes_others(tmp_pa
 def test_a_source_in_a_block_is_the_same_as_its_name_alone() -> None:
     with pytest.raises(ConfigError, match=r"hzero\.topology\.source: no such file: 'frontierr'"):
         check_block({"topology": {"source": "frontierr"}})
-    start_line = undeclared(check_block({"topology": "discover"}))
+    cpu = torch.device("cpu")
+    start_line = undeclared(check_block({"topology": "discover"}), cpu)
     for topology in ({"source": "discover"}, {"nodes_per_group": 4}):
-        assert undeclared(check_block({"topology": topology})) == start_line
-    assert not undeclared(check_block({"topology": {"source": "frontier"}}))
+        assert undeclared(check_block({"topology": topology}), cpu) == start_line
+    assert not undeclared(check_block({"topology": {"source": "frontier"}}), cpu)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,355 @@
+"""What a front end builds for one model: lanes and wire log, resident weights, gradients, guard and audit, from its settings."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from hzero.codecs import backends
+from hzero.comm import (
+    Collectives,
+    Communicator,
+    DeviceStreams,
+    ErrorFeedback,
+    Transport,
+    WireLog,
+    in_use,
+    limit_waits,
+    most_failures,
+    shared_lanes,
+)
+from hzero.comm.process_groups import world_timeout
+from hzero.config import ROLES, Dimension, HZeroConfig, Tier
+from hzero.engine.gradients import Gradients
+from hzero.engine.guard import Audit, GradientOf, Guard
+from hzero.engine.parameter import Parameter
+from hzero.engine.weights import Weights
+from hzero.plan.shards import ShardPlan
+from hzero.validation import is_rank_0
+
+logger = logging.getLogger("hzero")
+
+
+class Traffic:
+    """Lanes and wire log of one model's hops, those of the communicators of its layers included.
+
+    Args:
+        config: The block.
+        module: The model, which holds the communicators of its layers.
+        device: Where the model is computed.
+        accelerator: Makes streams and events of an asynchronous device: ``torch.cuda``, or an accelerator of DeepSpeed. None
+            on CPUs.
+        own: Communicators of the front end itself.
+
+    Attributes:
+        config: The block, preset applied.
+        device: As given.
+        lanes: Run the hops.
+        wire_log: Bytes and time of every hop that has ended, those of `hzero.comm.for_dimension` too; see `settle`.
+    """
+
+    def __init__(
+        self,
+        config: HZeroConfig,
+        module: torch.nn.Module,
+        device: torch.device,
+        accelerator: Any = None,
+        own: Sequence[Communicator] = (),
+    ) -> None:
+        self.config, self.device, self.wire_log = config, device, WireLog()
+        self.lanes = shared_lanes(accelerator, config.transport, config.order)
+        limit_waits()
+        # As long as the model holds them.
+        self._communicators = WeakSet([*_communicators_of(module, config), *own])
+        for communicator in self._communicators:
+            communicator.wire_log = self.wire_log
+
+    def announce(self, text: str) -> None:
+        """Prints on one line, whatever the level of logs, that and how the block is in effect."""
+        backend = backends.choice("cpu" if self.device.type == "cpu" else "cuda").name
+        transport = "mpi" if self.config.transport == "mpi" else dist.get_backend()
+        print(f"hzero: {text}; transport {transport}; codecs {backend}", file=sys.stderr, flush=True)
+
+    def settle(self) -> None:
+        """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
+        self.lanes.drain()
+        self.verify()
+
+    def verify(self) -> None:
+        """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
+        for communicator in self._communicators:
+            communicator.verify()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for other ranks' part of hops.
+
+        On a CPU those in which the host was blocked. On a device those that hops took, in which their kernels wait, of
+        all lanes together and of those that have ended.
+        """
+        return self.lanes.waited_s if self.lanes.streams is None else self.wire_log.seconds()
+
+
+class Engine(Traffic):
+    """Resident weights, gradients and guard of one model. All ranks call all methods alike, since most are collective.
+
+    A front end calls in a step: `Weights.unshard` at every use of weights, `Gradients.accumulate` in every backward,
+    `Gradients.boundary` after the last one, `before_step`, then `Weights.mark_stale` for what its optimizer has stepped, and
+    `after_step`.
+
+    Args:
+        config: The block.
+        plan: The shard plan of this rank, in the numbers of ``group``.
+        module: The model, which holds the communicators of its layers.
+        parameters: Its parameters. Their routes are of `hzero.engine.parameter.routes_of`.
+        bucket_numel: Max elements of the parameters that share one message of a refresh or a boundary.
+        device: Where the model is computed.
+        accelerator: As of `Traffic`.
+        group: The ranks that own primary shards; None is the world.
+
+    Attributes:
+        plan: As given.
+        resident: The resident weights.
+        gradients: Reductions and accumulators.
+        guard: Ends a training that diverges.
+    """
+
+    #: How a user changes weights without making resident copies stale, for the audit's message.
+    ADVICE: ClassVar[str] = "call mark_stale() on all ranks after weights have been changed outside of the optimizer"
+
+    def __init__(
+        self,
+        config: HZeroConfig,
+        plan: ShardPlan,
+        module: torch.nn.Module,
+        parameters: Sequence[Parameter],
+        bucket_numel: int,
+        device: torch.device,
+        accelerator: Any = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(config, module, device, accelerator)
+        self.plan = plan
+        self._names = {param.key: param.name for param in parameters}
+        self._feedback = ErrorFeedback() if config.error_feedback else None
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        failures = most_failures(self.lanes.failures, config.transport, group, ranks, world_timeout())
+        transport = Transport(plan, ranks=ranks, failures=failures, streams=self.lanes.streams)
+        self.lanes.mend(transport.lanes)
+        self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes)
+        self._synchronous = accelerator is None
+        streams = None if accelerator is None else DeviceStreams(accelerator)
+        self.resident = Weights(self._collectives, parameters, bucket_numel, streams)
+        self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
+        self.guard = Guard(self.resident, config.guard.discarded_steps, device)
+        self._steps = 0
+        self._audit, self._audit_due = Audit(self.resident, self._collectives, device, self.ADVICE), True
+
+    # ---- the optimizer step ----------------------------------------------------------------------------------------
+
+    def before_step(self, params: Sequence[Parameter], gradient_of: GradientOf) -> None:
+        """An optimizer step is about to change primary shards. Audits if an audit is due.
+
+        Args:
+            params: Those that the optimizer steps.
+            gradient_of: Gives this rank's shard of the gradient of one of them.
+
+        Raises:
+            StaleWeightsError: Resident weights are wrong.
+        """
+        self.resident.before_change()
+        if self._synchronous:
+            self.settle()
+        self.lanes.place()
+        self._steps += 1
+        every = self.config.guard.every
+        if every and (self._audit_due or self._steps % every == 0):
+            self._audit.run(self._steps, params, gradient_of)
+            self._audit_due = False
+
+    def lost(self) -> bool:
+        """Whether a step has to be discarded since a codec could not hold weights, which are NaN then.
+
+        From now on they travel without that codec.
+        """
+        if not self.resident.fallible:
+            return False
+        what = self._collectives.lost()
+        lost = torch.tensor(int(what is not None), dtype=torch.uint8, device=self.device)
+        dist.all_reduce(lost, dist.ReduceOp.MAX)
+        if not int(lost):
+            return False
+        if is_rank_0():
+            logger.warning(
+                "hzero: %s; this step is discarded, and weights travel without the codec from now on",
+                what or "the codec of weights could not hold some of them",
+            )
+        self.resident.fall_back()
+        return True
+
+    def after_step(self, *, done: bool) -> None:
+        """Ends the window of an optimizer step, which was done or discarded."""
+        if done:
+            self.gradients.commit()
+            self.guard.stepped()
+        self.gradients.clear()
+
+    def place(self) -> None:
+        """The front end or a script may send something next: gives hops their places before it, see `Lanes.place`."""
+        self.lanes.place()
+
+    def verify(self) -> None:
+        """As of `Traffic`, and of weights and gradients."""
+        self._collectives.verify()
+        super().verify()
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def replaced(self) -> None:
+        """Forgets everything derived from the primary shards, which have been replaced, as by a checkpoint."""
+        self.resident.mark_stale()
+        self.gradients.clear()
+        self._audit_due = True
+        if self._feedback is not None:
+            self._feedback.clear()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Residuals of error feedback, and the numbers from which seeds of stochastic rounding are made.
+
+        A run that resumes with the same plan then rounds gradients as one that was never interrupted. Weights that are rounded
+        stochastically are rounded anew where a load lays them into other messages than a step does.
+
+        Returns:
+            Of this rank, in plain types and tensors; None where there is nothing to save, so the files stay stock.
+        """
+        if not self._by_chance() and not self.config.save_residuals:
+            return None
+        residuals: dict[str, dict[str, torch.Tensor]] = {}
+        scales: dict[str, dict[str, float]] = {}
+        if self._feedback is not None and self.config.save_residuals:
+            for tier, kept in self._feedback.saved().items():
+                residuals[tier] = {self._names[key]: residual for key, (residual, _) in kept.items()}
+                scales[tier] = {self._names[key]: scale for key, (_, scale) in kept.items()}
+        seeds = {"weights": self.resident.version, "gradients": self.gradients.reductions}
+        return {"plan": self._identity(), "seeds": seeds, "residuals": residuals, "scales": scales}
+
+    def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
+        """Goes on from what a checkpoint holds, after everything else has been replaced.
+
+        Residuals of another plan are dropped with a warning; they start at zero.
+
+        Args:
+            found: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
+        """
+        kept = found["residuals"] if found is not None else {}
+        same = found is not None and found["plan"] == self._identity()
+        if self._feedback is not None and is_rank_0() and not (same and kept):
+            why = "was written with another plan or on other ranks" if kept else "has none"
+            logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
+        if found is None or not same:
+            return
+        self.resident.version, self.gradients.reductions = found["seeds"]["weights"], found["seeds"]["gradients"]
+        if self._feedback is None:
+            return
+        keys = {name: key for key, name in self._names.items()}
+        for tier, residuals in kept.items():
+            for name, residual in residuals.items():
+                if name in keys:
+                    self._feedback.restore(tier, keys[name], residual.to(self.device), found["scales"][tier][name])
+
+    def _by_chance(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        plan = self.plan
+        codecs = [plan.codecs[role][tier] for role in ROLES for tier in plan.codecs[role].written]
+        codecs += [codec for _, codec in plan.exceptions]
+        return plan.accumulator_bytes < 4 or any(codec.rounding == "stochastic" for codec in codecs)
+
+    def _identity(self) -> str:
+        """What residuals depend on: which rows a rank holds, and what is lost on the way to it."""
+        plan = self.plan
+        hops = (plan.gather_hops(), plan.micro_hops(), plan.boundary_hops())
+        told = (plan.grid, plan.weights_scope, plan.gradients_scope, hops, plan.error_feedback, plan.exceptions)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    # ---- what a user reads -----------------------------------------------------------------------------------------
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Signal-to-noise ratios that the last audit found, in dB; see `Audit`."""
+        return self._audit.ratios
+
+    def memory(self) -> dict[str, int]:
+        """Measured bytes of each state on this rank, without transient buffers.
+
+        Gradient accumulators and error feedback are peaks, since they come and go within a step; the others are current.
+        """
+        return {
+            "resident weights": self.resident.resident_bytes(),
+            "gradient accumulators": self.gradients.peak_bytes,
+            "error feedback": self._feedback.bytes if self._feedback is not None else 0,
+        }
+
+    def described(self) -> str:
+        """Preset, grid, scopes and codecs, for the line at the start."""
+        grid, _, sharding = str(self.plan).partition("; ")
+        return f"{self.config.preset} on {grid}{undeclared(self.config, self.device)}; {sharding}"
+
+    def warn_of_plan(self) -> None:
+        """Logs how the plan was adapted to the machine, and which settings have no effect."""
+        for adaptation in self.plan.adaptations:
+            logger.warning("hzero: %s", adaptation)
+        for note in self.plan.notes:
+            logger.info("hzero: %s", note)
+
+    def close(self) -> None:
+        """Waits for what is under way, and frees payloads and accumulators."""
+        try:
+            self.resident.drop()
+        finally:
+            self.gradients.clear()
+
+
+def undeclared(config: HZeroConfig, device: torch.device) -> str:
+    """The start line's remark on a grid that is neither declared nor read from devices: each CPU rank counts as a GPU."""
+    source = getattr(config.topology, "source", config.topology)  # a string is a source
+    on_cpu = device.type == "cpu" and source == "discover"
+    return " (CPU ranks, no topology declared)" if on_cpu else ""
+
+
+def _communicators_of(module: torch.nn.Module, config: HZeroConfig) -> list[Communicator]:
+    """The communicators of a model's layers, whose hops its engine counts; warns of codecs of a dimension that nobody sends."""
+    used = in_use()
+    held = {id(value) for one in module.modules() for value in vars(one).values()}
+    crossed: dict[str | None, set[Tier]] = {}
+    for communicator in used:
+        crossed.setdefault(communicator.role, set()).update(hop.tier for hop in communicator.plan.gather_hops())
+    for dimension in config.written_dimensions if is_rank_0() else ():
+        tiers = crossed.get(dimension)
+        if not tiers:
+            logger.warning(
+                "hzero: codecs.%s has no effect: nothing in this process sends over such a group; %s",
+                dimension,
+                _who_sends(dimension),
+            )
+        elif all(config.codecs[dimension][tier].traits.plain for tier in tiers):
+            logger.warning(
+                "hzero: codecs.%s has no effect: its groups cross %s alone", dimension, ", ".join(sorted(tiers))
+            )
+    # Not those of another engine's model.
+    return [communicator for communicator in used if id(communicator) in held or not communicator.adopted]
+
+
+def _who_sends(dimension: Dimension) -> str:
+    if dimension in ("pipeline", "optimizer"):
+        return "a PipelineModule does, with zero_optimization.stage 1 and more than one stage or data-parallel rank"
+    autotp = "AutoTP does (tensor_parallel.autotp_size), or " if dimension == "tensor" else ""
+    return (
+        f"{autotp}a model does, with hzero.comm.for_dimension({dimension!r}, config, group), before its engine is built"
+    )
