@@ -97,7 +97,7 @@ def examine_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.partition import Partition
+        from hzero.deepspeed.partition import partition_of_autotp
         from hzero.deepspeed.refusals import check_written
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
@@ -116,7 +116,7 @@ def examine_config(
         check_names(read)
         build(read)
         if parsed is not None and (size := read.tensor_parallel_config.autotp_size) > 1:
-            partition = Partition.of_autotp(size, grid, 0) if grid is not None else None
+            partition = partition_of_autotp(size, grid, 0) if grid is not None else None
             autotp.check(read, parsed, grid)
             grid, beside = (partition.grid, str(partition)) if partition is not None else (None, "")
     if parsed is None:

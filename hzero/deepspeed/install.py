@@ -18,12 +18,13 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY, find
 from hzero.deepspeed import autotp, checkpoint, parameters
-from hzero.deepspeed.partition import Partition, check_mpu, group_of
+from hzero.deepspeed.partition import check_mpu, group_of, partition_of_autotp
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
 from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
 from hzero.deepspeed.stage import HZeroStage3
 from hzero.deepspeed.state import BUCKET_NUMEL, LIVE_NUMEL, StageState
 from hzero.deepspeed.versions import check_deepspeed
+from hzero.engine.engine import Partition
 from hzero.plan.shards import ShardPlan
 from hzero.topology import resolve_grid
 from hzero.validation import ConfigError, on_all_ranks
@@ -86,7 +87,7 @@ def _checked(stock: Any) -> Any:
                 return stock(self)
             if (size := self.autotp_size()) > 1:
                 world = resolve_grid(config.topology, dist.get_world_size())
-                partition = Partition.of_autotp(size, world, dist.get_rank())
+                partition = partition_of_autotp(size, world, dist.get_rank())
                 autotp.check(self._config, config, world)
             else:
                 check_mpu(self.mpu, config.topology)

@@ -1,8 +1,7 @@
-"""Partition: the ranks over which DeepSpeed partitions, beside tensor groups fewer than the world, and where they sit."""
+"""The ranks over which DeepSpeed partitions beside other kinds of parallelism: an ``mpu`` of a model's own, and AutoTP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -10,82 +9,29 @@ from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
 from hzero.block import KEY
 from hzero.config import Topology
+from hzero.engine.engine import Partition, ranks_of
 from hzero.topology import Grid, resolve_grid
 from hzero.validation import ConfigError, some
 
 
-@dataclass(frozen=True)
-class Partition:
-    """The ranks that share every parameter's primary shards.
+def partition_of_autotp(size: int, world: Grid, rank: int) -> Partition:
+    """The partition beside DeepSpeed's AutoTP, whose groups are made later than the first check of an engine.
 
-    Attributes:
-        grid: Where they sit, in their own numbers.
-        rank: This rank's number.
-        ranks: Their ranks in the world; None where they are the world in its own order.
-        world: The grid of the world.
+    Its tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``).
+
+    Args:
+        size: Ranks of a tensor group.
+        world: Grid of the world.
+        rank: Of the world.
+
+    Raises:
+        ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
     """
-
-    grid: Grid
-    rank: int
-    ranks: tuple[int, ...] | None
-    world: Grid
-
-    @classmethod
-    def of(cls, group: Any, topology: Topology) -> Partition:
-        """The partition over a process group; None is the world.
-
-        Collective over the world where the topology is discovered.
-
-        Raises:
-            ConfigError: The group is the world in another order, so that rank r does not own shard r; or it does not fill
-                the tiers evenly.
-        """
-        return cls._of_ranks(ranks_of(group), resolve_grid(topology, dist.get_world_size()), dist.get_rank())
-
-    @classmethod
-    def of_autotp(cls, size: int, world: Grid, rank: int) -> Partition:
-        """The partition beside DeepSpeed's AutoTP, whose groups are made later than the first check of an engine.
-
-        Its tensor groups are neighbours in the order of ranks (``deepspeed.utils.groups._init_tp_mesh_device``).
-
-        Args:
-            size: Ranks of a tensor group.
-            world: Grid of the world.
-            rank: Of the world.
-
-        Raises:
-            ConfigError: The world cannot be divided so, a tensor group crosses nodes, or groups do not fill the tiers evenly.
-        """
-        if world.world_size % size:
-            raise ConfigError(
-                f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks"
-            )
-        for first in range(0, world.world_size, size):  # all, so that all ranks end alike
-            _check_tensor_group(list(range(first, first + size)), world)
-        return cls._of_ranks(list(range(rank % size, world.world_size, size)), world, rank)
-
-    @classmethod
-    def _of_ranks(cls, ranks: list[int], world: Grid, rank: int) -> Partition:
-        if len(ranks) < world.world_size:
-            return cls(world.of_ranks(ranks), ranks.index(rank), tuple(ranks), world)
-        place = next((place for place, rank in enumerate(ranks) if place != rank), None)
-        if place is not None:
-            raise ConfigError(
-                f"the data-parallel group: its rank {place} is rank {ranks[place]} of the world; {KEY} needs the world's own "
-                "order"
-            )
-        return cls(world, rank, None, world)
-
-    def __str__(self) -> str:
-        """What a line on the stage says where it is not the whole world."""
-        if self.ranks is None:
-            return ""
-        return f"; data parallel over {len(self.ranks)} of {self.world.world_size} ranks ({self.world})"
-
-
-def ranks_of(group: Any) -> list[int]:
-    """Ranks of the world in a process group; None is the world."""
-    return list(range(dist.get_world_size())) if group is None else list(dist.get_process_group_ranks(group))
+    if world.world_size % size:
+        raise ConfigError(f"tensor_parallel.autotp_size: found {size}, which does not divide {world.world_size} ranks")
+    for first in range(0, world.world_size, size):  # all, so that all ranks end alike
+        _check_tensor_group(list(range(first, first + size)), world)
+    return Partition.of_ranks(range(rank % size, world.world_size, size), world, rank)
 
 
 def group_of(mpu: Any) -> Any:

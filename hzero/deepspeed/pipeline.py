@@ -27,11 +27,10 @@ from hzero.codecs.formats import LOSSLESS
 from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dimension
 from hzero.comm.process_groups import world_timeout
 from hzero.config import HZeroConfig
-from hzero.deepspeed.partition import Partition, ranks_of
 from hzero.deepspeed.refusals import read_block
 from hzero.deepspeed.state import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
-from hzero.engine.engine import Traffic, undeclared
+from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings
 from hzero.validation import ConfigError, is_rank_0
 

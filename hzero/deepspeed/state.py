@@ -17,9 +17,8 @@ from hzero.comm.wirelog import HopTimer
 from hzero.config import HZeroConfig, Tier
 from hzero.deepspeed import autotp
 from hzero.deepspeed.parameters import Parameters, layers_of, managed_parameters
-from hzero.deepspeed.partition import Partition, ranks_of
 from hzero.deepspeed.refusals import check_types
-from hzero.engine.engine import Engine
+from hzero.engine.engine import Engine, Partition, ranks_of
 from hzero.engine.parameter import routes_of
 from hzero.plan.shards import ShardPlan
 from hzero.validation import ConfigError, is_rank_0
@@ -43,7 +42,6 @@ class StageState(Engine):
     """The engine of one DeepSpeed engine with ZeRO-3: `Engine`, and what is DeepSpeed's.
 
     Attributes:
-        partition: The ranks that it shards over.
         weights: DeepSpeed's parameters, which gather from resident weights.
         logged_hops: What DeepSpeed's ``comms_logger`` gets of hops, at the end of each step and in `settle`.
 
@@ -72,16 +70,16 @@ class StageState(Engine):
         group: Any = None,
         live_numel: int = LIVE_NUMEL,
     ) -> None:
-        self.partition = Partition.of(group, config.topology)
+        partition = Partition.of(group, config.topology)
         _check_parameters(module, group)
         self._module = module
-        plan = ShardPlan.from_config(config, self.partition.grid, self.partition.rank)
+        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
         routes, codes = routes_of(module, plan)
         check_types(module, routes)
-        self._autotp = autotp.take_over(module, config, self.partition.world)
+        self._autotp = autotp.take_over(module, config, partition.world)
         managed = managed_parameters(module, routes, codes)
         weights = [one.weight for one in managed.values()]
-        super().__init__(config, plan, module, weights, bucket_numel, current_device(), async_accelerator(), group)
+        super().__init__(config, plan, partition, module, weights, bucket_numel, current_device(), async_accelerator())
         # Weights that are whole on every device need no gather.
         layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
         self.weights = Parameters(module, managed, self.resident, layers)
@@ -95,7 +93,7 @@ class StageState(Engine):
                 named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
                 how = f"; gathers by layer ({named})" if named else "; gathers by module"
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
-            self.announce(f"{self.described()}{self.partition}{how}{as_bytes}")
+            self.announce(f"{self.described()}{how}{as_bytes}")
             self.warn_of_plan()
 
     def settle(self) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -26,15 +27,76 @@ from hzero.comm import (
     shared_lanes,
 )
 from hzero.comm.process_groups import world_timeout
-from hzero.config import ROLES, Dimension, HZeroConfig, Tier
+from hzero.config import ROLES, Dimension, HZeroConfig, Tier, Topology
 from hzero.engine.gradients import Gradients
 from hzero.engine.guard import Audit, GradientOf, Guard
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
 from hzero.plan.shards import ShardPlan
-from hzero.validation import is_rank_0
+from hzero.topology import Grid, resolve_grid
+from hzero.validation import ConfigError, is_rank_0
 
 logger = logging.getLogger("hzero")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The ranks that share every parameter's primary shards.
+
+    Attributes:
+        grid: Where they sit, in their own numbers.
+        rank: This rank's number.
+        ranks: Their ranks in the world.
+        world: The grid of the world.
+        group: Their process group; None is the world, or a group that is not made yet.
+    """
+
+    grid: Grid
+    rank: int
+    ranks: tuple[int, ...]
+    world: Grid
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, topology: Topology) -> Partition:
+        """The partition over a process group; None is the world.
+
+        Collective over the world where the topology is discovered.
+
+        Raises:
+            ConfigError: As of `of_ranks`.
+        """
+        world = resolve_grid(topology, dist.get_world_size())
+        return replace(cls.of_ranks(ranks_of(group), world, dist.get_rank()), group=group)
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[int], world: Grid, rank: int) -> Partition:
+        """The partition over some ranks of the world.
+
+        Raises:
+            ConfigError: They are the world in another order, so that rank r does not own shard r; or they do not fill the
+                tiers evenly.
+        """
+        if len(ranks) < world.world_size:
+            return cls(world.of_ranks(ranks), ranks.index(rank), tuple(ranks), world)
+        place = next((place for place, one in enumerate(ranks) if place != one), None)
+        if place is not None:
+            raise ConfigError(
+                f"the data-parallel group: its rank {place} is rank {ranks[place]} of the world; hzero needs the world's own "
+                "order"
+            )
+        return cls(world, rank, tuple(ranks), world)
+
+    def __str__(self) -> str:
+        """What the line at the start says where it is not the whole world."""
+        if len(self.ranks) == self.world.world_size:
+            return ""
+        return f"; data parallel over {len(self.ranks)} of {self.world.world_size} ranks ({self.world})"
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Ranks of the world in a process group; None is the world."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
 
 
 class Traffic:
@@ -106,16 +168,17 @@ class Engine(Traffic):
 
     Args:
         config: The block.
-        plan: The shard plan of this rank, in the numbers of ``group``.
+        plan: The shard plan of this rank, in the numbers of the partition.
+        partition: The ranks that own primary shards.
         module: The model, which holds the communicators of its layers.
         parameters: Its parameters. Their routes are of `hzero.engine.parameter.routes_of`.
         bucket_numel: Max elements of the parameters that share one message of a refresh or a boundary.
         device: Where the model is computed.
         accelerator: As of `Traffic`.
-        group: The ranks that own primary shards; None is the world.
 
     Attributes:
         plan: As given.
+        partition: As given.
         resident: The resident weights.
         gradients: Reductions and accumulators.
         guard: Ends a training that diverges.
@@ -128,20 +191,21 @@ class Engine(Traffic):
         self,
         config: HZeroConfig,
         plan: ShardPlan,
+        partition: Partition,
         module: torch.nn.Module,
         parameters: Sequence[Parameter],
         bucket_numel: int,
         device: torch.device,
         accelerator: Any = None,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(config, module, device, accelerator)
-        self.plan = plan
+        self.plan, self.partition = plan, partition
         self._names = {param.key: param.name for param in parameters}
         self._feedback = ErrorFeedback() if config.error_feedback else None
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        failures = most_failures(self.lanes.failures, config.transport, group, ranks, world_timeout())
-        transport = Transport(plan, ranks=ranks, failures=failures, streams=self.lanes.streams)
+        failures = most_failures(
+            self.lanes.failures, config.transport, partition.group, partition.ranks, world_timeout()
+        )
+        transport = Transport(plan, ranks=partition.ranks, failures=failures, streams=self.lanes.streams)
         self.lanes.mend(transport.lanes)
         self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes)
         self._synchronous = accelerator is None
@@ -299,7 +363,7 @@ class Engine(Traffic):
     def described(self) -> str:
         """Preset, grid, scopes and codecs, for the line at the start."""
         grid, _, sharding = str(self.plan).partition("; ")
-        return f"{self.config.preset} on {grid}{undeclared(self.config, self.device)}; {sharding}"
+        return f"{self.config.preset} on {grid}{undeclared(self.config, self.device)}; {sharding}{self.partition}"
 
     def warn_of_plan(self) -> None:
         """Logs how the plan was adapted to the machine, and which settings have no effect."""

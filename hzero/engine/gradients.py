@@ -13,7 +13,8 @@ import torch
 
 from hzero.codecs.formats import owned_numel
 from hzero.comm import Chain, Collectives, in_buckets
-from hzero.engine.parameter import Parameter, bucket_of, by_route
+from hzero.comm.runtime import Bound
+from hzero.engine.parameter import LAYOUTS, Parameter, bucket_of, by_route, unchanged
 from hzero.plan.program import IN_FLIGHT
 
 logger = logging.getLogger("hzero")
@@ -22,13 +23,26 @@ logger = logging.getLogger("hzero")
 Deliver: TypeAlias = Callable[[list[Parameter], list[torch.Tensor]], None]
 
 
-class _Part(NamedTuple):
-    """Gradients of one micro-step that travel together: parameters of one route, type on the wire, loss scale, window's end."""
+class _Layout(NamedTuple):
+    """Gradients that travel together, and the programs that carry them, made once.
+
+    Attributes:
+        params: Parameters of one route.
+        keys: Of the parameters.
+        dtype: On the wire.
+        micro: Reduces over the gradients' scope.
+        boundary: Reduces over the outer tiers.
+        divides_first: Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
+        patient: Whether gathers cross several tiers, in the other direction: modules wait for them, so these gradients make way.
+    """
 
     params: list[Parameter]
+    keys: list[int]
     dtype: torch.dtype
-    scale: float
-    last: bool
+    micro: Bound
+    boundary: Bound
+    divides_first: bool
+    patient: bool
 
 
 class Gradients:
@@ -53,6 +67,7 @@ class Gradients:
 
     Attributes:
         bucket_numel: The same; may be set later.
+        divisor: What sums are divided by: the world size, for averages, unless the front end sets another number.
         reductions: Seeds of stochastic rounding that were made so far; the next ones follow.
         peak_bytes: Peak memory of the accumulators on this rank.
     """
@@ -61,12 +76,13 @@ class Gradients:
         self._collectives, self._plan = collectives, collectives.plan
         # Each holds its message twice; a bucket is one chain for each route.
         self._most = IN_FLIGHT * routes
-        self.bucket_numel = bucket_numel
+        self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
+        self._layouts: dict[Any, list[_Layout]] = {}
         dtype = torch.bfloat16 if self._plan.accumulator_bytes == 2 else torch.float32
         self._accumulators = Accumulators(dtype, collectives.used)
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
-        self._crossing: list[tuple[_Part, Chain[list[torch.Tensor]]]] = []
+        self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
         self._accumulates = False  # in this window, so that its last micro-step is not the only one
         self._error: BaseException | None = None
         self.reductions = self.peak_bytes = 0
@@ -79,10 +95,6 @@ class Gradients:
     def holds(self, key: int) -> bool:
         """Whether a parameter's gradient of the current window waits for the boundary."""
         return key in self._waiting
-
-    def accumulators(self) -> list[torch.Tensor]:
-        """The sums that wait now, as they are kept."""
-        return self._accumulators.tensors()
 
     # ---- every micro-step ----------------------------------------------------------------------------------------
 
@@ -109,71 +121,88 @@ class Gradients:
         self._check()
         gradient_of = dict(zip((param.key for param in params), gradients))
         with self.all_or_nothing():
-            for alike in by_route(params):
-                part = _Part(alike, dtype, scale, last)
-                self._accumulate(part, [gradient_of[param.key] for param in alike], deliver)
+            for layout in self._layouts_of(params, dtype):
+                self._accumulate(layout, [gradient_of[key] for key in layout.keys], scale, last, deliver)
             self._accumulates |= not last
             if last and not self._accumulates:  # a window of one micro-step plans no memory for all of its sums
                 self._limit_crossings()
 
-    def _accumulate(self, part: _Part, gradients: list[torch.Tensor], deliver: Deliver) -> None:
-        """`accumulate` of parameters of one route."""
-        program, accumulates = part.params[0].route.programs.micro, self._plan.accumulates
+    def _layouts_of(self, params: Sequence[Parameter], dtype: torch.dtype) -> list[_Layout]:
+        """The layouts of gradients that come together: one for each route."""
+        key = dtype, *((param.key, param.numel) for param in params)
+        if key not in self._layouts:
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = [self._layout(alike, dtype) for alike in by_route(params)]
+        return self._layouts[key]
+
+    def _layout(self, params: list[Parameter], dtype: torch.dtype) -> _Layout:
+        route, bucket = params[0].route, bucket_of(params, dtype, "gradients")
+        micro, boundary = (
+            self._collectives.bind(program, bucket) for program in (route.programs.micro, route.programs.boundary)
+        )
+        # Shards are fewer than gradients. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3
+        # if it is divided afterwards by what is no power of two. Sums of decoded messages are float32.
+        exact = self.divisor.bit_count() == 1 and dtype != torch.float16
+        keys, patient = [param.key for param in params], len(route.programs.fetch.crossings) > 1
+        return _Layout(params, keys, dtype, micro, boundary, route.sums_travel and not exact, patient)
+
+    def _accumulate(
+        self, layout: _Layout, gradients: list[torch.Tensor], scale: float, last: bool, deliver: Deliver
+    ) -> None:
+        """`accumulate` of one layout."""
+        accumulates, travels = self._plan.accumulates, bool(layout.micro.lanes)
         # Without a hop nothing else copies them from the front end's bucket, which the next gradients overwrite.
-        copy = not program.steps and not accumulates
-        flat = [self._collectives.used(one).to(part.dtype, copy=copy).reshape(-1) for one in gradients]
-        if self._divides_first(part):
-            torch._foreach_div_(flat, self._plan.grid.world_size)
+        copy = not travels and not accumulates
+        flat = [self._collectives.used(one).to(layout.dtype, copy=copy).reshape(-1) for one in gradients]
+        if layout.divides_first:
+            self._divide(flat)
         if accumulates:
-            self._waiting.update((param.key, param) for param in part.params)
-        if accumulates and not program.steps:
-            self._accumulate_whole(part, flat)
-            return
-        then: Callable[[list[torch.Tensor]], Any] = partial(self._cut, part)
+            self._waiting.update(zip(layout.keys, layout.params))
+            if not travels:
+                self._accumulate_whole(layout, flat, scale, last)
+                return
+        then: Callable[[list[torch.Tensor]], Any] = partial(self._cut, layout)
         if accumulates:
             # Drawn here: when sums arrive depends on the wires, and two runs must round alike.
-            seed = self._next_seed() if part.last or self._accumulators.dtype != torch.float32 else 0
-            then = partial(self._add, part, seed)
-        keys = [param.key for param in part.params]
-        chain = self._collectives.run(
-            program,
-            bucket_of(part.params, part.dtype, "gradients"),
+            seed = self._next_seed() if last or self._accumulators.dtype != torch.float32 else 0
+            then = partial(self._add, layout.keys, last, seed)
+        chain = layout.micro.run(
             lambda: flat,
             then,
             seed=self._next_seed(),
-            scale=part.scale,
-            into=partial(self._accumulators.to_add_to, keys),
-            patient=_patient(part),
+            scale=scale,
+            into=partial(self._accumulators.to_add_to, layout.keys),
+            patient=layout.patient,
         )
         chain.wait_read()
-        if part.last and accumulates:
+        if last and accumulates:
             # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
-            self._submit_crossing(part, seed, chain.take, after=[chain], patient=_patient(part))
-        self._reducing.append((chain, None if accumulates else partial(deliver, part.params)))
+            self._submit_crossing(layout, seed, scale, chain.take, after=[chain], patient=layout.patient)
+        self._reducing.append((chain, None if accumulates else partial(deliver, layout.params)))
         while len(self._reducing) > self._most:
             self._finish_first()
 
-    def _accumulate_whole(self, part: _Part, flat: list[torch.Tensor]) -> None:
+    def _accumulate_whole(self, layout: _Layout, flat: list[torch.Tensor], scale: float, last: bool) -> None:
         """Adds whole gradients to the accumulators; those of a window's only micro-step cross as they are."""
-        kept = [param.key in self._accumulators for param in part.params]
-        if part.last and part.params[0].route.programs.boundary.steps and not any(kept):
-            self._submit_crossing(part, self._next_seed(), lambda: flat).wait_read()
+        kept = [key in self._accumulators for key in layout.keys]
+        if last and layout.boundary.lanes and not any(kept):
+            self._submit_crossing(layout, self._next_seed(), scale, lambda: flat).wait_read()
         else:  # the first of a window is kept, so it must be a copy
             parts = [one if again else one.to(torch.float32, copy=True) for one, again in zip(flat, kept)]
             seed = self._next_seed()
-            sums = self._add(part, seed, parts)
-            if part.last:
-                self._submit_crossing(part, seed, partial(list, sums))
-        if part.last:
+            sums = self._add(layout.keys, last, seed, parts)
+            if last:
+                self._submit_crossing(layout, seed, scale, partial(list, sums))
+        if last:
             self._limit_crossings()
 
-    def _add(self, part: _Part, seed: int, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _add(self, keys: Sequence[int], last: bool, seed: int, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Adds partial sums to the accumulators, unless the last hop has. Gives those of the last micro-step away.
 
         The first of a window becomes the accumulator: nobody else may keep it.
         """
-        keys = [param.key for param in part.params]
-        if part.last:  # accumulators are freed as soon as they are encoded
+        if last:  # accumulators are freed as soon as they are encoded
             return self._accumulators.take(keys, sums)
         self._accumulators.add(keys, sums, seed)
         self.peak_bytes = max(self.peak_bytes, self._accumulators.bytes)
@@ -211,24 +240,22 @@ class Gradients:
             rest = [self._waiting[key] for key in self._accumulators.in_order()]
             for alike in by_route(rest):
                 for params in in_buckets(((param, param.numel) for param in alike), self.bucket_numel):
-                    sums = self._accumulators.take([param.key for param in params])
-                    self._submit_crossing(_Part(params, dtype, scale, True), self._next_seed(), partial(list, sums))
+                    (layout,) = self._layouts_of(params, dtype)
+                    sums = self._accumulators.take(layout.keys)
+                    self._submit_crossing(layout, self._next_seed(), scale, partial(list, sums))
                     self._limit_crossings()
-            crossed = [(part, chain.wait()) for part, chain in self._crossing]
+            crossed = [(layout, chain.wait()) for layout, chain in self._crossing]
             self._crossing.clear()
             self._waiting.clear()
             self._accumulates = False
-            for part, shards in crossed:
-                deliver(part.params, self._cut(part, shards))
+            for layout, shards in crossed:
+                deliver(layout.params, self._cut(layout, shards))
 
     def _submit_crossing(
-        self, part: _Part, seed: int, sums: Callable[[], list[torch.Tensor]], **order: Any
+        self, layout: _Layout, seed: int, scale: float, sums: Callable[[], list[torch.Tensor]], **order: Any
     ) -> Chain[list[torch.Tensor]]:
-        program, bucket = part.params[0].route.programs.boundary, bucket_of(part.params, part.dtype, "gradients")
-        chain: Chain[list[torch.Tensor]] = self._collectives.run(
-            program, bucket, sums, lambda shards: shards, seed=seed, scale=part.scale, **order
-        )
-        self._crossing.append((part, chain))
+        chain = layout.boundary.run(sums, unchanged, seed=seed, scale=scale, **order)
+        self._crossing.append((layout, chain))
         return chain
 
     def _limit_crossings(self) -> None:
@@ -236,21 +263,16 @@ class Gradients:
         if len(self._crossing) > self._most:
             self._crossing[-self._most - 1][1].wait()
 
-    def _cut(self, part: _Part, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _cut(self, layout: _Layout, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's shards of the average, without the padding beyond the parameters' ends."""
-        if not self._divides_first(part):
-            torch._foreach_div_(list(shards), self._plan.grid.world_size)
+        if not layout.divides_first:
+            self._divide(shards)
         rank = self._plan.rank
-        return [shard[: owned_numel(param.numel, shard.numel(), rank)] for param, shard in zip(part.params, shards)]
+        return [shard[: owned_numel(param.numel, shard.numel(), rank)] for param, shard in zip(layout.params, shards)]
 
-    def _divides_first(self, part: _Part) -> bool:
-        """Whether gradients become parts of an average before they are summed, and not the shards that sums leave.
-
-        Shards are fewer. But a sum on the wire may overflow in float16, and rounds otherwise than in ZeRO-3 if it is
-        divided afterwards by what is no power of two. Sums of decoded messages are float32.
-        """
-        exact = self._plan.grid.world_size.bit_count() == 1 and part.dtype != torch.float16
-        return part.params[0].route.sums_travel and not exact
+    def _divide(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.divisor != 1:
+            torch._foreach_div_(list(tensors), self.divisor)
 
     # ---- the end of a window -------------------------------------------------------------------------------------
 
@@ -304,11 +326,6 @@ class Gradients:
         return (self.reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
 
 
-def _patient(part: _Part) -> bool:
-    """Whether gathers cross several tiers, in the other direction: modules wait for them, so these gradients make way."""
-    return len(part.params[0].route.programs.fetch.crossings) > 1
-
-
 class Accumulators:
     """Partial sums by parameter id. They are summed in float32, whatever they are kept in.
 
@@ -342,10 +359,6 @@ class Accumulators:
     def in_order(self) -> list[int]:
         """Parameters with a sum, in order."""
         return sorted(self._kept)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The sums, as they are kept."""
-        return list(self._kept.values())
 
     def to_add_to(self, keys: Iterable[int]) -> list[torch.Tensor] | None:
         """The sums of ``keys`` themselves, for who decodes and adds in one pass; None where one is missing or narrow."""

@@ -68,7 +68,7 @@ class Guard:
         """Notes a step that is about to be discarded. All ranks must call it alike.
 
         Args:
-            scaler: The loss scaler, with DeepSpeed's attributes, before it takes account of the step.
+            scaler: The loss scaler, with DeepSpeed's attributes, before it takes account of the step; None where there is none.
             params: The parameters in the optimizer. Others may require gradients too, but have none to look at.
             gradient_of: Gives this rank's shard of the gradient of one of them.
 
@@ -77,7 +77,7 @@ class Guard:
                 raise an error that names nothing.
         """
         self._steps += 1
-        at_minimum = scaler.dynamic
+        at_minimum = scaler is not None and scaler.dynamic
         # A discarded step lowers the loss scale, so a later one may be finite.
         if self._limit == 0 or (at_minimum and scaler.cur_scale > scaler.min_scale):
             return

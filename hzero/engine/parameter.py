@@ -17,6 +17,8 @@ from hzero.validation import ConfigError, some
 
 #: Names that a message gives.
 _NAMED = 4
+#: Sets of parameters whose messages are kept ready; experts that are chosen by chance make many.
+LAYOUTS = 1024
 
 
 class Route:
@@ -100,6 +102,11 @@ def bucket_of(params: list[Parameter], dtype: torch.dtype, role: str) -> Bucket:
     world, codes = params[0].route.plan.grid.world_size, dtype == torch.uint8
     chunks = tuple(chunk_numel(param.numel, world) * (param.code_bytes if codes else 1) for param in params)
     return Bucket(tuple(param.key for param in params), chunks, dtype, role)
+
+
+def unchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result of a program that leaves what is wanted."""
+    return tensors
 
 
 def by_route(params: Iterable[Parameter]) -> list[list[Parameter]]:

@@ -25,11 +25,9 @@ from hzero.codecs.formats import owned_numel
 from hzero.comm import Bucket, Chain, Collectives, DeviceStreams, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
-from hzero.engine.parameter import Parameter, bucket_of
+from hzero.engine.parameter import LAYOUTS, Parameter, bucket_of, unchanged
 from hzero.plan.program import IN_FLIGHT
 
-#: Sets of parameters whose gathers are kept ready; experts that are chosen by chance make many.
-_GATHERS = 1024
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
 Unsharded: TypeAlias = Callable[[], list[torch.Tensor]]
 
@@ -296,7 +294,7 @@ class Weights:
             return [(list(params), partial(_wait_whole, params, into))]
         keys = tuple(param.key for param in params)
         if keys not in self._gathers:  # else a layer is gathered again
-            if len(self._gathers) >= _GATHERS:
+            if len(self._gathers) >= LAYOUTS:
                 self._gathers.clear()
             alike: dict[tuple[str, int], list[Parameter]] = {}
             for param in params:
@@ -312,7 +310,7 @@ class Weights:
         places: dict[str, Any] = {}
         if into is not None:
             places["into"] = lambda: [into[param.key] for param in params]
-        return gather.bound.run(read, _unchanged, seed=self.version, after=_chains(params), **places)
+        return gather.bound.run(read, unchanged, seed=self.version, after=_chains(params), **places)
 
     def _payloads(self, params: Sequence[Parameter]) -> torch.Tensor:
         """One message of resident payloads, from where they are in memory; they are moved together if they are apart."""
@@ -390,7 +388,3 @@ def _wait_whole(params: Sequence[Parameter], into: Mapping[int, torch.Tensor] | 
         chain.wait()
     wholes = [param.whole for param in params if param.whole is not None]
     return wholes if into is None else [into[param.key].copy_(whole) for param, whole in zip(params, wholes)]
-
-
-def _unchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return tensors

@@ -19,7 +19,7 @@ from hzero.codecs import backends
 from hzero.comm import HopError
 from hzero.comm.process_groups import order_of_ranks
 from hzero.deepspeed.parameters import GatherHandle
-from hzero.deepspeed.partition import Partition
+from hzero.engine.engine import Partition
 from hzero.validation import ConfigError
 from tests.deepspeed.training import (
     OFFLOAD,
