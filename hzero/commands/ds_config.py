@@ -97,8 +97,7 @@ def examine_config(
     """
     with quiet():
         from hzero.deepspeed import autotp
-        from hzero.deepspeed.partition import partition_of_autotp
-        from hzero.deepspeed.refusals import check_written
+        from hzero.deepspeed.refusals import check_written, partition_of_autotp
         from hzero.plan.shards import ShardPlan
     findings: list[Finding] = []
     block = parsed = grid = None

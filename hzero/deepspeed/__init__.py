@@ -2,7 +2,7 @@
 
 from hzero.deepspeed.install import enable, exact_weights, initialize, state
 from hzero.deepspeed.pipeline import PipelineState
-from hzero.deepspeed.state import StageState
+from hzero.deepspeed.stage import StageState
 from hzero.engine.guard import DivergenceError, StaleWeightsError
 
 __all__ = [

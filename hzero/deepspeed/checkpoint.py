@@ -40,7 +40,6 @@ from hzero.block import KEY
 from hzero.codecs.formats import chunk_numel
 from hzero.comm import blaming
 from hzero.config import CheckpointConfig
-from hzero.deepspeed.refusals import read_block
 from hzero.files import read_text, replacing
 from hzero.manifest import (
     NOTE,
@@ -322,23 +321,6 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
                 f"checkpoint: {str(folder)!r} is incomplete: it has {written} of {found.old.world_size} files *{OPTIMIZER}"
             )
         return None if found.old == layout else found
-
-
-def configures(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``DeepSpeedEngine._configure_checkpointing`` that lets `CheckpointFiles` write and read if the block has the key."""
-
-    @functools.wraps(stock)
-    def configure(engine: Any, *args: Any, **kwargs: Any) -> None:
-        stock(engine, *args, **kwargs)
-        config = read_block(engine._config._param_dict)
-        if config is not None and config.checkpoint is not None:
-            with on_all_ranks():
-                files = CheckpointFiles(engine, config.checkpoint)
-            engine.checkpoint_engine, engine.save_checkpoint = files, files.save_checkpoint
-            if not engine.load_universal_checkpoint():
-                engine.load_checkpoint = files.load_checkpoint
-
-    return configure
 
 
 # ---- another layout -----------------------------------------------------------------------------------------------------

@@ -17,12 +17,19 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from hzero.block import KEY, find
-from hzero.deepspeed import autotp, checkpoint, parameters
-from hzero.deepspeed.partition import check_mpu, group_of, partition_of_autotp
+from hzero.deepspeed import autotp, parameters
 from hzero.deepspeed.pipeline import HZeroPipelineEngine, PipelineState
-from hzero.deepspeed.refusals import check_config, check_kinds, check_pipeline, read_block, unsendable
-from hzero.deepspeed.stage import HZeroStage3
-from hzero.deepspeed.state import BUCKET_NUMEL, LIVE_NUMEL, StageState
+from hzero.deepspeed.refusals import (
+    check_config,
+    check_kinds,
+    check_mpu,
+    check_pipeline,
+    group_of,
+    partition_of_autotp,
+    read_block,
+    unsendable,
+)
+from hzero.deepspeed.stage import BUCKET_NUMEL, LIVE_NUMEL, HZeroStage3, StageState
 from hzero.deepspeed.versions import check_deepspeed
 from hzero.engine.engine import Partition
 from hzero.plan.shards import ShardPlan
@@ -57,7 +64,7 @@ def enable() -> None:
     DeepSpeedEngine._configure_zero_optimizer = _with_stage(DeepSpeedEngine._configure_zero_optimizer)
     DeepSpeedEngine.zero_grad = _after_errors(DeepSpeedEngine.zero_grad)
     DeepSpeedEngine._broadcast_model = _naming(DeepSpeedEngine._broadcast_model)
-    DeepSpeedEngine._configure_checkpointing = checkpoint.configures(DeepSpeedEngine._configure_checkpointing)
+    DeepSpeedEngine._configure_checkpointing = _with_checkpoints(DeepSpeedEngine._configure_checkpointing)
     DeepSpeedZeRoOffload.__init__ = _with_weights(DeepSpeedZeRoOffload.__init__)
     Init._all_gather = parameters.gathers_exactly(Init._all_gather)
     Init._partition = parameters.notes_changes(Init._partition)
@@ -143,6 +150,25 @@ def _naming(stock: Any) -> Any:
     return broadcast
 
 
+def _with_checkpoints(stock: Any) -> Any:
+    """``DeepSpeedEngine._configure_checkpointing`` that lets `CheckpointFiles` write and read if the block has the key."""
+
+    @functools.wraps(stock)
+    def configure(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        config = read_block(self._config._param_dict)
+        if config is not None and config.checkpoint is not None:
+            from hzero.deepspeed.checkpoint import CheckpointFiles
+
+            with on_all_ranks():
+                files = CheckpointFiles(self, config.checkpoint)
+            self.checkpoint_engine, self.save_checkpoint = files, files.save_checkpoint
+            if not self.load_universal_checkpoint():
+                self.load_checkpoint = files.load_checkpoint
+
+    return configure
+
+
 def _with_weights(stock: Any) -> Any:
     """``DeepSpeedZeRoOffload.__init__`` that takes over the gathers of its module where the configuration has the block.
 
@@ -192,7 +218,7 @@ def _with_weights(stock: Any) -> Any:
 
 def _partition_all(stock: Any, own: StageState) -> None:
     stock()
-    own.weights.drop_units()
+    own.weights.units.drop()
 
 
 def _destroy(stock: Any, own: StageState) -> None:

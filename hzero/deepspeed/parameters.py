@@ -126,6 +126,7 @@ class Parameters:
 
     Attributes:
         resident: As given.
+        units: The layers that are gathered.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Parameters:
                 }
             )
         self._all = dict(self._managed)  # with those that a later engine has taken over
-        self._units = units = Units()
+        self.units = units = Units()
         form_units(module, layers, self._managed)
         # Functions that hold nothing else, so that a copy of the model copies no engine.
         self._hooks = [
@@ -190,7 +191,7 @@ class Parameters:
         for managed in marked:
             managed.forget()
         for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
-            owner._units.drop()
+            owner.units.drop()
             weights = [managed.weight for managed in marked if managed.owner is owner]
             owner.resident.mark_stale(weights if stepped is not None else None)
 
@@ -207,7 +208,7 @@ class Parameters:
         """Lets go of all that is gathered or under way, since all weights have changed."""
         for managed in self._managed.values():
             managed.forget()
-        self._units.drop()
+        self.units.drop()
 
     def primary_bytes(self) -> int:
         """Memory of the primary shards on this rank, in bytes."""
@@ -219,7 +220,7 @@ class Parameters:
     def exact(self) -> Iterator[None]:
         """Inside, forward and backward gather the primary shards without codecs, as stock DeepSpeed does."""
         before, self._exact = self._exact, True
-        self._units.drop()
+        self.units.drop()
         for managed in self._managed.values():
             managed.put_away(decoded=True)
         try:
@@ -247,7 +248,7 @@ class Parameters:
 
     def put_away_all(self) -> None:
         """Partitions all parameters that are available and not in use."""
-        self._units.drop()
+        self.units.drop()
         for managed in self._managed.values():
             managed.put_away()
 
@@ -299,18 +300,18 @@ class Parameters:
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.forget()
                 self.resident.mark_edited(managed.weight)
-        self._units.turn_to(wanted, waiting=False)
-        missing = self._units.widened(wanted)
+        self.units.turn_to(wanted, waiting=False)
+        missing = self.units.widened(wanted)
         owner = {managed.weight: managed for managed in missing}
         for weights, wait in self.resident.unshard(list(owner)) if missing else ():
             gathering = Gathering(wait, self.resident.collectives.lanes.streams is not None)
             for weight in weights:
                 owner[weight].part = gathering.add()
-                self._units.bring(owner[weight])
+                self.units.bring(owner[weight])
         for managed in wanted:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
             managed.decoded = managed.weight.route.lossy
-        return GatherHandle(wanted, self._units)
+        return GatherHandle(wanted, self.units)
 
     def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         """``param.all_gather``: stock, see `gathers_exactly`, unless a forward reads it outside its own module."""
@@ -344,14 +345,6 @@ class Parameters:
         """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""
         kept = (managed.param for managed in self._managed.values() if managed.param.ds_persist)
         self.gather(param for param in kept if param.ds_status == ZeroParamStatus.NOT_AVAILABLE).wait()
-
-    def end_backward(self) -> None:
-        """Lets go of the layers that backward has gathered."""
-        self._units.end()
-
-    def drop_units(self) -> None:
-        """Lets go of all layers, also of those gathered ahead."""
-        self._units.drop()
 
 
 def _shard(param: ZeroParameter, dtype: torch.dtype) -> torch.Tensor:
@@ -586,7 +579,7 @@ def form_units(module: torch.nn.Module, layers: Iterable[torch.nn.Module], manag
 
 
 class Gathering:
-    """One gather of whole parameters, each with a `Part` that alone holds its memory."""
+    """One gather of whole parameters, each with a `Part` that alone holds its memory: two layers may have one gather."""
 
     def __init__(self, wait: Unsharded, on_streams: bool) -> None:
         self._wait, self._on_streams, self._arrived = wait, on_streams, False
@@ -603,9 +596,8 @@ class Gathering:
         if self._arrived and not self._on_streams:
             return
         flats = self._wait()
-        for found, flat in zip(self._parts, flats):
-            part = found()
-            if part is not None:
+        for weak, flat in zip(self._parts, flats):
+            if (part := weak()) is not None:
                 part.flat = flat
         flats.clear()
         self._arrived = True

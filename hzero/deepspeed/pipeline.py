@@ -28,7 +28,7 @@ from hzero.comm import Chain, Communicator, CommunicatorConfig, blaming, for_dim
 from hzero.comm.process_groups import world_timeout
 from hzero.config import HZeroConfig
 from hzero.deepspeed.refusals import read_block
-from hzero.deepspeed.state import LoggedHops, async_accelerator, current_device, optimizer_bytes
+from hzero.deepspeed.stage import LoggedHops, async_accelerator, current_device, optimizer_bytes
 from hzero.deepspeed.versions import with_names
 from hzero.engine.engine import Partition, Traffic, ranks_of, undeclared
 from hzero.plan.shards import lossy_crossings

@@ -2,24 +2,146 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comm
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
-from hzero.comm import blaming, shared_watchdog
-from hzero.deepspeed import versions
-from hzero.deepspeed.parameters import ZeroParameter
-from hzero.deepspeed.refusals import mixed_types
-from hzero.deepspeed.state import StageState
+from hzero.codecs.formats import CodecName
+from hzero.comm import WireLog, blaming, shared_watchdog
+from hzero.comm.wirelog import HopTimer
+from hzero.config import HZeroConfig, Tier
+from hzero.deepspeed import autotp, versions
+from hzero.deepspeed.parameters import Parameters, ZeroParameter, layers_of, managed_parameters
+from hzero.deepspeed.refusals import check_partition, check_types, mixed_types
+from hzero.engine.engine import Engine, Partition
 from hzero.engine.guard import DivergenceError
-from hzero.engine.parameter import Parameter
-from hzero.validation import on_all_ranks
+from hzero.engine.parameter import Parameter, routes_of
+from hzero.plan.shards import ShardPlan
+from hzero.validation import is_rank_0, on_all_ranks
+
+#: DeepSpeed's defaults of ``stage3_prefetch_bucket_size`` and ``stage3_max_live_parameters``.
+BUCKET_NUMEL, LIVE_NUMEL = 50_000_000, 10**9
+
+
+def async_accelerator() -> Any:
+    """DeepSpeed's accelerator; None where it is synchronised, which runs everything in order, as CPUs do."""
+    accelerator = get_accelerator()
+    return None if accelerator.is_synchronized_device() else accelerator
+
+
+def current_device() -> torch.device:
+    """The device of this rank."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+class StageState(Engine):
+    """The engine of one DeepSpeed engine with ZeRO-3: `Engine`, and what is DeepSpeed's.
+
+    Attributes:
+        weights: DeepSpeed's parameters, which gather from resident weights.
+        logged_hops: What DeepSpeed's ``comms_logger`` gets of hops, at the end of each step and in `settle`.
+
+    Args:
+        module: The model, its parameters partitioned by DeepSpeed.
+        config: The block.
+        bucket_numel: Max elements of the parameters that share one message of the refresh; also of the boundary, until
+            the optimizer sets its own.
+        live_numel: Max elements of a layer that is gathered as a whole, beside the block's own limit.
+        group: The ranks over which DeepSpeed partitions; None is the world.
+
+    Raises:
+        ConfigError: The topology does not fit the ranks, or a parameter is partitioned over others.
+    """
+
+    ADVICE = (
+        "change weights inside deepspeed.zero.GatheredParameters with a modifier_rank, or call "
+        "hzero.state(engine).weights.mark_stale() on all ranks afterwards"
+    )
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: HZeroConfig,
+        bucket_numel: int = BUCKET_NUMEL,
+        group: Any = None,
+        live_numel: int = LIVE_NUMEL,
+    ) -> None:
+        partition = Partition.of(group, config.topology)
+        check_partition(module, group)
+        self._module = module
+        plan = ShardPlan.from_config(config, partition.grid, partition.rank)
+        routes, codes = routes_of(module, plan)
+        check_types(module, routes)
+        self._autotp = autotp.take_over(module, config, partition.world)
+        managed = managed_parameters(module, routes, codes)
+        weights = [one.weight for one in managed.values()]
+        super().__init__(config, plan, partition, module, weights, bucket_numel, current_device(), async_accelerator())
+        # Weights that are whole on every device need no gather.
+        layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
+        self.weights = Parameters(module, managed, self.resident, layers)
+        if config.exact_evaluation:
+            self.weights.follow_mode()
+        self.logged_hops = LoggedHops(self.wire_log)
+        if is_rank_0():
+            how = ""  # forward gathers weights
+            if plan.gather_hops() and not plan.decoded:
+                kinds = Counter(type(layer).__name__ for layer in layers)
+                named = ", ".join(f"{name} x {count}" for name, count in kinds.items())
+                how = f"; gathers by layer ({named})" if named else "; gathers by module"
+            as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
+            self.announce(f"{self.described()}{how}{as_bytes}")
+            self.warn_of_plan()
+
+    def settle(self) -> None:
+        """As of `Traffic`; ``comms_logger`` gets the hops."""
+        super().settle()
+        self.logged_hops.flush()
+
+    def lost(self) -> bool:
+        """As of `Engine`."""
+        lost = super().lost()
+        if lost:
+            self.weights.put_away_all()
+        return lost
+
+    def replaced(self) -> None:
+        """As of `Engine`."""
+        self.weights.forget()
+        super().replaced()
+
+    def memory(self, optimizer: Any = None) -> dict[str, int]:
+        """Measured bytes of each state on this rank, without transient buffers; see `Engine.memory`.
+
+        Args:
+            optimizer: The engine's optimizer, if it has one.
+        """
+        return {
+            "primary weights": self.weights.primary_bytes(),
+            "gradient shard": _bytes([getattr(optimizer, "grad_partitions_flat_buffer", None)]),
+            "optimizer": optimizer_bytes(optimizer),
+            **super().memory(),
+        }
+
+    def destroy(self) -> None:
+        """Frees payloads and accumulators, and restores the model to what DeepSpeed made."""
+        if self._autotp is not None:
+            autotp.give_back(self._module, self._autotp)
+            self._autotp = None  # DeepSpeed may hold this object, and nothing is sent over that group any more
+        try:
+            self.close()
+        finally:
+            self.weights.close()
+
+
+# ---- the optimizer ------------------------------------------------------------------------------------------------------
 
 
 class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
@@ -37,8 +159,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stepping = False
-        self._arrived: set[int] = set()  # ids of parameters whose gradients of this window stock has received,
-        self._complete: set[int] = set()  # and of those that the last micro-step has brought
+        self._arrived: set[int] = set()  # ids of parameters whose gradients of this window stock has received
         try:
             super().__init__(*args, **kwargs)
         except AssertionError:
@@ -92,7 +213,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         come of them.
         """
         super().independent_gradient_partition_epilogue()
-        self.hzero.weights.end_backward()
+        self.hzero.weights.units.end()
         self.hzero.place()
         if versions.at_boundary(self):
             self._cross_boundary()
@@ -140,7 +261,6 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
     def _new_window(self) -> None:
         self.hzero.gradients.clear()
         self._arrived.clear()
-        self._complete.clear()
 
     def _gradient_of(self, weight: Parameter) -> torch.Tensor:
         (param,) = self.hzero.weights.params_of([weight])
@@ -178,7 +298,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.boundary(self.communication_data_type, float(self.loss_scale), self._deliver)
             if self.offload_optimizer:
-                self._offload_earlier()
+                self._offload()
             self._silence()
             # The host is about to wait anyway, and nothing has been stepped.
             with self.hzero.gradients.all_or_nothing():
@@ -187,41 +307,25 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             self.reduce_and_partition_stream.synchronize()
 
     def _deliver(self, weights: list[Parameter], shards: list[torch.Tensor]) -> None:
-        """Delivers shards to stock, which must copy the first delivery of a window and add later ones.
+        """Adds shards where stock keeps gradients; the first of a window replaces the remains of the last one.
 
-        Later deliveries occur where every micro-step delivers, and where re-entrant checkpointing runs several epilogues
-        in one backward. Stock decides by the number of the micro-step: it would add the first gradient of a parameter
-        that was silent before to the remains of the last window.
+        Stock decides by the number of the micro-step, and would add the first gradient of a parameter that was silent before.
         """
-        params = self.hzero.weights.params_of(weights)
-        for again in (False, True):
-            chosen = [i for i, param in enumerate(params) if (param.ds_id in self._arrived) == again]
-            with self._as_micro_step(int(again)):
-                super().partition_grads(
-                    [_Receiver(params[i]) for i in chosen],
-                    [shards[i].to(self.gradient_accumulation_dtype) for i in chosen],
-                )
-        self._arrived.update(param.ds_id for param in params)
-        if versions.at_boundary(self):
-            self._complete.update(param.ds_id for param in params)
-
-    def _offload_earlier(self) -> None:
-        """Moves gradients to the host that only earlier micro-steps delivered; stock moves the last micro-step's only."""
-        missing = self._arrived - self._complete
-        earlier = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in missing]
         sums = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        device = get_accelerator().current_device_name()
-        with self._as_micro_step(0):  # stock copies what it has onto itself, and then to the host
-            super().partition_grads(
-                [_Receiver(param) for param in earlier], [sums[param.ds_id].to(device) for param in earlier]
-            )
-        self._complete |= missing
+        for weight, shard in zip(weights, shards):
+            total, kept = shard.to(self.gradient_accumulation_dtype), sums[weight.key][: shard.numel()]
+            if weight.key in self._arrived:  # on the device, if they are kept on the host, where sums are slow
+                total = kept.to(shard.device, non_blocking=True).add_(total)
+            kept.copy_(total, non_blocking=True)
+        self._arrived.update(weight.key for weight in weights)
 
-    @contextlib.contextmanager
-    def _as_micro_step(self, micro_step: int) -> Iterator[None]:
-        before, self.micro_step_id = self.micro_step_id, micro_step
+    def _offload(self) -> None:
+        """Moves gradients to the masters on the host, by stock's own function, which first copies them onto themselves."""
+        arrived = [param for param in itertools.chain.from_iterable(self.fp16_groups) if param.ds_id in self._arrived]
+        sums, device = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition, current_device()
+        before, self.micro_step_id = self.micro_step_id, 0
         try:
-            yield
+            super().partition_grads(arrived, [sums[param.ds_id].to(device) for param in arrived])
         finally:
             self.micro_step_id = before
 
@@ -332,11 +436,73 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.weights.mark_stale()
 
 
-class _Receiver:
-    """A parameter as stock delivers a shard to it, which takes its ``grad`` away: the parameter's own may be a newer one."""
+# ---- what DeepSpeed measures --------------------------------------------------------------------------------------------
 
-    def __init__(self, param: ZeroParameter) -> None:
-        self._param, self.grad = param, None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._param, name)
+def _bytes(tensors: list[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """Bytes of a ZeRO optimizer on this rank: float32 masters and the states of the wrapped optimizer."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")  # of stage 3, of stage 1
+    masters = [master for name in names for master in getattr(optimizer, name, ())]
+    inner = getattr(optimizer, "optimizer", None)
+    states = [value for state in getattr(inner, "state", {}).values() for value in state.values()]
+    return _bytes(masters) + _bytes(states)
+
+
+class LoggedHops:
+    """Hops that have ended, until DeepSpeed's ``comms_logger`` gets them.
+
+    The logger gets the same rows on all ranks: its summary with ``show_straggler`` makes one all-reduce for each of them.
+
+    Args:
+        wire_log: Counts the hops.
+    """
+
+    def __init__(self, wire_log: WireLog) -> None:
+        self._wire_log, self._seconds = wire_log, dict[str, float]()
+        self._ended: deque[tuple[str, int]] = deque()  # hops may end on other threads
+        wire_log.on_hop.append(self._add)
+
+    @staticmethod
+    def wanted() -> bool:
+        """Whether the user has turned the logger on, for all operations or for those named ``hzero``."""
+        logger = comm.comms_logger
+        return bool(logger.enabled and (logger.prof_all or "hzero" in logger.prof_ops))
+
+    def _add(self, role: str, tier: Tier, codec: CodecName, wire_bytes: int, _: HopTimer) -> None:
+        if wire_bytes and self.wanted():
+            self._ended.append((_row(role, tier, codec), wire_bytes))
+
+    def flush(self) -> None:
+        """Gives all hops to the logger, with the mean time of those of a name. Collective over the world where the logger is on.
+
+        Bytes may differ between ranks: where a codec's size depends on the numbers. The hops of such a name are one entry on
+        every rank, with the bytes of the rank that has received most.
+        """
+        if not self.wanted():
+            return
+        before, self._seconds = (
+            self._seconds,
+            {_row(one.role, one.tier, one.codec): one.seconds for one in self._wire_log.entries()},
+        )
+        counts = Counter(self._ended.popleft() for _ in range(len(self._ended)))
+        every = [counts] * dist.get_world_size()
+        dist.all_gather_object(every, counts)
+        for name in sorted({name for each in every for name, _ in each}):
+            first, *others = [
+                Counter({size: count for (row, size), count in each.items() if row == name}) for each in every
+            ]
+            spent = self._seconds.get(name, 0.0) - before.get(name, 0.0)
+            if any(sizes != first for sizes in others):
+                first = Counter([max(sum(size * count for size, count in sizes.items()) for sizes in (first, *others))])
+            for size, count in sorted(first.items()):
+                for _ in range(count):
+                    # The logger computes the bandwidth of `recv` from these bytes, without a factor for the ranks of the world.
+                    comm.comms_logger.append("recv", name, max(spent / first.total() * 1e3, 1e-6), size)
+
+
+def _row(role: str, tier: Tier, codec: CodecName) -> str:
+    return f"hzero {role}, {tier}, {codec}"
