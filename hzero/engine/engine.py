@@ -295,14 +295,12 @@ class Engine(Traffic):
         """
         if not self._by_chance() and not self.config.save_residuals:
             return None
-        residuals: dict[str, dict[str, torch.Tensor]] = {}
-        scales: dict[str, dict[str, float]] = {}
+        residuals: dict[str, dict[str, tuple[torch.Tensor, float]]] = {}
         if self._feedback is not None and self.config.save_residuals:
             for tier, kept in self._feedback.saved().items():
-                residuals[tier] = {self._names[key]: residual for key, (residual, _) in kept.items()}
-                scales[tier] = {self._names[key]: scale for key, (_, scale) in kept.items()}
+                residuals[tier] = {self._names[key]: residual for key, residual in kept.items()}
         seeds = {"weights": self.resident.version, "gradients": self.gradients.reductions}
-        return {"plan": self._identity(), "seeds": seeds, "residuals": residuals, "scales": scales}
+        return {"plan": self._identity(), "seeds": seeds, "residuals": residuals}
 
     def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
         """Goes on from what a checkpoint holds, after everything else has been replaced.
@@ -324,9 +322,9 @@ class Engine(Traffic):
             return
         keys = {name: key for key, name in self._names.items()}
         for tier, residuals in kept.items():
-            for name, residual in residuals.items():
+            for name, (residual, scale) in residuals.items():
                 if name in keys:
-                    self._feedback.restore(tier, keys[name], residual.to(self.device), found["scales"][tier][name])
+                    self._feedback.restore(tier, keys[name], residual.to(self.device), scale)
 
     def _by_chance(self) -> bool:
         """Whether anything is rounded stochastically."""

@@ -14,7 +14,7 @@ import torch
 from hzero.codecs.formats import owned_numel
 from hzero.comm import Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
-from hzero.engine.parameter import LAYOUTS, Parameter, bucket_of, by_route, unchanged
+from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of, unchanged
 from hzero.plan.program import IN_FLIGHT
 
 logger = logging.getLogger("hzero")
@@ -133,7 +133,7 @@ class Gradients:
         if key not in self._layouts:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = [self._layout(alike, dtype) for alike in by_route(params)]
+            self._layouts[key] = [self._layout(same, dtype) for same in alike(params)]
         return self._layouts[key]
 
     def _layout(self, params: list[Parameter], dtype: torch.dtype) -> _Layout:
@@ -238,8 +238,8 @@ class Gradients:
         self.settle()
         with self.all_or_nothing():
             rest = [self._waiting[key] for key in self._accumulators.in_order()]
-            for alike in by_route(rest):
-                for params in in_buckets(((param, param.numel) for param in alike), self.bucket_numel):
+            for same in alike(rest):
+                for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
                     (layout,) = self._layouts_of(params, dtype)
                     sums = self._accumulators.take(layout.keys)
                     self._submit_crossing(layout, self._next_seed(), scale, partial(list, sums))

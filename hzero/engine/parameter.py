@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -109,12 +110,14 @@ def unchanged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def by_route(params: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Parameters of one route together, in an order that is the same on all ranks."""
-    found: dict[int, list[Parameter]] = {}
+def alike(
+    params: Iterable[Parameter], kind: Callable[[Parameter], Any] = lambda param: param.route.number
+) -> list[list[Parameter]]:
+    """Parameters of one kind together, such as of one route, in an order that is the same on all ranks."""
+    kinds: dict[Any, list[Parameter]] = {}
     for param in params:
-        found.setdefault(param.route.number, []).append(param)
-    return [found[number] for number in sorted(found)]
+        kinds.setdefault(kind(param), []).append(param)
+    return [kinds[one] for one in sorted(kinds)]
 
 
 def routes_of(

@@ -25,7 +25,7 @@ from hzero.codecs.formats import owned_numel
 from hzero.comm import Bucket, Chain, Collectives, DeviceStreams, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
-from hzero.engine.parameter import LAYOUTS, Parameter, bucket_of, unchanged
+from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of, unchanged
 from hzero.plan.program import IN_FLIGHT
 
 #: Makes the current stream wait for whole parameters, and returns them, flat ``[world * chunk]``.
@@ -174,12 +174,11 @@ class Weights:
                     self._refresh_ahead(bucket)
 
     def _in_buckets(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
-        alike: dict[tuple[str, bool, int, bool], list[Parameter]] = {}
-        for param in sorted(params, key=lambda param: param.key):
-            kind = str(param.dtype), param.differs, param.route.number, not param.urgent
-            alike.setdefault(kind, []).append(param)
+        in_order = sorted(params, key=lambda param: param.key)
         buckets: list[list[Parameter]] = []
-        for _, same in sorted(alike.items()):
+        for same in alike(
+            in_order, lambda param: (str(param.dtype), param.differs, param.route.number, not param.urgent)
+        ):
             numel = same[0].route.plan.refresh_numel(self._bucket_numel, same[0].dtype.itemsize)
             buckets += in_buckets(((param, param.numel) for param in same), numel)
         return buckets
@@ -296,10 +295,8 @@ class Weights:
         if keys not in self._gathers:  # else a layer is gathered again
             if len(self._gathers) >= LAYOUTS:
                 self._gathers.clear()
-            alike: dict[tuple[str, int], list[Parameter]] = {}
-            for param in params:
-                alike.setdefault((str(param.dtype), param.route.number), []).append(param)
-            self._gathers[keys] = [_Gather.of(same, self.collectives) for _, same in sorted(alike.items())]
+            kinds = alike(params, lambda param: (str(param.dtype), param.route.number))
+            self._gathers[keys] = [_Gather.of(same, self.collectives) for same in kinds]
         return [(gather.params, self._run(gather, into).wait) for gather in self._gathers[keys]]
 
     def _run(self, gather: _Gather, into: Mapping[int, torch.Tensor] | None = None) -> Chain[list[torch.Tensor]]:
