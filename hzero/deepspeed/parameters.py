@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import ref
 
 import torch
@@ -27,13 +27,12 @@ from hzero.engine.weights import Unsharded, Weights
 ZeroParameter: TypeAlias = Any
 
 
-@dataclass(eq=False)
-class Managed:
-    """One parameter that an engine gathers; the parameter has it as its attribute ``hzero``.
+@dataclass(eq=False, kw_only=True)
+class Managed(Parameter):
+    """One parameter of DeepSpeed that an engine gathers; DeepSpeed's has it as its attribute ``hzero``.
 
     Attributes:
-        param: The parameter, with DeepSpeed's attributes.
-        weight: The same for `hzero.engine`.
+        param: DeepSpeed's parameter.
         owner: The parameters of its engine.
         stock: DeepSpeed's functions that are replaced, by name.
         own: The functions in their place.
@@ -43,7 +42,6 @@ class Managed:
     """
 
     param: ZeroParameter
-    weight: Parameter
     owner: Parameters = field(init=False)
     stock: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +108,7 @@ def managed_parameters(
     for name, param in module.named_parameters():
         dtype = torch.uint8 if param in codes else param.ds_tensor.dtype  # type: ignore[attr-defined]
         key = param.ds_id  # type: ignore[attr-defined]
-        found[key] = Managed(param, Parameter(key, name, 0, dtype, routes[param], partial(_shard, param, dtype)))
+        found[key] = Managed(key, name, 0, dtype, routes[param], partial(_shard, param, dtype), param=param)
         _measure(found[key])
     return found
 
@@ -156,13 +154,9 @@ class Parameters:
             module.register_forward_hook(torch.compiler.disable(lambda *_: units.end())),
         ]
 
-    def weights_of(self, params: Iterable[ZeroParameter]) -> list[Parameter]:
-        """The engine's parameters."""
-        return [self._all[param.ds_id].weight for param in params]
-
-    def params_of(self, weights: Iterable[Parameter]) -> list[ZeroParameter]:
-        """DeepSpeed's parameters."""
-        return [self._all[weight.key].param for weight in weights]
+    def of(self, params: Iterable[ZeroParameter]) -> list[Managed]:
+        """This engine's, of DeepSpeed's parameters."""
+        return [self._all[param.ds_id] for param in params]
 
     def close(self) -> None:
         """Frees payloads and restores DeepSpeed's functions on the parameters; the next engine may be a stock one."""
@@ -176,8 +170,8 @@ class Parameters:
 
     def _release(self, managed: Managed) -> None:
         managed.detach()
-        del self._managed[managed.weight.key]
-        self.resident.remove(managed.weight)
+        del self._managed[managed.key]
+        self.resident.remove(managed)
 
     # ---- staleness -----------------------------------------------------------------------------------------------
 
@@ -192,12 +186,12 @@ class Parameters:
             managed.forget()
         for owner in dict.fromkeys([self, *(managed.owner for managed in marked)]):
             owner.units.drop()
-            weights = [managed.weight for managed in marked if managed.owner is owner]
-            owner.resident.mark_stale(weights if stepped is not None else None)
+            own = [managed for managed in marked if managed.owner is owner]
+            owner.resident.mark_stale(own if stepped is not None else None)
 
     def refresh_stepped(self, params: Iterable[ZeroParameter]) -> None:
         """Starts to rebuild payloads of this engine's parameters, whose step is done."""
-        self.resident.refresh_stepped(one.weight for one in managed_of(params) if one.owner is self)
+        self.resident.refresh_stepped(one for one in managed_of(params) if one.owner is self)
 
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
@@ -236,7 +230,7 @@ class Parameters:
         The mode is that of the whole module (``module.training``) when its forward begins. All ranks must call this alike,
         and set the mode alike. Codec ``none`` is exact anyway.
         """
-        if len(self._hooks) == 2 and any(managed.weight.route.lossy for managed in self._managed.values()):
+        if len(self._hooks) == 2 and any(managed.route.lossy for managed in self._managed.values()):
             self._hooks.append(self._module.register_forward_pre_hook(self._enter_mode, prepend=True))
 
     @torch.compiler.disable
@@ -299,18 +293,17 @@ class Parameters:
                 )
             if _measure(managed):  # users can resize a parameter inside GatheredParameters
                 managed.forget()
-                self.resident.mark_edited(managed.weight)
+                self.resident.mark_edited(managed)
         self.units.turn_to(wanted, waiting=False)
         missing = self.units.widened(wanted)
-        owner = {managed.weight: managed for managed in missing}
-        for weights, wait in self.resident.unshard(list(owner)) if missing else ():
+        for brought, wait in self.resident.unshard(missing) if missing else ():
             gathering = Gathering(wait, self.resident.collectives.lanes.streams is not None)
-            for weight in weights:
-                owner[weight].part = gathering.add()
-                self.units.bring(owner[weight])
+            for managed in cast("list[Managed]", brought):
+                managed.part = gathering.add()
+                self.units.bring(managed)
         for managed in wanted:
             managed.param.ds_status = ZeroParamStatus.INFLIGHT
-            managed.decoded = managed.weight.route.lossy
+            managed.decoded = managed.route.lossy
         return GatherHandle(wanted, self.units)
 
     def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
@@ -355,11 +348,11 @@ def _shard(param: ZeroParameter, dtype: torch.dtype) -> torch.Tensor:
 
 def _measure(managed: Managed) -> bool:
     """Takes over what may change of a parameter; whether its size has."""
-    param, weight = managed.param, managed.weight
-    code_bytes = param.ds_tensor.dtype.itemsize if weight.dtype == torch.uint8 else 1
-    changed = (param.ds_numel, code_bytes) != (weight.numel, weight.code_bytes)
-    weight.numel, weight.code_bytes = param.ds_numel, code_bytes
-    weight.trained, weight.urgent = param.requires_grad, param.ds_persist
+    param = managed.param
+    code_bytes = param.ds_tensor.dtype.itemsize if managed.dtype == torch.uint8 else 1
+    changed = (param.ds_numel, code_bytes) != (managed.numel, managed.code_bytes)
+    managed.numel, managed.code_bytes = param.ds_numel, code_bytes
+    managed.trained, managed.urgent = param.requires_grad, param.ds_persist
     return changed
 
 
@@ -380,7 +373,7 @@ def gathers_exactly(stock: Callable[..., Any]) -> Callable[..., Any]:
         # DeepSpeed cannot free those in use: a context over one of them fails when it ends.
         idle = [managed for managed in found if not managed.param.ds_active_sub_modules]
         for managed in idle:
-            inexact = managed.decoded or managed.weight.whole is not None
+            inexact = managed.decoded or managed.whole is not None
             if managed.param.ds_status == ZeroParamStatus.AVAILABLE and inexact:
                 managed.param.partition()
         with lasting() if found else contextlib.nullcontext():
@@ -409,7 +402,7 @@ def notes_changes(stock: Callable[..., Any]) -> Callable[..., Any]:
             if has_been_updated:
                 managed.forget()
                 _measure(managed)
-                managed.owner.resident.mark_edited(managed.weight)
+                managed.owner.resident.mark_edited(managed)
 
     return partition
 
@@ -490,11 +483,11 @@ class Units:
 
     def widened(self, wanted: Iterable[Managed]) -> list[Managed]:
         """Parameters to gather for a request: those that are not there yet, with the others of their units, by id."""
-        found = {managed.weight.key: managed for managed in wanted if managed.part is None}
+        found = {managed.key: managed for managed in wanted if managed.part is None}
         for unit in {managed.unit for managed in found.values()} - {None}:
             for other in unit.members:  # type: ignore[union-attr]
                 if other.part is None and other.param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-                    found[other.weight.key] = other
+                    found[other.key] = other
         return [found[key] for key in sorted(found)]
 
     def bring(self, managed: Managed) -> None:

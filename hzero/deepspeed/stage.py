@@ -19,7 +19,7 @@ from hzero.comm import WireLog, blaming, shared_watchdog
 from hzero.comm.wirelog import HopTimer
 from hzero.config import HZeroConfig, Tier
 from hzero.deepspeed import autotp, versions
-from hzero.deepspeed.parameters import Parameters, ZeroParameter, layers_of, managed_parameters
+from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, layers_of, managed_parameters
 from hzero.deepspeed.refusals import check_partition, check_types, mixed_types
 from hzero.engine.engine import Engine, Partition
 from hzero.engine.guard import DivergenceError
@@ -82,8 +82,8 @@ class StageState(Engine):
         check_types(module, routes)
         self._autotp = autotp.take_over(module, config, partition.world)
         managed = managed_parameters(module, routes, codes)
-        weights = [one.weight for one in managed.values()]
-        super().__init__(config, plan, partition, module, weights, bucket_numel, current_device(), async_accelerator())
+        own = list(managed.values())
+        super().__init__(config, plan, partition, module, own, bucket_numel, current_device(), async_accelerator())
         # Weights that are whole on every device need no gather.
         layers = [] if plan.decoded else layers_of(module, min(plan.unit_numel, live_numel))
         self.weights = Parameters(module, managed, self.resident, layers)
@@ -186,7 +186,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
             param.grad = None
         try:
             self.hzero.gradients.accumulate(
-                self.hzero.weights.weights_of(params_to_reduce),
+                self.hzero.weights.of(params_to_reduce),
                 gradients,
                 communication_data_type,
                 float(self.loss_scale),
@@ -262,14 +262,13 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.gradients.clear()
         self._arrived.clear()
 
-    def _gradient_of(self, weight: Parameter) -> torch.Tensor:
-        (param,) = self.hzero.weights.params_of([weight])
-        shard: torch.Tensor = self._get_fp32_grad_state_partition(param, True)[0]
+    def _gradient_of(self, weight: Any) -> torch.Tensor:
+        shard: torch.Tensor = self._get_fp32_grad_state_partition(weight.param, True)[0]
         return shard
 
-    def _stepped(self) -> list[Parameter]:
+    def _stepped(self) -> list[Managed]:
         """The parameters in the optimizer."""
-        return self.hzero.weights.weights_of(itertools.chain.from_iterable(self.fp16_groups))
+        return self.hzero.weights.of(itertools.chain.from_iterable(self.fp16_groups))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Stock; also starts a new accumulation window, except where stock's own step calls this before it is done.

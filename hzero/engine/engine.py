@@ -17,7 +17,6 @@ from hzero.codecs import backends
 from hzero.comm import (
     Collectives,
     Communicator,
-    DeviceStreams,
     ErrorFeedback,
     Transport,
     WireLog,
@@ -209,8 +208,7 @@ class Engine(Traffic):
         self.lanes.mend(transport.lanes)
         self._collectives = Collectives(plan, transport, self.wire_log, self._feedback, self.lanes)
         self._synchronous = accelerator is None
-        streams = None if accelerator is None else DeviceStreams(accelerator)
-        self.resident = Weights(self._collectives, parameters, bucket_numel, streams)
+        self.resident = Weights(self._collectives, parameters, bucket_numel, accelerator)
         self.gradients = Gradients(self._collectives, bucket_numel, len({param.route.number for param in parameters}))
         self.guard = Guard(self.resident, config.guard.discarded_steps, device)
         self._steps = 0

@@ -22,7 +22,7 @@ import torch
 
 from hzero.codecs.codec import Codec
 from hzero.codecs.formats import owned_numel
-from hzero.comm import Bucket, Chain, Collectives, DeviceStreams, in_buckets
+from hzero.comm import Bucket, Chain, Collectives, in_buckets
 from hzero.comm.runtime import Bound
 from hzero.config import PLAIN
 from hzero.engine.parameter import LAYOUTS, Parameter, alike, bucket_of, unchanged
@@ -52,7 +52,7 @@ class Weights:
         collectives: The engine's tiered collectives.
         parameters: The parameters.
         bucket_numel: Max elements of the parameters that share one refresh message, unless the block asks for longer ones.
-        streams: Of the device on which the front end changes primary shards; None on CPUs.
+        accelerator: Makes events of an asynchronous device, on which the front end changes primary shards; None on CPUs.
 
     Attributes:
         version: Changes of the weights so far; the seed with which they are rounded stochastically.
@@ -64,17 +64,15 @@ class Weights:
         collectives: Collectives,
         parameters: Iterable[Parameter],
         bucket_numel: int,
-        streams: DeviceStreams | None = None,
+        accelerator: Any = None,
     ) -> None:
         self.collectives, self.plan = collectives, collectives.plan
         self.version = 0
         self.parameters = {param.key: param for param in parameters}
-        self._bucket_numel, self._streams = bucket_numel, streams
-        self._changed: Any = None  # event
+        self._bucket_numel, self._accelerator = bucket_numel, accelerator
+        self._changed = None if accelerator is None else accelerator.Event()
         self._stale = dict(self.parameters)
-        self._due: dict[int, list[Parameter]] | None = (
-            None  # the buckets of stale parameters, by key; None: not cut yet
-        )
+        self._due: dict[int, list[Parameter]] | None = None  # buckets of stale parameters, by key; None: not cut yet
         self._gathers: dict[tuple[int, ...], list[_Gather]] = {}  # by the keys of what is unsharded together
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
         self.note_change()
@@ -88,15 +86,13 @@ class Weights:
 
     def note_change(self) -> None:
         """Primary shards change on the current stream; what encodes them on another one waits for this point."""
-        if self._streams is not None:
-            if self._changed is None:
-                self._changed = self._streams.device.Event()
-            self._changed.record(self._streams.device.current_stream())
+        if self._changed is not None:
+            self._changed.record(self._accelerator.current_stream())
 
     def await_change(self) -> None:
         """Makes the current stream, which is about to read primary shards, wait for their last change."""
         if self._changed is not None:
-            self._streams.device.current_stream().wait_event(self._changed)  # type: ignore[union-attr]
+            self._accelerator.current_stream().wait_event(self._changed)
 
     def mark_stale(self, stepped: Sequence[Parameter] | None = None) -> None:
         """Resident copies of ``stepped``, which an optimizer step has changed, or of all, are rebuilt before their next use.
