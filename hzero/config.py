@@ -308,8 +308,8 @@ class GuardConfig(Frozen):
         every: Optimizer steps between two audits; the first comes before the first step, and before the first step after a
             load. An audit compares resident weights with their owners' shards, unless they are refreshed by differences or
             rounded stochastically, and with equal copies on other ranks. If a weight differs, all ranks raise
-            `hzero.StaleWeightsError` with its name. An audit also gathers and sums a sample with and without codecs, and logs
-            the signal-to-noise ratios (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
+            `hzero.StaleWeightsError` with its name. An audit also logs the signal-to-noise ratios of the codecs
+            (`hzero.state(engine).ratios`), without `codecs.except`. 0 makes none.
     """
 
     discarded_steps: int = Field(default=DEFAULT_GUARD, ge=0)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from hzero.codecs.codec import Codec
-from hzero.comm import Bucket, Chain, Collectives, WireLog, blaming
+from hzero.comm import Collectives, blaming
 from hzero.comm.checksum import checksums
 from hzero.comm.wires import STAGE
 from hzero.config import ROLES, CodecConfig, Role, Tier
 from hzero.engine.parameter import Parameter
 from hzero.engine.weights import Weights
-from hzero.plan.program import reduce_program
-from hzero.plan.shards import ShardPlan, plain
+from hzero.plan.shards import ShardPlan
 from hzero.validation import PlainError, is_rank_0, of_all_ranks, some
 
 logger = logging.getLogger("hzero")
@@ -27,9 +26,6 @@ logger = logging.getLogger("hzero")
 GradientOf: TypeAlias = Callable[[Parameter], torch.Tensor]
 #: Names that a message gives of a set of parameters.
 _NAMED = 8
-#: Elements of gradients that are summed with and without codecs, on all ranks together; a chunk has at least `_CHUNK`, since
-#: blocks that are shorter than a codec's lose less.
-_SAMPLE, _CHUNK = 1 << 20, 256
 
 
 class DivergenceError(PlainError):
@@ -143,16 +139,13 @@ class Audit:
         advice: How a user changes weights without making resident copies stale, for a message.
 
     Attributes:
-        ratios: Signal-to-noise ratios of the last audit in dB: of a role (``weights``, ``gradients``) all the way through
-            the tiers, and of one tier's codec (``weights/node``). Those without loss, or without a finite signal, are left
-            out. Those of gradients are of stand-ins: a rank does not keep its whole gradients, so its shards of their sums
-            take their place.
+        ratios: Signal-to-noise ratios of each lossy tier's codec in the last audit, in dB, such as ``weights/node``: of one of
+            the larger weights and of the sum of one's gradients. Those without a finite signal are left out.
     """
 
     def __init__(self, weights: Weights, collectives: Collectives, device: torch.device, advice: str) -> None:
         self._weights, self._plan, self._device, self._advice = weights, collectives.plan, device, advice
-        self._collectives = collectives.beside(WireLog())
-        self._count = 0
+        self._collectives, self._count = collectives, 0
         self.ratios: dict[str, float] = {}
 
     @torch.no_grad()
@@ -224,55 +217,27 @@ class Audit:
         return differs
 
     def _measure(self, params: Sequence[Parameter], gradient_of: GradientOf) -> dict[str, float]:
-        """Ratios of a weight and of a sample of gradients, with codecs against without."""
+        """Ratios of one of the larger weights and of one of the larger gradients, another one in each audit."""
         tiers = _lossy_tiers(self._plan)
-        gatherable = [param for param in self._weights.gatherable() if param.route.number == 0]  # no exceptions
-        if not tiers or not gatherable:
-            return {}
-        gradients = self._sample(params, gradient_of)
-        if not len(gradients):
-            return {}
-        mean = sum(param.numel for param in gatherable) / len(gatherable)
-        large = [param for param in gatherable if param.numel >= mean]
-        param = large[self._count % len(large)]
-        exact = self._weights.primary_shard(param).to(self._device)
-        whole = self._weights.gathered(param, self._collectives)
-        read = whole.view(self._plan.grid.world_size, -1)[self._plan.rank, : len(exact)]
-        powers = torch.stack([_power(exact, read), self._of_gradients(gradients)])
-        dist.all_reduce(powers)
-        found = dict(zip(("weights", "gradients"), powers.tolist()))
-        shards: dict[Role, list[torch.Tensor]] = {"weights": [exact], "gradients": [gradients]}
-        for (role, _), names, power in zip(tiers, tiers.values(), _of_codecs(tiers, shards, self._device)):
-            found.update({f"{role}/{tier}": power for tier in names})
-        ratios = {name: _decibels(*power) for name, power in found.items()}
+        weights = self._one_of(self._weights.parameters.values())
+        gradients = self._one_of(params)
+        shards: dict[Role, list[torch.Tensor]] = {
+            "weights": [self._weights.primary_shard(param) for param in weights],
+            "gradients": [gradient_of(param).detach().flatten() for param in gradients],
+        }
+        ratios = {
+            f"{role}/{tier}": _decibels(*powers)
+            for ((role, _), names), powers in zip(tiers.items(), _of_codecs(tiers, shards, self._device))
+            for tier in names
+        }
         return {name: ratio for name, ratio in ratios.items() if ratio is not None and math.isfinite(ratio)}
 
-    def _sample(self, params: Sequence[Parameter], gradient_of: GradientOf) -> torch.Tensor:
-        """Float32 values as large as gradients are, as many on every rank: its shards, again from the first if they are few."""
-        world = self._plan.grid.world_size
-        wanted = left = max(_SAMPLE // world**2, _CHUNK) * world
-        shards = [torch.empty(0, device=self._device)]
-        for place in range(len(params)):
-            shard = gradient_of(params[(place + self._count) % len(params)]).detach().flatten()[:left]
-            shards.append(shard.to(self._device, torch.float32))
-            left -= shard.numel()
-            if not left:
-                break
-        found = torch.cat(shards)
-        return found.repeat(-(-wanted // max(len(found), 1)))[:wanted]
-
-    def _of_gradients(self, sample: torch.Tensor) -> torch.Tensor:
-        """Powers of this rank's part of the sum of all ranks' samples."""
-        world, hops = self._plan.grid.world_size, self._plan.reduce_hops()
-        bucket = Bucket((0,), (len(sample) // world,), torch.float32, "gradients", name="gradients of an audit")
-        sums: list[torch.Tensor] = []
-        for way in (plain(hops), hops):
-            program = reduce_program(self._plan, way, world, shard_order=True)
-            chain: Chain[list[torch.Tensor]] = self._collectives.run(
-                program, bucket, lambda: [sample], lambda sums: sums, seed=self._plan.rank
-            )
-            sums += chain.wait()
-        return _power(*sums)
+    def _one_of(self, params: Iterable[Parameter]) -> list[Parameter]:
+        """One of at least mean size, the same on all ranks; none of those with a codec of their own."""
+        usual = [param for param in params if param.route.number == 0 and param.numel]
+        mean = sum(param.numel for param in usual) / max(len(usual), 1)
+        large = [param for param in usual if param.numel >= mean]
+        return large[self._count % len(large) :][:1] if large else []
 
 
 # ---- signal-to-noise ratios -------------------------------------------------------------------------------------------

@@ -336,10 +336,6 @@ class Weights:
             chain.wait()
         return [param for param in found if param.resident is not None]
 
-    def gatherable(self) -> list[Parameter]:
-        """Parameters that can be gathered without a refresh, the same on all ranks."""
-        return self.up_to_date() if self.plan.resident else [p for p in self.parameters.values() if p.numel]
-
     def primary_shard(self, param: Parameter) -> torch.Tensor:
         """This rank's shard of a parameter, flat, without padding."""
         return self._shards([param], bucket_of([param], param.dtype, "weights"))[0]
@@ -365,10 +361,6 @@ class Weights:
             return param.whole.view(-1, param.chunk)[plan.rank], fresh
         assert param.payload is not None, "it is resident"
         return param.payload.view(plan.resident_rows, -1)[plan.own_row], message
-
-    def gathered(self, param: Parameter, collectives: Collectives) -> torch.Tensor:
-        """A parameter as forward reads it, ``[world * chunk]``, over these collectives; it must be `gatherable`."""
-        return param.whole if param.whole is not None else self._run(_Gather.of([param], collectives)).wait()[0]
 
 
 def _chains(params: Iterable[Parameter]) -> list[Chain[Any]]:
