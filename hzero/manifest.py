@@ -175,45 +175,32 @@ def notes_in(path: Path) -> list[Manifest]:
 
 
 def location(place: Path) -> Path:
-    """Where a checkpoint is: in its place, or under a hidden name if a save was killed that replaced it.
+    """Where a checkpoint is: in its place, or under a hidden name if a save was killed before it renamed it.
 
-    Between its two renames, a save that is not killed is in the same state. So a load reads what it finds there, and renames
-    nothing.
+    A save that is not killed is in the same state for a moment. So a load reads what it finds there, and renames nothing.
     """
-    if not place.exists():
-        new, old = hidden(place)
-        if (new / NOTE).exists():
-            return new
-        if old.is_dir():
-            return old
-    return place
+    return hidden(place) if (hidden(place) / NOTE).exists() else place
 
 
-def hidden(place: Path) -> tuple[Path, Path]:
-    """Where a save writes a checkpoint, and where it moves the one that it replaces."""
-    return place.with_name(f".{place.name}.partial"), place.with_name(f".{place.name}.old.partial")
+def hidden(place: Path) -> Path:
+    """Where a save writes a checkpoint. Once its note is there too, it is complete, and replaces the one in its place."""
+    return place.with_name(f".{place.name}.partial")
 
 
 def publish(place: Path) -> None:
-    """Gives a checkpoint that is written its name. If that fails, the one before has its name again.
+    """Gives a checkpoint that is complete its name, in the place of the one before.
 
     Raises:
         OSError: The folder cannot be changed.
     """
-    new, old = hidden(place)
-    try:
-        if place.exists():
-            place.rename(old)
-        new.rename(place)
-    except OSError:
-        if old.exists() and not place.exists():
-            old.rename(place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    os.stat(hidden(place) / NOTE)
+    if place.exists():
+        shutil.rmtree(place)
+    hidden(place).rename(place)
 
 
 def recover(folder: Path) -> None:
-    """Gives checkpoints their names if a save was killed that replaced them, and removes what other such saves have left.
+    """Gives complete checkpoints their names if a save was killed before, and removes what other such saves have left.
 
     Only the run that saves there may do so.
 
@@ -223,21 +210,21 @@ def recover(folder: Path) -> None:
     Raises:
         SaveError: The folder cannot be changed.
     """
-    for path in _children(folder):
-        try:
-            if path != _place(path):
-                path.rename(_place(path))
-        except OSError as error:
-            raise SaveError(
-                f"{str(path)!r} cannot be renamed: {error.strerror}; earlier checkpoints are unchanged"
-            ) from None
     for path in folder.glob(".*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        if (path / NOTE).exists():
+            try:
+                publish(_place(path))
+            except OSError as error:
+                raise SaveError(
+                    f"{str(path)!r} cannot be renamed: {error.strerror}; earlier checkpoints are unchanged"
+                ) from None
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _place(path: Path) -> Path:
     """The place of a checkpoint that may have a hidden name."""
-    return path.with_name(re.sub(r"^\.(.+?)(\.old)?\.partial$", r"\1", path.name))
+    return path.with_name(re.sub(r"^\.(.+)\.partial$", r"\1", path.name))
 
 
 def _unfinished(path: Path) -> str | None:
@@ -254,12 +241,13 @@ def _unfinished(path: Path) -> str | None:
 
 
 def _children(folder: Path) -> list[Path]:
-    """Folders in a folder. Of those with hidden names, only checkpoints whose place is free."""
+    """Folders in a folder. Of those with hidden names, only complete checkpoints, instead of those in their places."""
     try:
-        paths = sorted(path for path in folder.iterdir() if path.is_dir())
+        places = {_place(path) for path in folder.iterdir() if path.is_dir()}
     except OSError:
         return []
-    return [path for path in paths if location(_place(path)) == path and not _place(path).name.startswith(".")]
+    paths = (location(place) for place in sorted(places) if not place.name.startswith("."))
+    return [path for path in paths if path.is_dir()]
 
 
 def _hash_of(path: Path) -> str:

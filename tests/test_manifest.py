@@ -105,15 +105,16 @@ def test_a_note_or_a_file_that_changed_is_named(tmp_path: Path) -> None:
         Manifest.read(note.folder)
 
 
-def test_a_save_that_was_cut_short_between_two_names_gets_its_own(tmp_path: Path) -> None:
+def test_a_save_that_was_cut_short_before_it_had_its_name_gets_it(tmp_path: Path) -> None:
     _written(tmp_path / ".last.partial", 2)
-    _written(tmp_path / ".last.old.partial", 1)  # moved away for it
-    _written(tmp_path / ".best.old.partial", 3)
+    (_written(tmp_path / "last", 1).folder / NAME).unlink()  # being removed for it
+    _written(tmp_path / "best", 3)
     (tmp_path / ".best.partial").mkdir()  # no note
     (tmp_path / ".latest.x.partial").write_text("a file of another process")
     before = sorted(tmp_path.iterdir())
-    for tag, name in ((None, ".best.old.partial"), ("last", ".last.partial"), ("best", ".best.old.partial")):
+    for tag, name in ((None, "best"), ("last", ".last.partial"), ("best", "best")):
         assert CheckpointFiles._candidates(tmp_path, tag)[1][0].folder == tmp_path / name
+    assert [path.name for path in complete_in(tmp_path)] == ["best", ".last.partial"]
     assert sorted(tmp_path.iterdir()) == before, "another job may be saving: a load renames nothing"
     recover(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".latest.x.partial", "best", "last"]
@@ -122,7 +123,7 @@ def test_a_save_that_was_cut_short_between_two_names_gets_its_own(tmp_path: Path
 
 def test_a_save_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> None:
     note = _written(tmp_path / "last", 1)
-    with pytest.raises(FileNotFoundError):  # there is no .last.partial, so the second rename fails
+    with pytest.raises(FileNotFoundError):  # there is no .last.partial
         publish(tmp_path / "last")
     assert Manifest.read(tmp_path / "last") == note and len(list(tmp_path.iterdir())) == 1
 

@@ -111,7 +111,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
         """
         folder = Path(save_dir or "")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
-        partial = hidden(folder / tag)[0]
+        partial = hidden(folder / tag)
         # Before any rank writes: a complete checkpoint may have the name under which they write.
         from_rank_0(lambda: recover(partial.parent))
         self._saving, self._failure, self._written = True, None, {}
