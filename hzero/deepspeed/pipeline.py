@@ -76,7 +76,7 @@ class PipelineState(Traffic):
         self.pipeline = for_dimension("pipeline", config, stages, grid=world, uses=["messages"])
         own = (self.gradients, self.optimizer, self.pipeline)
         super().__init__(config, module, current_device(), async_accelerator(), own)
-        self.logged_hops = LoggedHops(self.wire_log)
+        self.logged_hops = LoggedHops(self)
         kept = set(config.error_feedback) & set(lossy_crossings(config.codecs.gradients, self.partition.grid))
         for tier in config.error_feedback:
             if tier not in kept:
@@ -87,11 +87,6 @@ class PipelineState(Traffic):
                 f"codecs of {config.preset} with ZeRO-1 on {world}{undeclared(config, self.device)}: pipelines of "
                 f"{len(ranks_of(stages))} stages, data parallel over {len(ranks_of(data))} ranks ({self.partition.grid})"
             )
-
-    def settle(self) -> None:
-        """As of `Traffic`; ``comms_logger`` gets the hops."""
-        super().settle()
-        self.logged_hops.flush()
 
     def keep_alike(self, role: Literal["gradients", "optimizer"], tensors: Sequence[torch.Tensor]) -> None:
         """Gives parts of parameters that all ranks of a tensor group have whole the bits of its first rank. Collective.

@@ -15,13 +15,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from hzero.block import KEY
 from hzero.codecs.formats import CodecName
-from hzero.comm import WireLog, blaming, shared_watchdog
+from hzero.comm import blaming, shared_watchdog
 from hzero.comm.wirelog import HopTimer
 from hzero.config import HZeroConfig, Tier
 from hzero.deepspeed import autotp, versions
 from hzero.deepspeed.parameters import Managed, Parameters, ZeroParameter, layers_of, managed_parameters
 from hzero.deepspeed.refusals import check_partition, check_types, mixed_types
-from hzero.engine.engine import Engine, Partition
+from hzero.engine.engine import Engine, Partition, Traffic
 from hzero.engine.guard import DivergenceError
 from hzero.engine.parameter import Parameter, routes_of
 from hzero.plan.shards import ShardPlan
@@ -89,7 +89,7 @@ class StageState(Engine):
         self.weights = Parameters(module, managed, self.resident, layers)
         if config.exact_evaluation:
             self.weights.follow_mode()
-        self.logged_hops = LoggedHops(self.wire_log)
+        self.logged_hops = LoggedHops(self)
         if is_rank_0():
             how = ""  # forward gathers weights
             if plan.gather_hops() and not plan.decoded:
@@ -99,11 +99,6 @@ class StageState(Engine):
             as_bytes = f"; parameters that hold codes, sent as bytes: {len(codes):,}" if codes else ""
             self.announce(f"{self.described()}{how}{as_bytes}")
             self.warn_of_plan()
-
-    def settle(self) -> None:
-        """As of `Traffic`; ``comms_logger`` gets the hops."""
-        super().settle()
-        self.logged_hops.flush()
 
     def lost(self) -> bool:
         """As of `Engine`."""
@@ -457,13 +452,14 @@ class LoggedHops:
     The logger gets the same rows on all ranks: its summary with ``show_straggler`` makes one all-reduce for each of them.
 
     Args:
-        wire_log: Counts the hops.
+        traffic: Counts the hops.
     """
 
-    def __init__(self, wire_log: WireLog) -> None:
-        self._wire_log, self._seconds = wire_log, dict[str, float]()
+    def __init__(self, traffic: Traffic) -> None:
+        self._wire_log, self._seconds = traffic.wire_log, dict[str, float]()
         self._ended: deque[tuple[str, int]] = deque()  # hops may end on other threads
-        wire_log.on_hop.append(self._add)
+        traffic.wire_log.on_hop.append(self._add)
+        traffic.on_settle.append(self._flush)
 
     @staticmethod
     def wanted() -> bool:
@@ -475,7 +471,7 @@ class LoggedHops:
         if wire_bytes and self.wanted():
             self._ended.append((_row(role, tier, codec), wire_bytes))
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Gives all hops to the logger, with the mean time of those of a name. Collective over the world where the logger is on.
 
         Bytes may differ between ranks: where a codec's size depends on the numbers. The hops of such a name are one entry on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -114,6 +114,7 @@ class Traffic:
         device: As given.
         lanes: Run the hops.
         wire_log: Bytes and time of every hop that has ended, those of `hzero.comm.for_dimension` too; see `settle`.
+        on_settle: Called at the end of `settle`.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Traffic:
     ) -> None:
         self.config, self.device, self.wire_log = config, device, WireLog()
         self.lanes = shared_lanes(accelerator, config.transport, config.order)
+        self.on_settle: list[Callable[[], None]] = []
         limit_waits()
         # As long as the model holds them.
         self._communicators = WeakSet([*_communicators_of(module, config), *own])
@@ -142,6 +144,8 @@ class Traffic:
         """Waits for all hops under way, so that `wire_log` counts them and their checksums are compared. Collective."""
         self.lanes.drain()
         self.verify()
+        for call in self.on_settle:
+            call()
 
     def verify(self) -> None:
         """On a device: waits for all hops so far, those of dimensions too. Raises `HopError` for a checksum or a lost block."""
