@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -206,24 +206,22 @@ def _with_weights(stock: Any) -> Any:
         except BaseException:
             autotp.give_back(self.module)
             raise
-        self.partition_all_parameters = functools.partial(_partition_all, self.partition_all_parameters, self.hzero)
+        self.partition_all_parameters = _both(self.partition_all_parameters, self.hzero.weights.units.drop)
         # An engine without an optimizer announces checkpoints to this object only.
         self.checkpoint_event_prologue = self.partition_all_parameters
         self.checkpoint_event_epilogue = self.hzero.replaced
-        self.destroy = functools.partial(_destroy, self.destroy, self.hzero)
+        self.destroy = _both(self.destroy, self.hzero.destroy)
         return None
 
     return init
 
 
-def _partition_all(stock: Any, own: StageState) -> None:
-    stock()
-    own.weights.units.drop()
+def _both(stock: Callable[[], None], own: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        stock()
+        own()
 
-
-def _destroy(stock: Any, own: StageState) -> None:
-    stock()
-    own.destroy()
+    return call
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

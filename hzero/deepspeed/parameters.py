@@ -306,33 +306,23 @@ class Parameters:
             managed.decoded = managed.route.lossy
         return GatherHandle(wanted, self.units)
 
-    def _all_gather(self, managed: Managed, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+    def _all_gather(self, managed: Managed, param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``param.all_gather``: stock, see `gathers_exactly`, unless a forward reads it outside its own module."""
         param = managed.param
         in_forward = getattr(self._module._parameters, "_in_forward", False)
         if param_list is None and in_forward and param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
             return self.gather([param]).wait()
-        return managed.stock["all_gather"](param_list=param_list, async_op=async_op, hierarchy=hierarchy)
+        return managed.stock["all_gather"](param_list, *args, **kwargs)
 
-    def _partition(
-        self,
-        managed: Managed,
-        param_list: Any = None,
-        hierarchy: int = 0,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
+    def _partition(self, managed: Managed, *args: Any, free_data: bool = True, **kwargs: Any) -> None:
         """``param.partition``: stock, see `notes_changes`."""
-        frees = param_list is None and free_data and not has_been_updated
-        if frees and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
+        if not args and not kwargs and free_data and managed.param.ds_status == ZeroParamStatus.AVAILABLE:
             with lasting():
                 # All that stock does here, without the texts that it makes and does not print.
                 free_param(managed.param)
             managed.gone()
-            return
-        managed.stock["partition"](
-            param_list=param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data
-        )
+        else:
+            managed.stock["partition"](*args, free_data=free_data, **kwargs)
 
     def gather_kept_whole(self) -> None:
         """Gathers the parameters that are kept whole, and waits: scripts read them at any time without a request."""

@@ -209,7 +209,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         """
         super().independent_gradient_partition_epilogue()
         self.hzero.weights.units.end()
-        self.hzero.place()
+        self.hzero.lanes.place()
         if versions.at_boundary(self):
             self._cross_boundary()
 
@@ -241,7 +241,7 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
         self.hzero.after_step(done=not self.overflow)
         self._new_window()
         self.hzero.weights.gather_kept_whole()
-        self.hzero.place()
+        self.hzero.lanes.place()
         if self.hzero.logged_hops.wanted():  # the logger makes every collective of DeepSpeed wait too
             self.hzero.settle()
         watchdog = shared_watchdog()
@@ -364,12 +364,8 @@ class HZeroStage3(DeepSpeedZeroOptimizer_Stage3):
                     "last micro-step, before step(); with managed_gradient_accumulation false, after "
                     "optimizer.finalize_gradient_accumulation_boundary()"
                 )
-        self._settle_gradients()
-
-    @torch.no_grad()
-    def _settle_gradients(self) -> None:
-        """Waits for the reductions of the micro-steps so far; shards that come of them are added where stock keeps them."""
-        with get_accelerator().stream(self.reduce_and_partition_stream):
+        # Shards that come of the micro-steps so far are added where stock keeps them.
+        with torch.no_grad(), get_accelerator().stream(self.reduce_and_partition_stream):
             self.hzero.gradients.settle()
 
     # ---- weights ----------------------------------------------------------------------------------------------------

@@ -267,10 +267,6 @@ class Engine(Traffic):
             self.guard.stepped()
         self.gradients.clear()
 
-    def place(self) -> None:
-        """The front end or a script may send something next: gives hops their places before it, see `Lanes.place`."""
-        self.lanes.place()
-
     def verify(self) -> None:
         """As of `Traffic`, and of weights and gradients."""
         self._collectives.verify()
