@@ -189,10 +189,6 @@ class Parameters:
             own = [managed for managed in marked if managed.owner is owner]
             owner.resident.mark_stale(own if stepped is not None else None)
 
-    def refresh_stepped(self, params: Iterable[ZeroParameter]) -> None:
-        """Starts to rebuild payloads of this engine's parameters, whose step is done."""
-        self.resident.refresh_stepped(one for one in managed_of(params) if one.owner is self)
-
     def drop(self) -> None:
         """Frees all resident payloads; their next use rebuilds them."""
         self.forget()

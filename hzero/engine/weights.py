@@ -71,10 +71,10 @@ class Weights:
         self.parameters = {param.key: param for param in parameters}
         self._bucket_numel, self._accelerator = bucket_numel, accelerator
         self._changed = None if accelerator is None else accelerator.Event()
-        self._stale = dict(self.parameters)
-        self._due: dict[int, list[Parameter]] | None = None  # buckets of stale parameters, by key; None: not cut yet
+        self._stale: dict[int, list[Parameter]] = {}  # by key the bucket in which a stale parameter is refreshed
         self._gathers: dict[tuple[int, ...], list[_Gather]] = {}  # by the keys of what is unsharded together
         self._ahead: list[tuple[Chain[None], int]] = []  # refreshes that no unshard has come to, and their last keys
+        self._mark(self.parameters.values())
         self.note_change()
 
     # ---- primary shards change -----------------------------------------------------------------------------------
@@ -103,34 +103,35 @@ class Weights:
         self.version += 1
         replaced = {param.refresh for param in marked}
         self._ahead = [one for one in self._ahead if one[0] not in replaced]
-        for param in marked:
-            self._mark(param)
-            param.age = param.age if stepped is not None else None
+        if stepped is None:
+            for param in marked:
+                param.age = None
+        self._mark(marked)
         self.note_change()
 
     def mark_edited(self, param: Parameter) -> None:
         """Its primary shard has been written outside of a step, and may have another size."""
-        self._mark(param)
-        self._gathers.clear()
         param.age = None
+        self._mark([param])
+        self._gathers.clear()
         self.note_change()
 
-    def _mark(self, param: Parameter) -> None:
-        self._stale[param.key] = param
-        self._due = None
+    def _mark(self, params: Iterable[Parameter]) -> None:
+        for bucket in self._in_buckets(params) if self.plan.resident else ():
+            self._stale.update((param.key, bucket) for param in bucket)
 
     def remove(self, param: Parameter) -> None:
         """Another engine takes a parameter over."""
         del self.parameters[param.key]
         self._stale.pop(param.key, None)
-        self._due = None
 
     def drop(self) -> None:
         """Frees all resident copies; their next use rebuilds them."""
         self.collectives.lanes.drain()
         for param in self.parameters.values():
             param.payload = param.whole = None
-            self.mark_edited(param)
+        self._gathers.clear()
+        self.mark_stale()
 
     @property
     def fallible(self) -> bool:
@@ -152,22 +153,12 @@ class Weights:
         Buckets of a route are started in the order of keys, mostly that of forward. Few are ahead of `unshard` at a time, since
         each holds its message twice.
         """
-        if not self._stale or not self.plan.resident:
-            return
-        if self._due is None:  # else the last call has cut them
-            self._due = {param.key: bucket for bucket in self._in_buckets(self._stale.values()) for param in bucket}
-        for param in list(self._stale.values()) if needed is None else needed:
-            if param.key in self._due:
-                self._start_refresh(self._due[param.key])
-        while self._due and len(self._ahead) < IN_FLIGHT:
-            self._refresh_ahead(next(iter(self._due.values())))
-
-    def refresh_stepped(self, params: Iterable[Parameter]) -> None:
-        """Starts to rebuild the copies of parameters whose step is done, while others may still be stepped."""
-        if self.plan.resident:
-            for bucket in self._in_buckets(param for param in params if param.key in self._stale):
-                if len(self._ahead) < IN_FLIGHT:
-                    self._refresh_ahead(bucket)
+        for param in list(self.parameters.values()) if needed is None else needed:
+            if param.key in self._stale:
+                self._start_refresh(self._stale[param.key])
+        while self._stale and len(self._ahead) < IN_FLIGHT:
+            bucket = next(iter(self._stale.values()))
+            self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
 
     def _in_buckets(self, params: Iterable[Parameter]) -> list[list[Parameter]]:
         in_order = sorted(params, key=lambda param: param.key)
@@ -179,10 +170,9 @@ class Weights:
             buckets += in_buckets(((param, param.numel) for param in same), numel)
         return buckets
 
-    def _refresh_ahead(self, bucket: list[Parameter]) -> None:
-        self._ahead.append((self._start_refresh(bucket), bucket[-1].key))
-
-    def _start_refresh(self, params: list[Parameter]) -> Chain[None]:
+    def _start_refresh(self, together: list[Parameter]) -> Chain[None]:
+        # Some may have changed once more since, and are in a later bucket.
+        params = [param for param in together if self._stale.get(param.key) is together]
         differs, route = params[0].differs, params[0].route
         bucket = bucket_of(params, params[0].dtype, "weights")
         program = route.programs.whole if route.plan.differences else route.programs.refresh
@@ -199,8 +189,6 @@ class Weights:
             param.refresh, param.chunk = chain, chunk
             param.age = (param.age or 0) + 1 if differs else 0
             del self._stale[param.key]
-            if self._due is not None:
-                self._due.pop(param.key, None)
         return chain
 
     def _shards(self, params: Sequence[Parameter], bucket: Bucket) -> list[torch.Tensor]:
