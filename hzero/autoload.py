@@ -84,13 +84,13 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
                 return stock(config, param_dict, *args, **kwargs)
             blocks_read.append(True)
             from hzero import deepspeed as zero
-            from hzero.deepspeed.refusals import check_block, check_read
+            from hzero.deepspeed.refusals import check_block, check_config
 
             zero.enable()
             parsed = check_block(found)
             config._param_dict = param_dict = block.lifted(param_dict, found)
             stock(config, param_dict, *args, **kwargs)
-            check_read(config, parsed)
+            check_config(config, parsed, config.optimizer_name)
         return None
 
     return initialize_params

@@ -23,7 +23,6 @@ from hzero.deepspeed.refusals import (
     check_config,
     check_kinds,
     check_mpu,
-    check_pipeline,
     group_of,
     partition_of_autotp,
     read_block,
@@ -82,10 +81,9 @@ def _checked(stock: Any) -> Any:
         config = read_block(self._config._param_dict)
         if config is not None:
             pipeline = isinstance(self, PipelineEngine)
-            check_config(self._config, self.optimizer_name(), pipeline=pipeline)
+            check_config(self._config, config, self.optimizer_name(), pipeline)
             if pipeline:
                 check_mpu(self.mpu, config.topology)
-                check_pipeline(self._config, config)
                 if not isinstance(self, HZeroPipelineEngine):  # such as DualPipeVEngine
                     raise ConfigError(
                         f"{KEY}: found the engine {type(self).__name__}, which {KEY} does not support; possible: a "

@@ -89,11 +89,14 @@ def read_block(ds_config: Any) -> HZeroConfig | None:
     return None if block is None else parse_config(block)
 
 
-def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool | None = False) -> None:
-    """Refuses, by name, DeepSpeed features that the stage does not support.
+def check_config(
+    config: DeepSpeedConfig, block: HZeroConfig, optimizer: str | None, pipeline: bool | None = None
+) -> None:
+    """Refuses, by name, DeepSpeed features that the stage does not support, and codecs that do not go with others.
 
     Args:
         config: The configuration, as DeepSpeed has read it.
+        block: The block, parsed.
         optimizer: Name of the optimizer.
         pipeline: Whether the model is a ``PipelineModule``; None if that is not known yet.
 
@@ -101,34 +104,29 @@ def check_config(config: DeepSpeedConfig, optimizer: str | None, pipeline: bool 
         ConfigError: Naming the key, what was found and what is possible.
     """
     check_features(config, pipeline=pipeline)
-    zero = config.zero_config
-    if pipeline and zero.stage != 1:
+    stage = int(config.zero_config.stage)
+    if pipeline and stage != 1:
         raise ConfigError(
-            f"{KEY} needs zero_optimization.stage 1 with a PipelineModule, found {int(zero.stage)}; set it to 1 or remove the "
-            f"{KEY} block"
+            f"{KEY} needs zero_optimization.stage 1 with a PipelineModule, found {stage}; set it to 1 or remove the {KEY} block"
         )
-    if not pipeline and zero.stage != 3 and (pipeline is False or zero.stage != 1):
-        why = ", which is for a PipelineModule" if zero.stage == 1 else ""
+    if not pipeline and stage != 3 and (pipeline is False or stage != 1):
+        why = ", which is for a PipelineModule" if stage == 1 else ""
         raise ConfigError(
-            f"{KEY} needs zero_optimization.stage 3, found {int(zero.stage)}{why}; set it to 3 or remove the {KEY} block"
+            f"{KEY} needs zero_optimization.stage 3, found {stage}{why}; set it to 3 or remove the {KEY} block"
         )
     if str(optimizer).lower() == "muon":
         raise ConfigError(
             f"optimizer.type: found {optimizer}, which {KEY} does not support; possible: another optimizer"
         )
     _refuse(config, _NOT_SUPPORTED, "")
+    if stage == 1:
+        _check_pipeline(config, block)
+    elif config.tensor_parallel_config.autotp_size > 1:
+        autotp.check(config, block)
 
 
-def check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
-    """Refuses what has no effect, or is not supported, in an engine with pipeline stages, beyond `check_config`.
-
-    Args:
-        config: The configuration, as DeepSpeed has read it.
-        block: The block, parsed.
-
-    Raises:
-        ConfigError: Naming the key, what was found and what is possible.
-    """
+def _check_pipeline(config: DeepSpeedConfig, block: HZeroConfig) -> None:
+    """Refuses what has no effect, or is not supported, in an engine with pipeline stages."""
     check_of_pipelines(find(config._param_dict) or {}, KEY)
     for role, tier in itertools.product(("pipeline", "optimizer"), TIERS):
         codec = block.codecs[role][tier]  # type: ignore[index]
@@ -164,23 +162,8 @@ def check_block(block: Mapping[str, Any]) -> HZeroConfig:
     return config
 
 
-def check_read(config: DeepSpeedConfig, block: HZeroConfig) -> None:
-    """`check_config` of a configuration that DeepSpeed has just read, before there is a model or a grid.
-
-    Args:
-        config: The configuration.
-        block: The block, parsed.
-
-    Raises:
-        ConfigError: As `check_config`; or the codecs of AutoTP's sums do not go with it on any grid.
-    """
-    check_config(config, config.optimizer_name, pipeline=None)
-    if config.tensor_parallel_config.autotp_size > 1:
-        autotp.check(config, block)
-
-
 def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSpeedConfig:
-    """`check_block` and `check_read` of a configuration as it is written, before there are ranks.
+    """`check_block` and `check_config` of a configuration as it is written, before there are ranks.
 
     Values "auto" are left out, since a client will fill them in, and ``train_batch_size`` if the number of ranks is not known.
 
@@ -192,7 +175,7 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
         The configuration, as DeepSpeed has read it.
 
     Raises:
-        ConfigError: As `check_block` and `check_read`.
+        ConfigError: As `check_block` and `check_config`.
         Exception: DeepSpeed refuses the configuration, with errors of many types.
     """
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
@@ -208,9 +191,7 @@ def check_written(config: Mapping[str, Any], ranks: int | None = None) -> DeepSp
         without[PARENT]["stage"] = 3  # DeepSpeed's default is not the value that the client fills in
     read = DeepSpeedConfig(without) if ranks is None else _config_of(ranks)(without)
     if parsed is not None:
-        check_read(read, parsed)
-        if read.zero_config.stage == 1:
-            check_pipeline(read, parsed)
+        check_config(read, parsed, read.optimizer_name)
     return read
 
 
