@@ -445,8 +445,6 @@ class Block(Frozen):
     unit: Literal["layer", "module"] = "layer"
     unit_numel: int = Field(DEFAULT_UNIT_NUMEL, ge=0)
     error_feedback: tuple[Tier, ...] = ()
-    save_residuals: bool = False
-    accumulators: Literal["fp32", "bf16"] = "fp32"
     refresh_message_bytes: int = Field(0, ge=0)
     refresh_differences: bool = False
     full_refresh_every: int = Field(DEFAULT_FULL_REFRESH, ge=1)
@@ -503,11 +501,7 @@ class HZeroConfig(Block):
         unit_numel: Max elements of a layer that is gathered as a whole; a larger one is divided into its children. It limits
             the memory of a device. DeepSpeed's `stage3_max_live_parameters` is a limit too.
         error_feedback: Tiers whose gradient encoding keeps its error (bfloat16) and adds it in the next step. It starts at zero
-            after a resume without `save_residuals`.
-        save_residuals: Whether checkpoints contain the errors that error feedback keeps, many times the size of the rest. On
-            other ranks or plans they start at zero.
-        accumulators: Type of the gradient sums that wait for the next micro-step. `bf16` needs half the memory; sums are made
-            in float32 and rounded stochastically.
+            after a resume.
         refresh_message_bytes: Min bytes that a rank sends in one refresh message. With 0 a message has DeepSpeed's
             `stage3_prefetch_bucket_size` elements, which are few bytes per rank on many ranks. `hzero links` prints the size
             from which latency is less than a tenth of a hop.

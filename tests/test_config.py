@@ -142,7 +142,6 @@ BAD: list[tuple[Any, str]] = [
      "none, where a difference has no fewer bytes; possible: bf16, int8, int4, zfp in hzero.codecs.weights"),
     ({"codecs": {"except": ["*norm*"]}}, "codecs.except: found ['*norm*']"),
     ({"codecs": {"except": {"*": "exp"}}}, "codecs.except.*: found 'exp', which holds bfloat16 numbers, and sums are float32"),
-    ({"accumulators": "fp16"}, "accumulators: unknown value 'fp16'; did you mean 'bf16'"),
     ({"full_refresh_every": 0}, "full_refresh_every: found 0"),
     ({"resident": "decoded"}, "resident: found 'decoded' with weights over the package"),
     ({"guard": 5.5}, "guard: found 5.5, expected a number of steps or a block with keys discarded_steps, every"),

@@ -28,8 +28,7 @@ class ErrorFeedback:
 
     A residual is at most an encoding's error, and bfloat16 loses a 256th of that. It is kept once: an encoding reads it and
     overwrites it (as LoCo does, arXiv 2407.04480). A step that is skipped discards its gradients. Residuals that they have
-    changed start at zero again, so such a step loses at most the error of one more encoding. Residuals start at zero, or with
-    those of a checkpoint.
+    changed start at zero again, so such a step loses at most the error of one more encoding. Residuals start at zero.
     """
 
     def __init__(self) -> None:
@@ -77,17 +76,6 @@ class ErrorFeedback:
     def bytes(self) -> int:
         """Memory of the residuals on this rank."""
         return sum(kept.values.nbytes for kept in self._residuals.values())
-
-    def saved(self) -> dict[str, dict[int, tuple[torch.Tensor, float]]]:
-        """The residuals of steps that are done, by tier and key, each with the loss scale that it is kept at."""
-        found: dict[str, dict[int, tuple[torch.Tensor, float]]] = {}
-        for (name, key), kept in self._residuals.items():
-            found.setdefault(name, {})[key] = kept.values, kept.scale
-        return found
-
-    def restore(self, name: str, key: int, residual: torch.Tensor, scale: float) -> None:
-        """Starts from a residual that `saved` has given."""
-        self._residuals[name, key] = Residual(residual.to(torch.bfloat16), scale)
 
     def clear(self) -> None:
         """Forgets all residuals: their weights have been replaced."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -203,7 +202,6 @@ class Engine(Traffic):
     ) -> None:
         super().__init__(config, module, device, accelerator)
         self.plan, self.partition = plan, partition
-        self._names = {param.key: param.name for param in parameters}
         self._feedback = ErrorFeedback() if config.error_feedback else None
         failures = most_failures(
             self.lanes.failures, config.transport, partition.group, partition.ranks, world_timeout()
@@ -282,61 +280,31 @@ class Engine(Traffic):
         if self._feedback is not None:
             self._feedback.clear()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Residuals of error feedback, and the numbers from which seeds of stochastic rounding are made.
+    def state_dict(self) -> dict[str, int] | None:
+        """The numbers from which seeds of stochastic rounding are made.
 
         A run that resumes with the same plan then rounds gradients as one that was never interrupted. Weights that are rounded
         stochastically are rounded anew where a load lays them into other messages than a step does.
 
         Returns:
-            Of this rank, in plain types and tensors; None where there is nothing to save, so the files stay stock.
+            None where nothing is rounded stochastically, so the files stay stock.
         """
-        if not self._by_chance() and not self.config.save_residuals:
+        codecs = [self.plan.codecs[role][tier] for role in ROLES for tier in self.plan.codecs[role].written]
+        codecs += [codec for _, codec in self.plan.exceptions]
+        if all(codec.rounding != "stochastic" for codec in codecs):
             return None
-        residuals: dict[str, dict[str, tuple[torch.Tensor, float]]] = {}
-        if self._feedback is not None and self.config.save_residuals:
-            for tier, kept in self._feedback.saved().items():
-                residuals[tier] = {self._names[key]: residual for key, residual in kept.items()}
-        seeds = {"weights": self.resident.version, "gradients": self.gradients.reductions}
-        return {"plan": self._identity(), "seeds": seeds, "residuals": residuals}
+        return {"weights": self.resident.version, "gradients": self.gradients.reductions}
 
-    def load_state_dict(self, found: Mapping[str, Any] | None) -> None:
-        """Goes on from what a checkpoint holds, after everything else has been replaced.
-
-        Residuals of another plan are dropped with a warning; they start at zero.
+    def load_state_dict(self, seeds: Mapping[str, int] | None) -> None:
+        """Goes on from what a checkpoint holds, after everything else has been replaced. Residuals start at zero.
 
         Args:
-            found: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
+            seeds: What `state_dict` has given; None where the checkpoint has nothing, as one of stock.
         """
-        kept = found["residuals"] if found is not None else {}
-        same = found is not None and found["plan"] == self._identity()
-        if self._feedback is not None and is_rank_0() and not (same and kept):
-            why = "was written with another plan or on other ranks" if kept else "has none"
-            logger.warning("hzero: residuals of error feedback start at zero: the checkpoint %s", why)
-        if found is None or not same:
-            return
-        self.resident.version, self.gradients.reductions = found["seeds"]["weights"], found["seeds"]["gradients"]
-        if self._feedback is None:
-            return
-        keys = {name: key for key, name in self._names.items()}
-        for tier, residuals in kept.items():
-            for name, (residual, scale) in residuals.items():
-                if name in keys:
-                    self._feedback.restore(tier, keys[name], residual.to(self.device), scale)
-
-    def _by_chance(self) -> bool:
-        """Whether anything is rounded stochastically."""
-        plan = self.plan
-        codecs = [plan.codecs[role][tier] for role in ROLES for tier in plan.codecs[role].written]
-        codecs += [codec for _, codec in plan.exceptions]
-        return plan.accumulator_bytes < 4 or any(codec.rounding == "stochastic" for codec in codecs)
-
-    def _identity(self) -> str:
-        """What residuals depend on: which rows a rank holds, and what is lost on the way to it."""
-        plan = self.plan
-        hops = (plan.gather_hops(), plan.micro_hops(), plan.boundary_hops())
-        told = (plan.grid, plan.weights_scope, plan.gradients_scope, hops, plan.error_feedback, plan.exceptions)
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        if self._feedback is not None and is_rank_0():
+            logger.warning("hzero: residuals of error feedback start at zero: checkpoints have none")
+        if seeds is not None:
+            self.resident.version, self.gradients.reductions = seeds["weights"], seeds["gradients"]
 
     # ---- what a user reads -----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,7 +51,7 @@ class Gradients:
     A window's gradients, in the order of the methods here:
 
     1. `accumulate`, in every micro-step: a bucket is reduced over the gradients' scope, and nothing waits for it. Its partial
-       sums are added to the accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size
+       sums are added to float32 accumulators, ``[rows * chunk]`` per parameter in hop order, where ``rows`` is the world size
        divided by the size of the scope. If the scope is one device there is no hop, and whole gradients are added. If it is
        the world, shards of the average are delivered. In the last micro-step sums continue across the outer tiers at once,
        while backward runs; a window of one micro-step keeps no accumulator.
@@ -78,8 +78,8 @@ class Gradients:
         self._most = IN_FLIGHT * routes
         self.bucket_numel, self.divisor = bucket_numel, self._plan.grid.world_size
         self._layouts: dict[Any, list[_Layout]] = {}
-        dtype = torch.bfloat16 if self._plan.accumulator_bytes == 2 else torch.float32
-        self._accumulators = Accumulators(dtype, collectives.used)
+        self._sums: dict[int, torch.Tensor] = {}  # the accumulators, float32, by key
+        self._bytes = 0  # of them
         self._waiting: dict[int, Parameter] = {}
         self._reducing: deque[tuple[Chain[Any], Callable[[list[torch.Tensor]], None] | None]] = deque()
         self._crossing: list[tuple[_Layout, Chain[list[torch.Tensor]]]] = []
@@ -164,49 +164,70 @@ class Gradients:
                 return
         then: Callable[[list[torch.Tensor]], Any] = partial(self._cut, layout)
         if accumulates:
-            # Drawn here: when sums arrive depends on the wires, and two runs must round alike.
-            seed = self._next_seed() if last or self._accumulators.dtype != torch.float32 else 0
-            then = partial(self._add, layout.keys, last, seed)
+            then = partial(self._add, layout.keys, last)
         chain = layout.micro.run(
             lambda: flat,
             then,
             seed=self._next_seed(),
             scale=scale,
-            into=partial(self._accumulators.to_add_to, layout.keys),
+            into=partial(self._to_add_to, layout.keys),
             patient=layout.patient,
         )
         chain.wait_read()
         if last and accumulates:
             # Submitted here, not by the lane that makes the sums: all ranks need one order with the gathers of weights.
-            self._submit_crossing(layout, seed, scale, chain.take, after=[chain], patient=layout.patient)
+            self._submit_crossing(layout, scale, chain.take, after=[chain], patient=layout.patient)
         self._reducing.append((chain, None if accumulates else partial(deliver, layout.params)))
         while len(self._reducing) > self._most:
             self._finish_first()
 
     def _accumulate_whole(self, layout: _Layout, flat: list[torch.Tensor], scale: float, last: bool) -> None:
         """Adds whole gradients to the accumulators; those of a window's only micro-step cross as they are."""
-        kept = [key in self._accumulators for key in layout.keys]
+        kept = [key in self._sums for key in layout.keys]
         if last and layout.boundary.lanes and not any(kept):
-            self._submit_crossing(layout, self._next_seed(), scale, lambda: flat).wait_read()
+            self._submit_crossing(layout, scale, lambda: flat).wait_read()
         else:  # the first of a window is kept, so it must be a copy
             parts = [one if again else one.to(torch.float32, copy=True) for one, again in zip(flat, kept)]
-            seed = self._next_seed()
-            sums = self._add(layout.keys, last, seed, parts)
+            sums = self._add(layout.keys, last, parts)
             if last:
-                self._submit_crossing(layout, seed, scale, partial(list, sums))
+                self._submit_crossing(layout, scale, partial(list, sums))
         if last:
             self._limit_crossings()
 
-    def _add(self, keys: Sequence[int], last: bool, seed: int, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _add(self, keys: Sequence[int], last: bool, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Adds partial sums to the accumulators, unless the last hop has. Gives those of the last micro-step away.
 
         The first of a window becomes the accumulator: nobody else may keep it.
         """
+        totals = self._take(keys, parts)
         if last:  # accumulators are freed as soon as they are encoded
-            return self._accumulators.take(keys, sums)
-        self._accumulators.add(keys, sums, seed)
-        self.peak_bytes = max(self.peak_bytes, self._accumulators.bytes)
+            return totals
+        self._sums.update(zip(keys, totals))
+        self._bytes += sum(total.nbytes for total in totals)
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
         return []
+
+    def _to_add_to(self, keys: Sequence[int]) -> list[torch.Tensor] | None:
+        """The accumulators themselves, for a hop that decodes and adds in one pass; None if one is missing."""
+        kept = [self._sums[key] for key in keys if key in self._sums]
+        return kept if len(kept) == len(keys) else None
+
+    def _take(self, keys: Sequence[int], parts: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Gives accumulators away, with the parts that arrive last: added to them, or the very ones that `_to_add_to` gave."""
+        totals = []
+        for key, part in zip(keys, parts if parts is not None else [None] * len(keys)):
+            kept = self._sums.pop(key, None)
+            if kept is None:
+                assert part is not None, key
+                totals.append(part.to(torch.float32))
+                continue
+            self._bytes -= kept.nbytes
+            if part is not kept:
+                self._collectives.used(kept)
+                if part is not None:
+                    kept.add_(part)
+            totals.append(kept)
+        return totals
 
     def settle(self) -> None:
         """Waits for the reductions of the micro-steps so far.
@@ -237,12 +258,12 @@ class Gradients:
         """
         self.settle()
         with self.all_or_nothing():
-            rest = [self._waiting[key] for key in self._accumulators.in_order()]
+            rest = [self._waiting[key] for key in sorted(self._sums)]
             for same in alike(rest):
                 for params in in_buckets(((param, param.numel) for param in same), self.bucket_numel):
                     (layout,) = self._layouts_of(params, dtype)
-                    sums = self._accumulators.take(layout.keys)
-                    self._submit_crossing(layout, self._next_seed(), scale, partial(list, sums))
+                    sums = self._take(layout.keys)
+                    self._submit_crossing(layout, scale, partial(list, sums))
                     self._limit_crossings()
             crossed = [(layout, chain.wait()) for layout, chain in self._crossing]
             self._crossing.clear()
@@ -252,9 +273,9 @@ class Gradients:
                 deliver(layout.params, self._cut(layout, shards))
 
     def _submit_crossing(
-        self, layout: _Layout, seed: int, scale: float, sums: Callable[[], list[torch.Tensor]], **order: Any
+        self, layout: _Layout, scale: float, sums: Callable[[], list[torch.Tensor]], **order: Any
     ) -> Chain[list[torch.Tensor]]:
-        chain = layout.boundary.run(sums, unchanged, seed=seed, scale=scale, **order)
+        chain = layout.boundary.run(sums, unchanged, seed=self._next_seed(), scale=scale, **order)
         self._crossing.append((layout, chain))
         return chain
 
@@ -316,7 +337,8 @@ class Gradients:
         self._crossing.clear()
         self._waiting.clear()
         self._accumulates = False
-        self._accumulators.clear()
+        self._sums.clear()
+        self._bytes = 0
         if self._collectives.feedback is not None:
             self._collectives.feedback.discard()
 
@@ -324,91 +346,3 @@ class Gradients:
         # Ranks round with different seeds, so that the errors of a sum do not add up.
         self.reductions += 1
         return (self.reductions * 1_000_003 + self._plan.rank) & 0x7FFFFFFF
-
-
-class Accumulators:
-    """Partial sums by parameter id. They are summed in float32, whatever they are kept in.
-
-    In bfloat16 a sum is rounded up or down by chance, so that what rounding loses is zero on average and small parts are not
-    swallowed by a large sum, as they would be to nearest (Gupta et al. 2015, arXiv 1502.02551). It errs by less than a unit in
-    the last place, 2^-7 of its magnitude. A sum that is taken with its last part is not rounded.
-
-    Args:
-        dtype: In which they are kept, float32 or bfloat16.
-        used: Keeps the memory of a tensor, which may be of another stream, for the current one; returns the tensor.
-
-    Attributes:
-        dtype: In which they are kept.
-        used: As given.
-        bytes: Of those that are kept.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, used: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-    ) -> None:
-        self.dtype, self.used, self.bytes = dtype, used, 0
-        self._kept: dict[int, torch.Tensor] = {}
-        self._chance: torch.Generator | None = None
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._kept
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def in_order(self) -> list[int]:
-        """Parameters with a sum, in order."""
-        return sorted(self._kept)
-
-    def to_add_to(self, keys: Iterable[int]) -> list[torch.Tensor] | None:
-        """The sums of ``keys`` themselves, for who decodes and adds in one pass; None where one is missing or narrow."""
-        found = [self._kept.get(key) for key in keys]
-        if self.dtype != torch.float32 or any(one is None for one in found):
-            return None
-        return found  # type: ignore[return-value]
-
-    def add(self, keys: Sequence[int], parts: Sequence[torch.Tensor], seed: int) -> None:
-        """Adds parts of sums.
-
-        Args:
-            keys: The parameters.
-            parts: One flat floating tensor each, or the very sum that `to_add_to` has given, added to. A float32 tensor that
-                is the first is kept as it is: nobody else may keep it.
-            seed: Of the rounding.
-        """
-        if self.dtype != torch.float32 and self._chance is None and parts:
-            self._chance = torch.Generator(parts[0].device)
-        if self._chance is not None:
-            self._chance.manual_seed(seed)
-        for key, part in zip(keys, parts):
-            (total,) = self.take([key], [part])
-            kept = total if self._chance is None else _rounded(total, self._chance)
-            self._kept[key] = kept
-            self.bytes += kept.nbytes
-
-    def take(self, keys: Sequence[int], parts: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Gives the sums away, float32, with parts that arrive last, which are as those of `add`."""
-        totals = []
-        for key, part in zip(keys, parts if parts is not None else [None] * len(keys)):
-            kept = self._kept.pop(key, None)
-            self.bytes -= kept.nbytes if kept is not None else 0
-            if kept is None or kept is part:
-                assert part is not None, key
-                totals.append(part.to(torch.float32))
-            else:
-                total = self.used(kept).to(torch.float32)
-                totals.append(total if part is None else total.add_(part))
-        return totals
-
-    def clear(self) -> None:
-        """Starts a new window."""
-        self._kept.clear()
-        self.bytes = 0
-
-
-def _rounded(total: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """Float32 in bfloat16: away from zero with the probability of the bits that are cut off."""
-    bits = total.view(torch.int32)
-    grown = torch.empty_like(bits).random_(0, 1 << 16, generator=chance).add_(bits).bitwise_and_(-1 << 16)
-    # Numbers that are not finite stay: their bits must not grow into others.
-    return torch.where(total.isfinite(), grown.view(torch.float32), total).to(torch.bfloat16)

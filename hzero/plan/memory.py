@@ -74,7 +74,7 @@ def footprint(scheme: Scheme | ShardPlan, grid: Grid, job: Job) -> Footprint:
         states = [StateMemory("model states", _other_bytes(scheme, grid, job), "with buckets")]
     else:
         states = _stage3_states(scheme, grid, job)
-    freed = scheme.accumulator_bytes if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
+    freed = 4 if isinstance(scheme, ShardPlan) and not scheme.micro_hops() else 0
     return _summed([*states, *activations(job)], job, freed)
 
 
@@ -99,9 +99,9 @@ def held_states(plan: ShardPlan, numels: Sequence[int], itemsize: int, accumulat
     if plan.accumulates and accumulation == 1:
         how = "none: a step has one micro-step"
     elif plan.accumulates:
-        how = f"{'float32' if plan.accumulator_bytes == 4 else 'bfloat16'} over the {plan.gradients_scope}"
+        how = f"float32 over the {plan.gradients_scope}"
         # Without a hop nothing has padded them.
-        summed = plan.accumulator_bytes * (sum(chunks) * plan.gradient_rows if plan.micro_hops() else sum(numels))
+        summed = 4 * (sum(chunks) * plan.gradient_rows if plan.micro_hops() else sum(numels))
     programs = StagePrograms.of(plan)
     residual = 2 * sum(chunks) * sum(program.residual_rows for program in (programs.micro, programs.boundary))
     return [
@@ -183,9 +183,6 @@ def _messages(plan: ShardPlan, job: Job, fetched: int, bucket: int, made: int) -
         what = f"{count} messages of {refreshed:,} elements{', one decoded' * bool(decoded)}"
         states["transient refresh"] = (size, what)
     reduced = count * max(peak(programs.micro, bucket), peak(programs.boundary, bucket)) + made * itemsize
-    if job.accumulation > 1 and plan.accumulates and plan.accumulator_bytes < 4:
-        # Float32 sums, and what rounding makes of one.
-        reduced += (4 * bucket + 16 * max(numels)) // plan.grid.scope_size(plan.gradients_scope)
     what = f"{count} buckets of {bucket:,} elements on their way, the largest gradient"
     return {**states, "transient reduce": (reduced, what)}
 

@@ -113,7 +113,6 @@ class ShardPlan:
         checksum: Whether every message carries a checksum.
         decoded: Whether resident weights are kept decoded: whole, in their own type.
         differences: Steps from one refresh of whole weights to the next, where those between send differences; else 0.
-        accumulator_bytes: Bytes of an element of the gradient accumulators: 4 in float32, 2 in bfloat16.
         exceptions: Patterns of parameters' names, and the codec of those that match; see `exception_of`.
         transport: What carries the messages.
         unit_numel: Max elements of a layer that forward and backward gather as a whole; 0: of none.
@@ -135,7 +134,6 @@ class ShardPlan:
     checksum: bool = False
     decoded: bool = False
     differences: int = 0
-    accumulator_bytes: int = 4
     exceptions: tuple[tuple[str, CodecConfig], ...] = ()
     transport: TransportName = "torch"
     unit_numel: int = 0
@@ -187,10 +185,6 @@ class ShardPlan:
         for tier in config.error_feedback:
             if config.codecs.gradients[tier].traits.plain and not excepted:
                 notes.append(f"error feedback on tier {tier} has nothing to keep: codec none loses nothing")
-        if config.save_residuals and not config.error_feedback:
-            notes.append("save_residuals has no effect: without error_feedback there are no residuals")
-        if config.accumulators != "fp32" and gradients == "world":
-            notes.append(f"accumulators {config.accumulators} has no effect: gradients over the world keep none")
         refreshed = [tier for tier in tiers_outside(weights) if grid.size(tier) > 1]
         differs = config.refresh_differences and any(not config.codecs.weights[tier].traits.plain for tier in refreshed)
         if config.refresh_differences and not differs:
@@ -220,7 +214,6 @@ class ShardPlan:
             config.checksum,
             weights == "device" and config.resident != "payload",
             config.full_refresh_every if differs else 0,
-            2 if config.accumulators == "bf16" else 4,
             tuple(config.codecs.exceptions.items()),
             config.transport,
             config.unit_numel if config.unit == "layer" else 0,

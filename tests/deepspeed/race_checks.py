@@ -80,7 +80,7 @@ def _scopes_of_one_device() -> Any:
     """No hop fetches weights or reduces the gradients of a micro-step."""
     topology = {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 1}
     scopes = {"weights": "package", "gradients": "package"}
-    return _steps("topo", topology=topology, shard=scopes, accumulators="bf16")
+    return _steps("topo", topology=topology, shard=scopes)
 
 
 def _load_and_offload() -> Any:
@@ -121,7 +121,7 @@ def _kept_whole_in_bf16() -> Any:
     """
     zero = {"stage3_param_persistence_threshold": 10**6, "contiguous_gradients": False}
     unmanaged = {"managed_gradient_accumulation": False}
-    block = {"accumulators": "bf16", "codecs": {"except": {"norm.*": "none"}}}
+    block = {"codecs": {"except": {"norm.*": "none"}}}
     engine = _engine(
         "topo", zero=zero, block=block, bf16={"enabled": True}, communication_data_type="fp32", **unmanaged
     )

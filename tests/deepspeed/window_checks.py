@@ -111,9 +111,7 @@ def check_a_boundary_that_fails_delivers_nothing() -> None:
 def _assert_given_up(engine: Any, cause: type[BaseException]) -> None:
     """Nothing of the window is kept, what is left of it is an error, and ``zero_grad`` begins a new one."""
     gradients = hzero.state(engine).gradients
-    assert (
-        not gradients._waiting and not gradients._accumulators and not gradients._crossing and not gradients._reducing
-    )
+    assert not gradients._waiting and not gradients._sums and not gradients._crossing and not gradients._reducing
     before = masters_of(engine)
     for go_on in (engine.optimizer.step, lambda: engine.backward(engine(batch(2, 0)))):
         with pytest.raises(RuntimeError, match="lost by an error") as told:

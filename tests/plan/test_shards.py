@@ -169,13 +169,6 @@ def test_presets_never_mean_whole_copies_by_accident(layout: tuple[int, int, int
     assert len([note for note in explicit.notes if "unused" in note]) == 1
 
 
-def test_residuals_are_saved_where_there_are_some() -> None:
-    saved = {"preset": "topo", "save_residuals": True}
-    for block, notes in ((saved, 1), ({**saved, "error_feedback": ["node"]}, 0)):
-        plan = ShardPlan.from_config(parse_config(block), Grid(2, 4, 2), 0)
-        assert [note[:36] for note in plan.notes] == ["save_residuals has no effect: without"[:36]] * notes
-
-
 def test_where_differences_have_no_effect_or_another_one() -> None:
     """They need a lossy hop outside the weights' scope of this machine, and are not what a use gathers."""
     codecs = {"weights": {"gcd": "none", "gpu": "int4", "node": "int4"}}
