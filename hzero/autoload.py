@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hzero import block
+
 #: ``0`` leaves it to ``import hzero``, `hzero.enable` or ``hzero run`` to install the stage.
 VARIABLE = "HZERO_AUTOLOAD"
 #: One entry for each configuration with a block that DeepSpeed has read in this process.
@@ -75,7 +77,6 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def initialize_params(config: Any, param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        from hzero import block
         from hzero.validation import on_all_ranks
 
         with on_all_ranks():
@@ -116,7 +117,6 @@ def _constructing(then: Callable[..., None]) -> Callable[..., Any]:
 
 def _check_as_written(own: Any, _: Any) -> None:
     """Checks the configuration that Trainer and Accelerate read before there is a model, and fill in later."""
-    from hzero import block
     from hzero.validation import ConfigError
 
     if block.find(own.config) is None:
@@ -136,8 +136,6 @@ def _follow_accelerator(accelerator: Any, given: Any) -> None:
 
     Refuses one that trains DDP on CPUs although its DeepSpeed configuration has the block.
     """
-    from hzero import block
-
     if "DEEPSPEED" in str(accelerator.distributed_type):
         if (config := _checkpoint_of(accelerator)) is not None:
             from hzero.deepspeed import clients
@@ -170,8 +168,6 @@ def _follow_trainer(trainer: Any, _: Any) -> None:
 
 def _checkpoint_of(accelerator: Any) -> Any:
     """The key ``checkpoint`` of an Accelerator's block; None without one."""
-    from hzero import block
-
     found = block.find(getattr(accelerator.state.deepspeed_plugin, "deepspeed_config", None))
     if found is None:
         return None
@@ -196,8 +192,6 @@ def _refuse_engines_without_stage() -> None:
     if engine is None:
         return
     import gc
-
-    from hzero import block
 
     for thing in gc.get_objects():
         if not issubclass(type(thing), engine) or hasattr(getattr(thing, "optimizer", None), "hzero"):
