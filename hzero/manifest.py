@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,12 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     complete = complete_in(Path(folder))
     newest = without_note(Path(folder), complete)
     if newest is None:
-        return str(complete[0]) if complete else None
+        return next(map(str, complete), None)
     logger.warning("hzero: %r was written without the key checkpoint, so it may be incomplete", str(newest))
     return str(newest)
 
 
-def without_note(folder: Path, complete: Sequence[Path]) -> Path | None:
+def without_note(folder: Path, complete: Mapping[Path, Manifest]) -> Path | None:
     """The newest checkpoint that was written without the key, or None if a complete one is preferred.
 
     Next to complete ones only those of Trainer count: their names have their step, and their last file says that they are
@@ -137,7 +137,7 @@ def without_note(folder: Path, complete: Sequence[Path]) -> Path | None:
 
     Args:
         folder: The folder that holds checkpoints.
-        complete: The complete ones in it, the newest first.
+        complete: As of `complete_in`.
     """
     others = [
         path
@@ -147,14 +147,14 @@ def without_note(folder: Path, complete: Sequence[Path]) -> Path | None:
     ]
     if not complete:
         return max(others, key=lambda path: path.stat().st_mtime, default=None)
-    first = max(note.step for note in notes_in(complete[0])) + 1
+    first = next(iter(complete.values())).step + 1
     steps = [(int(found[1]), path) for path in others if (found := _TRAINER.fullmatch(path.name))]
     return max(((step, path) for step, path in steps if step >= first and not _unfinished(path)), default=(0, None))[1]
 
 
-def complete_in(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, the newest first, by their notes and the sizes of their files."""
-    found = []
+def complete_in(folder: Path) -> dict[Path, Manifest]:
+    """The complete checkpoints in a folder and their newest notes, the newest first, by notes and the sizes of files."""
+    found: list[tuple[Path, Manifest]] = []
     for path in _children(folder):
         try:
             notes = notes_in(path)
@@ -165,8 +165,12 @@ def complete_in(folder: Path) -> list[Path]:
             logger.warning("hzero: %s; skipped", error)
             continue
         if notes:
-            found.append((max((note.step, note.written) for note in notes), path))
-    return [path for _, path in sorted(found, reverse=True)]
+            found.append((path, max(notes, key=_age)))
+    return dict(sorted(found, key=lambda one: (_age(one[1]), one[0]), reverse=True))
+
+
+def _age(note: Manifest) -> tuple[int, float]:
+    return note.step, note.written
 
 
 def notes_in(path: Path) -> list[Manifest]:

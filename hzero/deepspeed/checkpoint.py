@@ -254,7 +254,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]
             if latest := read_text(folder / "latest").strip():
                 named, changed = location(folder / latest), (folder / "latest").stat().st_mtime
         if tag is None:
-            complete = [Manifest.read(path) for path in complete_in(folder) if (path / NOTE).exists()]
+            complete = [note for path, note in complete_in(folder).items() if note.folder == path]
             folders = [note.folder for note in complete]
             if named in folders:
                 return None, complete[folders.index(named) :]

@@ -100,12 +100,12 @@ def _candidates(output_dir: str, asked: Any) -> list[Manifest]:
     complete, last = complete_in(folder), get_last_checkpoint(str(folder)) if folder.is_dir() else None
     newest = without_note(folder, complete)
     if asked is not True and Path(asked) != Path(last or ""):
-        complete = [path for path in complete if path == Path(asked)]
+        complete = {path: note for path, note in complete.items() if path == Path(asked)}
     elif last is not None and not complete and newest is None:
         raise IncompleteError(f"resume_from_checkpoint: {str(folder)!r} holds no complete checkpoint")
     elif last is not None and newest == Path(last):
         return []
-    return [notes_in(path)[0] for path in complete]
+    return list(complete.values())
 
 
 def _keep_batch(trainer: Any, note: Manifest) -> None:
