@@ -129,6 +129,8 @@ class Weights:
         """Frees all resident copies; their next use rebuilds them."""
         self.collectives.lanes.drain()
         for param in self.parameters.values():
+            if param.resident is not None:
+                self.collectives.used(param.resident)  # an audit has read it on the current stream
             param.payload = param.whole = None
         self._gathers.clear()
         self.mark_stale()
